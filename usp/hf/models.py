@@ -1,0 +1,96 @@
+"""Causal language models: presets made from a transformers configuration, local checkpoint folders, and saving.
+
+Nothing is ever downloaded and no code out of a checkpoint is ever run: a model is a preset's name or a folder on
+this machine, its class is one that transformers ships, and its weights are safetensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from usp.config import nearest
+from usp.flops import ModelFacts
+from usp.presets import PRESETS
+
+
+def load_model_config(model: str) -> PretrainedConfig:
+    """The transformers configuration of a preset or of a local checkpoint folder.
+
+    Raises ValueError when `model` is neither, and when the folder's architecture is not a causal language model
+    that transformers itself ships.
+    """
+    if model in PRESETS:
+        return AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model={model} is no preset{nearest(model, PRESETS)} and no folder: give one of {', '.join(PRESETS)}, "
+            f"or a folder that transformers' save_pretrained wrote"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={model} holds no config.json: give a folder that transformers' save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"model={model} is of type {config.model_type!r}, which is no causal language model")
+    return config
+
+
+def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
+    """The numbers of `config` that checks and FLOPs need."""
+    heads = config.num_attention_heads
+    window = getattr(config, "sliding_window", None) or 0
+    default_kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
+    return ModelFacts(
+        name=model,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+    )
+
+
+def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torch.device) -> PreTrainedModel:
+    """The model in float32 on `device`: a folder's weights, or random ones that `seed` fixes on every rank alike."""
+    torch.manual_seed(seed)
+    if model in PRESETS:
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        Path(model).expanduser(),
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    return loaded.to(device)
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """How many weights multiply every token: all but the input embedding, a tied output head included."""
+    embedding = model.get_input_embeddings().weight
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tied = model.get_output_embeddings().weight is embedding
+    return total if tied else total - embedding.numel()
+
+
+def gather_weights(model: nn.Module) -> dict[str, Any]:
+    """The full weights in host memory on rank 0, nothing elsewhere. Every rank must call it."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
+    """Write gathered `weights` as safetensors that `AutoModelForCausalLM.from_pretrained(folder)` loads."""
+    model.save_pretrained(folder, state_dict=weights)
