@@ -1,0 +1,112 @@
+"""A wire meter: how many payload bytes this rank sends, counted where every collective passes.
+
+It knows nothing of who calls the collectives, so it can check a prediction, and it measures any library alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what passes; see `count_sent_bytes`. `total` is in bytes, `by_op` splits it by collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_op.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.overloadpacket.__name__
+            if name not in _SENDS_NOTHING:
+                if name not in _SENT:
+                    raise NotImplementedError(f"count_sent_bytes does not know how much {func} sends")
+                self.by_op[name] += _SENT[name](*args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_sent_bytes() -> Iterator[SentBytes]:
+    """Count the payload bytes that this rank sends to OTHER ranks, whoever calls the collective and however.
+
+    Every collective passes torch's dispatcher, and there it is counted: all-to-alls by their exact splits,
+    point-to-point sends, all-gathers, reduce-scatters, and all-reduces as reduce-scatter plus all-gather.
+
+        with count_sent_bytes() as sent:
+            step()
+        print(sent.total, sent.by_op)
+
+    Raises:
+        NotImplementedError: a collective that it has no rule for was called inside.
+    """
+    with SentBytes() as sent:
+        yield sent
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, torch.ScriptObject):  # as the c10d operators get it
+        return dist.ProcessGroup.unbox(group)
+    return dist.distributed_c10d._resolve_process_group(group)  # the functional ones get its name
+
+
+def _all_to_all_single(input: torch.Tensor, splits: Sequence[int], group: Any) -> int:
+    group = _group(group)
+    rows = splits or [input.size(0) // group.size()] * group.size()
+    row_bytes = _nbytes([input]) // max(input.size(0), 1)
+    return row_bytes * sum(count for peer, count in enumerate(rows) if peer != group.rank())
+
+
+def _all_to_all(inputs: Sequence[torch.Tensor], group: Any) -> int:
+    rank = _group(group).rank()
+    return _nbytes([tensor for peer, tensor in enumerate(inputs) if peer != rank])
+
+
+def _all_gather(inputs: Sequence[torch.Tensor], group: Any) -> int:
+    return _nbytes(inputs) * (_group(group).size() - 1)
+
+
+def _reduce_scatter(inputs: Sequence[torch.Tensor], group: Any) -> int:
+    size = _group(group).size()
+    return _nbytes(inputs) * (size - 1) // size
+
+
+def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for tensors in lists for tensor in tensors]
+
+
+_SENDS_NOTHING = frozenset(
+    {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
+)
+_SENT: Mapping[str, Callable[..., int]] = {
+    "send": lambda tensors, *_: _nbytes(tensors),
+    "alltoall_base_": lambda out, input, group, out_splits, splits, *_: _all_to_all_single(input, splits, group),
+    "alltoall_": lambda outs, inputs, group, *_: _all_to_all(inputs, group),
+    "_allgather_base_": lambda out, input, group, *_: _all_gather([input], group),
+    "allgather_": lambda outs, inputs, group, *_: _all_gather(inputs, group),
+    "allgather_into_tensor_coalesced_": lambda outs, inputs, group, *_: _all_gather(inputs, group),
+    "_reduce_scatter_base_": lambda out, input, group, *_: _reduce_scatter([input], group),
+    "reduce_scatter_": lambda outs, inputs, group, *_: _reduce_scatter(_flat(inputs), group),
+    "reduce_scatter_tensor_coalesced_": lambda outs, inputs, group, *_: _reduce_scatter(inputs, group),
+    "allreduce_": lambda tensors, group, *_: 2 * _reduce_scatter(tensors, group),
+    "all_to_all_single": lambda input, out_splits, splits, group: _all_to_all_single(input, splits, group),
+    "all_gather_into_tensor": lambda input, size, group: _all_gather([input], group),
+    "reduce_scatter_tensor": lambda input, op, size, group: _reduce_scatter([input], group),
+    "all_reduce": lambda input, op, group: 2 * _reduce_scatter([input], group),
+}

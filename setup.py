@@ -1,0 +1,40 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = ["pytest>=8", "hypothesis>=6"]
+
+setup(
+    name="usp-toolkit",
+    version="0.1.0",
+    description="Long-context training with unified Ulysses x Ring sequence parallelism",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "numpy",
+        "pyarrow",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "tensorboard",
+        "tyro>=0.9",
+    ],
+    extras_require={
+        "test": TEST,
+        "dev": [*TEST, "ruff", "mypy", "pre-commit", "types-PyYAML"],
+        "bench": ["yunchang==0.6.4", "matplotlib"],
+        "deepspeed": ["deepspeed>=0.19"],
+        "flash": ["flash-attn>=2.8"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
