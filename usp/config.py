@@ -14,9 +14,9 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
+from attention import KERNEL_NAMES, LAYOUTS
 from usp.presets import PRESETS
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
 SP_ORDERS = ("ring-outer", "ulysses-outer")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,7 +76,7 @@ class TrainConfig:
 
     dtype: Annotated[str, _one_of(DTYPES)] = "auto"
     """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
-    attention_kernel: str = "auto"
+    attention_kernel: Annotated[str, _one_of(KERNEL_NAMES)] = "auto"
     """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
     device: Annotated[str, _one_of(DEVICES)] = "auto"
     """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""

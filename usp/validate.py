@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from attention import SequenceLayout
+from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import ParallelDims
-from usp.config import DEVICES, DTYPES, LAYOUTS, SP_ORDERS, TrainConfig, flag, nearest
-from usp.flops import ModelFacts
-
-KERNELS = ("auto", "reference", "sdpa", "flash")
-
+from usp.config import DEVICES, DTYPES, SP_ORDERS, TrainConfig, flag, nearest
+from usp.costs import ModelFacts
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> list[str]:
     """What is wrong with `config` on `world_size` ranks, one message each; empty when nothing is.
@@ -34,7 +31,7 @@ def _choices(config: TrainConfig) -> Iterator[str]:
     for name, choices in (
         ("sp_layout", LAYOUTS),
         ("sp_order", SP_ORDERS),
-        ("attention_kernel", KERNELS),
+        ("attention_kernel", KERNEL_NAMES),
         ("dtype", DTYPES),
         ("device", DEVICES),
     ):

@@ -7,17 +7,25 @@ this machine, its class is one that transformers ships, and its weights are safe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from usp.config import nearest
-from usp.flops import ModelFacts
+from usp.costs import ModelFacts
 from usp.presets import PRESETS
+
+ModelConfig: TypeAlias = PretrainedConfig
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers from drawing a bar for every load and save in this process."""
+    logging.disable_progress_bar()
 
 
 def load_model_config(model: str) -> PretrainedConfig:
@@ -84,6 +92,11 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     tied = model.get_output_embeddings().weight is embedding
     return total if tied else total - embedding.numel()
+
+
+def blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated layers, which are most of the model."""
+    return model.get_decoder().layers
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:

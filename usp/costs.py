@@ -1,4 +1,4 @@
-"""What a model is in numbers, and the arithmetic that training it takes.
+"""What a model is in numbers, and what a training step of it costs: FLOPs, and the bytes that FSDP sends.
 
 FLOPs are those of the mathematics, counted once: a causal mask counts its visible half, a document and a window
 count what they let through, and recomputation counts nothing. A multiply-add is two.
@@ -79,3 +79,18 @@ def training_flops(facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 peak of a GPU in FLOP/s; None where it is not known, and for CPUs."""
     return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
+
+
+def fsdp_sent_bytes(*, block: int, root: int, itemsize: int, ranks: int, replicas: int) -> int:
+    """Bytes that one rank sends in a step to keep sharded parameters in use.
+
+    Parameters of the blocks are gathered for the forward and again for the backward, those of the root once, each
+    in `itemsize` bytes; gradients are scattered over the `ranks` that share a copy, and then summed over `replicas`
+    copies, in float32.
+
+    Args:
+        block, root: parameter counts, over all blocks together and of the rest.
+    """
+    shard = (block + root) * 4 // ranks
+    gathered = (2 * block + root) * itemsize * (ranks - 1) // ranks
+    return gathered + shard * (ranks - 1) + 2 * shard * (replicas - 1) // replicas
