@@ -15,9 +15,9 @@ from typing import Annotated, Any, get_type_hints
 from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
+from parallel import SP_ORDERS
 from usp.presets import PRESETS
 
-SP_ORDERS = ("ring-outer", "ulysses-outer")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 

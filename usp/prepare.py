@@ -1,4 +1,4 @@
-"""From a configuration to all that a run needs before its ranks communicate, or to one message with all that is wrong."""
+"""From a configuration to all that a run needs before its ranks communicate, or to one message of all that is wrong."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from parallel import ParallelDims
 from usp.config import DEVICES, TrainConfig
+from usp.costs import ModelFacts
 from usp.data import PackedBatch, global_batches
 from usp.documents import open_source
 from usp.failures import ConfigurationError
-from usp.costs import ModelFacts
 from usp.hf.models import ModelConfig, load_model_config, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device

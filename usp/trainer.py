@@ -119,7 +119,7 @@ class Trainer:
         loss.backward()
 
         sent = self.attention.sent_bytes - sent_before
-        total_loss, total_sent = self._sum(_float64([loss, sent], self.device)).tolist()
+        total_loss, total_sent = self._sum(_float64([loss.item(), sent], self.device)).tolist()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not (math.isfinite(total_loss) and math.isfinite(grad_norm)):
@@ -216,7 +216,8 @@ class Trainer:
         parameters = count(sum(parameter.numel() for parameter in self.parameters))
         print(f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}")
         print(f"ranks: {self.mesh.size('loss')} ({dims}), layout {config.sp_layout}")
-        print(f"data: {config.data}, {dims.batch * config.batch_size} x {config.seq_len} {config.tokenizer} tokens a step")
+        rows = dims.batch * config.batch_size
+        print(f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) a step")
         print(f"run: {self.folder}", flush=True)
 
     def _log(self) -> RunLog | nullcontext[None]:
@@ -225,8 +226,8 @@ class Trainer:
         return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every)
 
 
-def _float64(values: list[torch.Tensor | float], device: torch.device) -> torch.Tensor:
-    return torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
+def _float64(values: list[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _adamw(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
-from parallel import ParallelDims
-from usp.config import DEVICES, DTYPES, SP_ORDERS, TrainConfig, flag, nearest
+from parallel import SP_ORDERS, ParallelDims
+from usp.config import DEVICES, DTYPES, TrainConfig, flag, nearest
 from usp.costs import ModelFacts
+
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> list[str]:
     """What is wrong with `config` on `world_size` ranks, one message each; empty when nothing is.
@@ -99,4 +100,3 @@ def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
             f"{facts.name} has {facts.num_heads} query heads over {facts.num_kv_heads} key-value heads: every "
             f"key-value head must serve the same number of query heads. Change the model's num_key_value_heads"
         )
-

@@ -48,6 +48,8 @@ def load_model_config(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"model={model} holds no .safetensors weights; other formats can run code, and are not read")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"model={model} is of type {config.model_type!r}, which is no causal language model")
     return config
@@ -73,7 +75,7 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
     """The model in float32 on `device`: a folder's weights, or random ones that `seed` fixes on every rank alike."""
     torch.manual_seed(seed)
     if model in PRESETS:
-        with device:
+        with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(
         Path(model).expanduser(),
@@ -83,7 +85,8 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
         trust_remote_code=False,
         use_safetensors=True,
     )
-    return loaded.to(device)
+    loaded.to(device)
+    return loaded
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
