@@ -19,7 +19,7 @@ import yaml
 from tyro.conf import arg
 
 from usp.config import TrainConfig, config_from_mapping, config_to_mapping
-from usp.failures import ConfigurationError, end, ending_of
+from usp.failures import INTERRUPTED, ConfigurationError, end, ending_of
 from usp.launch import Launch
 
 if sys.version_info >= (3, 11):
@@ -48,7 +48,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
         train(config, launch)
     except (Exception, KeyboardInterrupt) as error:
-        return end(ending_of(error, launch.rank), rank=launch.rank, error_file=environ.get("TORCHELASTIC_ERROR_FILE"))
+        try:
+            return end(ending_of(error, launch.rank), launch.rank, environ.get("TORCHELASTIC_ERROR_FILE"))
+        except KeyboardInterrupt:  # the terminal and torchrun each send a signal for one Ctrl-C
+            return INTERRUPTED
     return 0
 
 

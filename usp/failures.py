@@ -4,10 +4,10 @@
     TrainingDiverged     every rank raises it at the same step         message, no traceback     exit code 1
     a lost connection    another rank is gone, and says why itself     one line                  exit code 1
     anything else        this rank's own fault                         traceback with the rank   exit code 1
-    Ctrl-C                                                             one line                  exit code 130
+    Ctrl-C               every rank gets the signal                    one line, on rank 0       exit code 130
 
-Ranks other than 0 keep quiet about what rank 0 says as well. They wait for the launcher to end them, and speak only
-when it does not: then rank 0 did not fail, or is on another host.
+Of what rank 0 says as well, the others keep quiet. They wait for the launcher to end them, and speak only when it does
+not: then rank 0 did not fail, or is on another host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch.distributed as dist
 
 LAUNCHER_SECONDS = 5.0
+INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket closed", "broken pipe", "remote process")
 
 
@@ -33,27 +35,36 @@ class TrainingDiverged(RuntimeError):
     """Loss or gradient norm are no longer finite; every rank sees the same at the same step."""
 
 
+class Speaker(Enum):
+    """Who says how the run ended."""
+
+    THIS_RANK = "this rank alone knows"
+    FIRST_RANK = "every rank knows, rank 0 says it"
+    FIRST_RANK_OR_THIS = "every rank knows; this one says it too unless the launcher ends it soon"
+
+
 @dataclass(frozen=True)
 class Ending:
-    """What a failed rank says and its exit code; `shared` when the other ranks say the same."""
+    """What a failed rank says, and its exit code."""
 
     message: str
     exit_code: int
-    shared: bool
+    speaker: Speaker
 
 
 def ending_of(error: BaseException, rank: int) -> Ending:
     """How a rank ends that `error` stops."""
     if isinstance(error, ConfigurationError):
-        return Ending(f"error: {error}", 2, shared=True)
+        return Ending(f"error: {error}", 2, Speaker.FIRST_RANK_OR_THIS)
     if isinstance(error, TrainingDiverged):
-        return Ending(f"error: {error}", 1, shared=True)
+        return Ending(f"error: {error}", 1, Speaker.FIRST_RANK_OR_THIS)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted: stopped before the end, and saved no checkpoint", 130, shared=True)
+        return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED, Speaker.FIRST_RANK)
     if lost_peer(error):
-        return Ending(f"rank {rank} lost its connection to another rank; the rank that failed says why", 1, shared=True)
+        lost = f"rank {rank} lost its connection to another rank; the rank that failed says why"
+        return Ending(lost, 1, Speaker.FIRST_RANK_OR_THIS)
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Ending(f"rank {rank} failed:\n{text}", 1, shared=False)
+    return Ending(f"rank {rank} failed:\n{text}", 1, Speaker.THIS_RANK)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -63,15 +74,17 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST_PEER)
 
 
-def end(ending: Ending, *, rank: int, error_file: str | None) -> int:
+def end(ending: Ending, rank: int, error_file: str | None) -> int:
     """Print what there is to say and give the exit code.
 
     error_file: where torchrun reads what its summary repeats (TORCHELASTIC_ERROR_FILE); None without torchrun.
     """
-    if ending.shared and rank != 0:
+    if rank != 0 and ending.speaker is Speaker.FIRST_RANK:
+        return ending.exit_code
+    if rank != 0 and ending.speaker is Speaker.FIRST_RANK_OR_THIS:
         time.sleep(LAUNCHER_SECONDS)
     print(ending.message, file=sys.stderr, flush=True)
-    if error_file is not None and ending.exit_code != 130:
+    if error_file is not None:
         record = {"message": ending.message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(error_file).write_text(json.dumps({"message": record}))
     return ending.exit_code
