@@ -2,6 +2,7 @@
 
     ConfigurationError   every rank raises it before it communicates   message, no traceback     exit code 2
     TrainingDiverged     every rank raises it at the same step         message, no traceback     exit code 1
+    RanksDisagree        every rank raises it at the same point        message, no traceback     exit code 1
     a lost connection    another rank is gone, and says why itself     one line                  exit code 1
     anything else        this rank's own fault                         traceback with the rank   exit code 1
     Ctrl-C               every rank gets the signal                    one line, on rank 0       exit code 130
@@ -35,6 +36,10 @@ class TrainingDiverged(RuntimeError):
     """Loss or gradient norm are no longer finite; every rank sees the same at the same step."""
 
 
+class RanksDisagree(RuntimeError):
+    """Ranks hold different values of what must be the same; every one of them found out at the same point."""
+
+
 class Speaker(Enum):
     """Who says how the run ended."""
 
@@ -56,7 +61,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     """How a rank ends that `error` stops."""
     if isinstance(error, ConfigurationError):
         return Ending(f"error: {error}", 2, Speaker.FIRST_RANK_OR_THIS)
-    if isinstance(error, TrainingDiverged):
+    if isinstance(error, (TrainingDiverged, RanksDisagree)):
         return Ending(f"error: {error}", 1, Speaker.FIRST_RANK_OR_THIS)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED, Speaker.FIRST_RANK)

@@ -30,7 +30,7 @@ from usp.batch import shard_batch
 from usp.config import TrainConfig, config_to_mapping
 from usp.costs import fsdp_sent_bytes, peak_flops, training_flops
 from usp.data import PackedBatch
-from usp.failures import ConfigurationError, TrainingDiverged
+from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, lost_peer
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import blocks, build_model, gather_weights, hide_progress_bars, matmul_parameters, save_checkpoint
 from usp.hf.tokenizers import save_tokenizer
@@ -74,7 +74,7 @@ class Trainer:
         self.device = prepared.device
         self.is_writer = dist.get_rank() == 0
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        self.mesh.agree((config, prepared.model_config.to_dict()), what="the configuration")
+        self._agree((config, prepared.model_config.to_dict()), "the configuration")
         self.model = build_model(config.model, prepared.model_config, seed=config.seed, device=self.device)
         self.matmul_parameters = matmul_parameters(self.model)
         self.fsdp_bytes = self._fsdp_bytes()
@@ -105,7 +105,7 @@ class Trainer:
         """Optimiser step `number` (from 1): from a batch to new weights."""
         begin, sent_before = time.perf_counter(), self.attention.sent_bytes
         batch = next(self.prepared.batches)
-        self.mesh.agree(batch.digest(), what=f"the data of step {number}")
+        self._agree(batch.digest(), f"the data of step {number}")
         local = self._local_part(batch)
 
         tokens = self._sum((local["shift_labels"] != IGNORED).sum())
@@ -152,6 +152,14 @@ class Trainer:
         ids = rows.ids.to(self.device)
         whole = {"input_ids": ids, "labels": ids, "cu_seqlens": rows.cu_seqlens}
         return shard_batch(whole, self.mesh, layout=self.config.sp_layout)
+
+    def _agree(self, value: object, what: str) -> None:
+        try:
+            self.mesh.agree(value, what=what)
+        except RuntimeError as error:
+            if lost_peer(error):
+                raise
+            raise RanksDisagree(str(error)) from error
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks that hold different tokens."""
