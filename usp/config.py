@@ -84,7 +84,7 @@ class TrainConfig:
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
     """The run's folder: configuration, metrics, TensorBoard, checkpoint."""
     log_every: int = 10
-    """Print a line every this many steps where the output is no terminal. metrics.jsonl holds every step."""
+    """Print a line every this many steps. metrics.jsonl holds every step."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

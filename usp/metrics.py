@@ -3,7 +3,7 @@
     RUN/metrics.jsonl   every step, one JSON object a line
     RUN/tensorboard/    the same numbers for TensorBoard
 
-Only rank 0 has a `RunLog`. On a terminal it draws a progress bar, elsewhere it prints a line every so many steps.
+Only rank 0 has a `RunLog`. It prints a line every so many steps, and on a terminal a progress bar below them.
 """
 
 from __future__ import annotations
@@ -49,27 +49,26 @@ class StepRecord:
 
 
 class RunLog:
-    """Writes a run's records below `folder` and shows them on `out`. Close it, or use it in a `with`."""
+    """Keeps a run's records below `folder` and shows them on `out`, for as long as its `with` block runs."""
 
-    def __init__(self, folder: Path, *, steps: int, log_every: int, out: TextIO | None = None) -> None:
+    def __init__(self, folder: Path, *, steps: int, log_every: int, out: TextIO = sys.stdout) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a second to import, on rank 0 alone
 
-        self._out = sys.stdout if out is None else out
         self._steps = steps
         self._log_every = log_every
         self._file = (folder / METRICS_FILE).open("w")
         self._tensorboard = SummaryWriter(folder / "tensorboard")
-        self._progress = _progress(self._out) if self._out.isatty() else None
-        self._task = self._progress.add_task("", total=steps, text="") if self._progress else None
+        self._console = Console(file=out, highlight=False)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, refresh_per_second=2, disable=not out.isatty())
+        self._task = self._progress.add_task("", total=steps)
 
     def __enter__(self) -> RunLog:
-        if self._progress:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._progress.stop()
         self._tensorboard.close()
         self._file.close()
 
@@ -80,15 +79,9 @@ class RunLog:
         for name, value in asdict(record).items():
             if name != "step" and value is not None:
                 self._tensorboard.add_scalar(name, value, record.step)
-        if self._progress and self._task is not None:
-            self._progress.update(self._task, completed=record.step, text=record.line())
-        elif record.step in (1, self._steps) or record.step % self._log_every == 0:
-            print(f"step {record.step}/{self._steps}  {record.line()}", file=self._out, flush=True)
-
-
-def _progress(out: TextIO) -> Progress:
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(file=out), expand=False)
+        self._progress.update(self._task, completed=record.step)
+        if record.step in (1, self._steps) or record.step % self._log_every == 0:
+            self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
 
 
 def peak_memory(device: torch.device) -> int:
