@@ -42,7 +42,7 @@ def test_a_wrong_mapping_is_refused(mapping: dict[str, object], said: str) -> No
 
 
 def test_all_wrong_keys_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match="seq_lenn.*steps"):
+    with pytest.raises(ValueError, match=r"seq_lenn.*steps"):
         config_from_mapping({"seq_lenn": 1, "steps": None})
 
 

@@ -99,7 +99,7 @@ def test_data_that_cannot_be_read_is_refused(
 
 def test_a_missing_or_wrong_parquet_column_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="no column data-field='contents'.*did you mean 'content'"):
+    with pytest.raises(ValueError, match=r"no column data-field='contents'.*did you mean 'content'"):
         open_source(str(tmp_path), "contents")
     with pytest.raises(ValueError, match="column 'id' holds int64"):
         open_source(str(tmp_path), "id")
