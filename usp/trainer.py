@@ -31,17 +31,17 @@ from usp.config import TrainConfig, config_to_mapping
 from usp.costs import fsdp_sent_bytes, peak_flops, training_flops
 from usp.data import PackedBatch
 from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, lost_peer
-from usp.hf.integrate import apply_unified_sp
-from usp.hf.models import blocks, build_model, gather_weights, hide_progress_bars, matmul_parameters, save_checkpoint
+from usp.hf.integrate import apply_unified_sp, decoder_layers
+from usp.hf.models import build_model, gather_weights, hide_progress_bars, matmul_parameters, save_checkpoint
 from usp.hf.tokenizers import save_tokenizer
 from usp.launch import Launch, process_group
-from usp.loss import causal_lm_loss
+from usp.loss import causal_lm_loss, global_token_count
 from usp.metrics import RunLog, StepRecord, count, peak_memory
 from usp.prepare import Prepared, prepare
+from usp.sp_attention import UnifiedSPAttention
 
 BETAS = (0.9, 0.95)
 FINAL_LEARNING_RATE = 0.1  # of the peak
-IGNORED = -100  # the label of a token without a target
 
 
 def train(config: TrainConfig, launch: Launch) -> None:
@@ -82,8 +82,8 @@ class Trainer:
             apply_unified_sp(self.model, self.mesh, layout=config.sp_layout, kernel=config.attention_kernel)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.attention = self.model.unified_sp
-        apply_fsdp(self.model, self.mesh, blocks(self.model), param_dtype=getattr(torch, config.dtype))
+        self.attention: UnifiedSPAttention = self.model.unified_sp
+        apply_fsdp(self.model, self.mesh, decoder_layers(self.model), param_dtype=getattr(torch, config.dtype))
         self.parameters = list(self.model.parameters())
         self.optimizer = _adamw(self.parameters, config)
         self.folder = _run_folder(config, self.device)
@@ -108,7 +108,7 @@ class Trainer:
         self._agree(batch.digest(), f"the data of step {number}")
         local = self._local_part(batch)
 
-        tokens = self._sum((local["shift_labels"] != IGNORED).sum())
+        tokens = global_token_count(local["shift_labels"], self.mesh)
         logits = self.model(
             input_ids=local["input_ids"],
             position_ids=local["position_ids"],
@@ -193,7 +193,7 @@ class Trainer:
 
     def _fsdp_bytes(self) -> int:
         total = sum(parameter.numel() for parameter in self.model.parameters())
-        block = sum(parameter.numel() for parameter in blocks(self.model).parameters())
+        block = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
         return fsdp_sent_bytes(
             block=block,
             root=total - block,

@@ -9,7 +9,7 @@ import yaml
 
 from usp.cli import main, parse
 from usp.config import TrainConfig, config_to_mapping
-from usp.failures import ConfigurationError, RanksDisagree, Speaker, TrainingDiverged, ending_of
+from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, ending_of
 from usp.launch import Launch, choose_device
 
 
@@ -126,18 +126,18 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code", "speaker", "said"),
+    ("error", "exit_code", "said"),
     [
-        (ConfigurationError("no"), 2, Speaker.FIRST_RANK_OR_THIS, "error: no"),
-        (TrainingDiverged("nan"), 1, Speaker.FIRST_RANK_OR_THIS, "error: nan"),
-        (RanksDisagree("data"), 1, Speaker.FIRST_RANK_OR_THIS, "error: data"),
-        (KeyboardInterrupt(), 130, Speaker.FIRST_RANK, "interrupted"),
-        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, Speaker.FIRST_RANK_OR_THIS, "lost its connection"),
-        (RuntimeError("shapes differ"), 1, Speaker.THIS_RANK, "rank 3 failed:\n"),
-        (ValueError("Connection closed by peer"), 1, Speaker.THIS_RANK, "ValueError: Connection closed"),
+        (ConfigurationError("no"), 2, "error: no"),
+        (TrainingDiverged("nan"), 1, "error: nan"),
+        (RanksDisagree("data"), 1, "error: data"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, "lost its connection"),
+        (RuntimeError("shapes differ"), 1, "rank 3 failed: RuntimeError: shapes differ"),
+        (ValueError("Connection closed by peer"), 1, "ValueError: Connection closed"),
     ],
 )
-def test_how_a_rank_ends(error: BaseException, exit_code: int, speaker: Speaker, said: str) -> None:
+def test_how_a_rank_ends(error: BaseException, exit_code: int, said: str) -> None:
     ending = ending_of(error, rank=3)
-    assert (ending.exit_code, ending.speaker) == (exit_code, speaker)
+    assert ending.exit_code == exit_code
     assert said in ending.message

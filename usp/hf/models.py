@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from usp.config import nearest
 from usp.costs import ModelFacts
+from usp.hf.integrate import FAMILIES
 from usp.presets import PRESETS
 
 ModelConfig: TypeAlias = PretrainedConfig
@@ -31,8 +31,7 @@ def hide_progress_bars() -> None:
 def load_model_config(model: str) -> PretrainedConfig:
     """The transformers configuration of a preset or of a local checkpoint folder.
 
-    Raises ValueError when `model` is neither, and when the folder's architecture is not a causal language model
-    that transformers itself ships.
+    Raises ValueError when `model` is neither, and for a folder whose model type or weights cannot be used.
     """
     if model in PRESETS:
         return AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
@@ -50,8 +49,11 @@ def load_model_config(model: str) -> PretrainedConfig:
         raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} holds no .safetensors weights; other formats can run code, and are not read")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"model={model} is of type {config.model_type!r}, which is no causal language model")
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model={model} is of type {config.model_type!r}, and the types that can be trained with their sequence "
+            f"split are {', '.join(FAMILIES)}"
+        )
     return config
 
 
@@ -95,11 +97,6 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     total = sum(parameter.numel() for parameter in model.parameters())
     tied = model.get_output_embeddings().weight is embedding
     return total if tied else total - embedding.numel()
-
-
-def blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The repeated layers, which are most of the model."""
-    return model.get_decoder().layers
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:
