@@ -8,7 +8,8 @@
     Ctrl-C               every rank gets the signal                    one line, on rank 0     exit code 130
 
 Rank 0 speaks at once. The others wait first: if rank 0 failed too, the launcher ends them before they repeat it. While
-a failed rank waits, its connections stay open, so no other rank takes its failure for a lost connection.
+a failed rank waits, its connections stay open, so no other rank takes its failure for a lost connection. A rank that
+lost one waits in any case: what ended the other rank, or the launcher that saw it end, knows more.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Ending:
 
     message: str
     exit_code: int
+    consequence: bool = False  # of what ended another rank
 
 
 def ending_of(error: BaseException, rank: int) -> Ending:
@@ -56,7 +58,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED)
     if lost_peer(error):
-        return Ending(f"rank {rank} lost its connection to another rank; the rank that failed says why", 1)
+        return Ending(f"rank {rank} lost its connection to another rank; the rank that failed says why", 1, consequence=True)
     text = "".join(traceback.format_exception(error)).rstrip()
     return Ending(f"{text}\nrank {rank} failed: {type(error).__name__}: {error}", 1)
 
@@ -73,12 +75,12 @@ def end(ending: Ending, rank: int, error_file: str | None) -> int:
 
     error_file: where torchrun reads what its summary repeats (TORCHELASTIC_ERROR_FILE); None without torchrun.
     """
-    if rank != 0:
-        if ending.exit_code == INTERRUPTED:
-            return INTERRUPTED
+    if rank != 0 and ending.exit_code == INTERRUPTED:
+        return INTERRUPTED
+    if rank != 0 or ending.consequence:
         time.sleep(LAUNCHER_SECONDS)
     print(ending.message, file=sys.stderr, flush=True)
-    if error_file is not None:
+    if error_file is not None and not ending.consequence:
         record = {"message": ending.message.splitlines()[-1], "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(error_file).write_text(json.dumps({"message": record}))
     return ending.exit_code

@@ -51,7 +51,7 @@ class StepRecord:
 class RunLog:
     """Keeps a run's records below `folder` and shows them on `out`, for as long as its `with` block runs."""
 
-    def __init__(self, folder: Path, *, steps: int, log_every: int, out: TextIO = sys.stdout) -> None:
+    def __init__(self, folder: Path, *, steps: int, log_every: int, out: TextIO) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a second to import, on rank 0 alone
 
         self._steps = steps

@@ -14,6 +14,7 @@ RUN/                      what rank 0 writes
 from __future__ import annotations
 
 import math
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -231,7 +232,7 @@ class Trainer:
     def _log(self) -> RunLog | nullcontext[None]:
         if not self.is_writer:
             return nullcontext()
-        return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every)
+        return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every, out=sys.stdout)
 
 
 def _float64(values: list[float], device: torch.device) -> torch.Tensor:

@@ -107,3 +107,6 @@ def gather_weights(model: nn.Module) -> dict[str, Any]:
 def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
     """Write gathered `weights` as safetensors that `AutoModelForCausalLM.from_pretrained(folder)` loads."""
     model.save_pretrained(folder, state_dict=weights)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.use_cache = True  # off while sequences are sharded; whoever loads the checkpoint generates with it
+    config.save_pretrained(folder)
