@@ -8,4 +8,6 @@ import sys
 from usp.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    exit_code = main(sys.argv[1:], os.environ)
+    if exit_code:
+        os._exit(exit_code)  # at once: an orderly exit may wait for connections to ranks that are gone

@@ -8,8 +8,10 @@ Flags override the file. The environment that torchrun sets is read here and now
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,34 +45,38 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
     launch = Launch.from_environment(environ)
     try:
-        config = parse(argv, quiet=launch.rank != 0)
+        config = parse(argv, show_help=launch.rank == 0)
         from usp.trainer import train  # takes seconds to import: --help and a mistyped flag answer without it
 
         train(config, launch)
     except (Exception, KeyboardInterrupt) as error:
         try:
-            return end(ending_of(error, launch.rank), launch.rank, environ.get("TORCHELASTIC_ERROR_FILE"))
-        except KeyboardInterrupt:  # the terminal and torchrun each send a signal for one Ctrl-C
+            return end(ending_of(error, launch.rank), launch, environ.get("TORCHELASTIC_ERROR_FILE"))
+        except KeyboardInterrupt:  # while it waited for the launcher
             return INTERRUPTED
     return 0
 
 
-def parse(argv: Sequence[str], quiet: bool = False) -> TrainConfig:
+def parse(argv: Sequence[str], show_help: bool = True) -> TrainConfig:
     """The configuration that the flags, and the file that --config names, ask for.
 
-    Prints help and leaves with SystemExit(0) when asked to; `quiet` prints nothing. Raises ConfigurationError for a
-    file that cannot be read or holds a wrong key, and SystemExit(2), the mistake printed, for a wrong flag.
+    Leaves with SystemExit(0) when asked for help, printed where `show_help`. Raises ConfigurationError for a wrong
+    flag or value, a file that cannot be read, and a wrong key in it.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
     path = finder.parse_known_args(argv)[0].config
     file_config = read_config(path) if path else TrainConfig()
     default = CommandLine(**config_to_mapping(file_config), config=path)
+    printed, mistakes = io.StringIO(), io.StringIO()
     try:
-        parsed = tyro.cli(CommandLine, args=argv, default=default, prog="train.py", console_outputs=not quiet)
+        with redirect_stdout(printed), redirect_stderr(mistakes):
+            parsed = tyro.cli(CommandLine, args=argv, default=default, prog="train.py")
     except SystemExit as stop:
-        if quiet and stop.code:
-            raise ConfigurationError("the command line holds a mistake, which rank 0 names") from None
+        if stop.code:
+            raise ConfigurationError(f"the command line holds a mistake\n{mistakes.getvalue().rstrip()}") from None
+        if show_help:
+            print(printed.getvalue(), end="")
         raise
     return TrainConfig(**{field.name: getattr(parsed, field.name) for field in fields(TrainConfig)})
 

@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place: `rank` of `world_size`, and `local_rank` of the `local_world_size` on this host."""
+    """A process's place: `rank` of `world_size`, and `local_rank` of the `local_world_size` on this host.
+
+    rendezvous: whether the environment says where the ranks meet. agent_store: host and port of the key-value store
+    that torchrun keeps for as long as it runs. attempt: which start of the same ranks this is.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -21,6 +25,8 @@ class Launch:
     local_world_size: int = 1
     threads: int = 1
     rendezvous: bool = False
+    agent_store: tuple[str, int] | None = None
+    attempt: int = 0
 
     @staticmethod
     def from_environment(environ: Mapping[str, str]) -> Launch:
@@ -31,6 +37,7 @@ class Launch:
         """
         launched = "RANK" in environ and "WORLD_SIZE" in environ
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
+        agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         asked = int(environ.get("OMP_NUM_THREADS", 0) or 0)
         share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
         return Launch(
@@ -40,6 +47,8 @@ class Launch:
             local_world_size=local_world_size,
             threads=share if asked == 0 or (launched and asked == 1) else asked,
             rendezvous=launched,
+            agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
 

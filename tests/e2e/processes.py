@@ -46,15 +46,12 @@ class Run:
 
     def members(self) -> list[int]:
         """Live processes of the run's session, itself included."""
-        stats = {path.parent.name: _stat(path) for path in Path("/proc").glob("[0-9]*/stat")}
-        return [
-            int(pid) for pid, fields in stats.items() if fields[3:4] == [str(self.process.pid)] and fields[0] != "Z"
-        ]
+        session = str(self.process.pid)
+        return [pid for pid, fields in _stats().items() if fields[3] == session and fields[0] != "Z"]
 
     def workers(self) -> list[int]:
         """The launched ranks: children of torchrun, in the order of their start."""
-        stats = {path.parent.name: _stat(path) for path in Path("/proc").glob("[0-9]*/stat")}
-        return sorted(int(pid) for pid, fields in stats.items() if fields[1:2] == [str(self.process.pid)])
+        return sorted(pid for pid, fields in _stats().items() if fields[1] == str(self.process.pid))
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT
@@ -69,9 +66,12 @@ class Run:
         return Ended(exit_code, self.out.read_text(), self.err.read_text())
 
 
-def _stat(path: Path) -> list[str]:
-    """The fields of /proc/PID/stat from the state on: state, parent, process group, session."""
-    try:
-        return path.read_text().rpartition(") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+def _stats() -> dict[int, list[str]]:
+    """For every process the fields of /proc/PID/stat from the state on: state, parent, process group, session."""
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            stats[int(path.parent.name)] = path.read_text().rpartition(") ")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+    return stats

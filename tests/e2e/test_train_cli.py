@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.processes import ROOT, Ended, Run
 
 MESH = ["--sp-ulysses", "2", "--sp-ring", "2", "--seq-len", "512"]
-FOREVER = [*MESH, "--steps", "100000", "--log-every", "1", "--output", "run"]
+FOREVER = ["--sp-ulysses", "2", "--seq-len", "256", "--steps", "100000", "--log-every", "1", "--output", "run"]
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -67,7 +67,7 @@ def test_it_runs_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
-    with Run(FOREVER, tmp_path, ranks=4) as run:
+    with Run(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         os.killpg(run.process.pid, signal.SIGINT)  # what Ctrl-C does: the whole foreground group gets it
         ended = run.end()
@@ -77,7 +77,7 @@ def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
-    with Run(["--steps", "100000", "--log-every", "1", "--seq-len", "256"], tmp_path) as run:
+    with Run([*FOREVER, "--sp-ulysses", "1"], tmp_path) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         run.process.send_signal(signal.SIGINT)
         ended = run.end()
@@ -85,16 +85,16 @@ def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
     assert ended.err == "interrupted: stopped before the end, and saved no checkpoint\n"
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
-    with Run(FOREVER, tmp_path, ranks=4) as run:
+    with Run(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         os.kill(run.workers()[victim], signal.SIGKILL)
         ended = run.end()
     assert ended.exit_code != 0
-    assert "Signal 9 (SIGKILL)" in ended.err
-    assert ended.err.count("lost its connection") <= 1
-    assert "usp/cli.py" not in ended.err
+    root_cause = ended.err.partition("Root Cause")[2]  # of torchrun's summary
+    assert f"rank      : {victim} " in root_cause and "Signal 9 (SIGKILL)" in root_cause
+    assert "lost its connection" not in ended.err and "usp/cli.py" not in ended.err
 
 
 CRASH = """
@@ -114,22 +114,21 @@ sys.exit(main(sys.argv[1:], os.environ))
 """
 
 
-@pytest.mark.parametrize("ranks", [{"2"}, {"0", "1", "2", "3"}], ids=["one rank", "every rank"])
+@pytest.mark.parametrize("ranks", [{"1"}, {"0", "1"}], ids=["one rank", "every rank"])
 def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[str]) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASH.format(ranks=ranks))
-    with Run(FOREVER, tmp_path, ranks=4, script=script) as run:
+    with Run(FOREVER, tmp_path, ranks=2, script=script) as run:
         ended = run.end()
     assert ended.exit_code != 0
     ours = ended.err.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
     assert ours.count("RuntimeError: this rank is broken\nrank ") == 1
-    assert ours.count(f"rank {min(ranks)} failed: RuntimeError: this rank is broken") == 1
+    assert any(f"rank {rank} failed: RuntimeError: this rank is broken" in ours for rank in ranks)
     assert "lost its connection" not in ours
 
 
 def test_a_diverged_run_names_the_last_good_step(tmp_path: Path) -> None:
-    args = [*MESH, "--steps", "5", "--learning-rate", "1e30", "--warmup-steps", "0", "--output", "run"]
-    with Run(args, tmp_path, ranks=4) as run:
+    with Run([*FOREVER, "--learning-rate", "1e30", "--warmup-steps", "0"], tmp_path, ranks=2) as run:
         ended = run.end()
     assert ended.exit_code != 0
     (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from usp.cli import main, parse
 from usp.config import TrainConfig, config_to_mapping
-from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, ending_of
+from usp.failures import ConfigurationError, Ending, RanksDisagree, TrainingDiverged, end, ending_of
 from usp.launch import Launch, choose_device
 
 
@@ -77,20 +78,24 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
     assert "llama3-8b" in shown and "{contiguous,zigzag,striped}" in shown
 
 
-def test_a_misspelt_flag_names_its_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(["--sp-ulises", "4"])
-    assert stop.value.code == 2
-    assert "--sp-ulysses" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--sp-ulises", "4"], r"Unrecognized options: --sp-ulises(.|\n)*--sp-ulysses INT"),
+        (["--steps", "ten"], r"--steps: invalid literal for int\(\) with base 10: 'ten'"),
+        (["--steps"], "--steps"),
+    ],
+)
+def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        parse(args)
+    assert capsys.readouterr().err == ""
 
 
-def test_quiet_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match="rank 0 names"):
-        parse(["--sp-ulises", "4"], quiet=True)
+def test_help_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--help"], quiet=True)
-    shown = capsys.readouterr()
-    assert shown.out == shown.err == ""
+        parse(["--help"], show_help=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_refused_configuration_exits_with_2_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +112,8 @@ def test_torchrun_is_told_what_went_wrong(tmp_path: Path, capsys: pytest.Capture
 def test_a_launch_is_read_from_the_environment() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "3"}
     assert Launch.from_environment(environ) == Launch(5, 8, 1, 4, threads=3, rendezvous=True)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert Launch.from_environment(environ | agent).agent_store == ("localhost", 29500)
 
 
 def test_without_a_launcher_one_process_takes_the_cores() -> None:
@@ -141,3 +148,25 @@ def test_how_a_rank_ends(error: BaseException, exit_code: int, said: str) -> Non
     ending = ending_of(error, rank=3)
     assert ending.exit_code == exit_code
     assert said in ending.message
+
+
+def test_of_many_endings_one_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("usp.failures.LAUNCHER_SECONDS", 0.5)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    said = []
+    for rank, attempt in ((2, 0), (0, 0), (1, 0), (1, 1)):
+        launch = Launch(rank, 4, agent_store=("localhost", store.port), attempt=attempt)
+        assert end(Ending(f"rank {rank}", 1), launch, None) == 1
+        said.append(capsys.readouterr().err)
+    assert said == ["rank 2\n", "", "", "rank 1\n"]
+
+
+def test_without_a_store_each_rank_speaks_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank in (0, 1):
+        end(Ending(f"rank {rank}", 1), Launch(rank, 2), None)
+    assert capsys.readouterr().err == "rank 0\nrank 1\n"
+    assert len(waited) == 1

@@ -1,1 +1,4 @@
-"""Everything that knows transformers: models (presets and checkpoints), then integrate (their attention on a mesh)."""
+"""Everything that knows transformers. Each file imports only earlier ones:
+
+integrate (their attention on a mesh), models (presets and checkpoints), tokenizers.
+"""
