@@ -1,0 +1,41 @@
+"""Exact attention over sequences that are sharded on a ring x ulysses grid of ranks.
+
+Knows torch alone: process groups, layouts and kernels are arguments. Each file imports only earlier ones:
+
+intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, ring, ulysses, unified.
+"""
+
+from __future__ import annotations
+
+from .bands import block_tasks, rank_pieces, Task
+from .comm import Channel
+from .heads import HeadPlan
+from .kernels.base import Kernel
+from .kernels.select import check_kernel_name, KERNEL_NAMES, select_kernel
+from .layout import LAYOUTS, SequenceLayout, Span
+from .ring import RingProgram
+from .schedule import ring_schedule, RingSchedule
+from .spec import AttentionSpec
+from .unified import unified_attention, UnifiedPlan, WireBytes
+
+__all__ = [
+    "KERNEL_NAMES",
+    "LAYOUTS",
+    "AttentionSpec",
+    "Channel",
+    "HeadPlan",
+    "Kernel",
+    "RingProgram",
+    "RingSchedule",
+    "SequenceLayout",
+    "Span",
+    "Task",
+    "UnifiedPlan",
+    "WireBytes",
+    "block_tasks",
+    "check_kernel_name",
+    "rank_pieces",
+    "ring_schedule",
+    "select_kernel",
+    "unified_attention",
+]

@@ -1,0 +1,65 @@
+"""Which heads each Ulysses rank attends with, for any numbers of heads and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Query heads divided as evenly as can be over the Ulysses ranks, each with the KV heads that they read.
+
+    A KV head goes to every rank whose query heads read it, and to no other: with as many KV heads as ranks (or a
+    multiple) none is replicated. With more ranks than query heads the last ranks attend with none.
+
+    Raises:
+        ValueError: if the KV heads do not divide the query heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.num_kv_heads, self.ulysses) < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}: each KV head serves "
+                f"num_heads / num_kv_heads query heads"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def q_ranges(self) -> tuple[Range, ...]:
+        """Each rank's query heads."""
+        each, extra = divmod(self.num_heads, self.ulysses)
+        starts = [rank * each + min(rank, extra) for rank in range(self.ulysses + 1)]
+        return tuple(zip(starts, starts[1:], strict=False))
+
+    @cached_property
+    def kv_ranges(self) -> tuple[Range, ...]:
+        """Each rank's KV heads."""
+        return tuple(
+            (start // self.group, (stop - 1) // self.group + 1) if stop > start else (0, 0)
+            for start, stop in self.q_ranges
+        )
+
+    def kv_index(self, rank: int) -> tuple[int, ...] | None:
+        """The local KV head of each local query head, where plain grouping would name the wrong one; else None."""
+        (q_start, q_stop), (kv_start, kv_stop) = self.q_ranges[rank], self.kv_ranges[rank]
+        index = tuple(head // self.group - kv_start for head in range(q_start, q_stop))
+        queries, keys = q_stop - q_start, kv_stop - kv_start
+        if keys == 0 or (queries % keys == 0 and index == tuple(i // (queries // keys) for i in range(queries))):
+            return None
+        return index
+
+    def width(self, rank: int) -> int:
+        """Heads of q, k and v together that a rank receives."""
+        (q_start, q_stop), (kv_start, kv_stop) = self.q_ranges[rank], self.kv_ranges[rank]
+        return q_stop - q_start + 2 * (kv_stop - kv_start)

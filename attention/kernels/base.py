@@ -1,0 +1,104 @@
+"""The kernel contract: what a back end must say and do.
+
+A back end is stateless. It lowers a block's tasks to launches once per plan, and computes one launch at a time:
+pure functions of their tensors. Nothing above it knows which back end runs, and nothing here knows of ranks.
+
+n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..accumulate import add_rows, AttentionSum, Rows
+from ..bands import Task
+from ..spec import AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel call: runs of queries against runs of keys, all under the same kind of mask.
+
+    Every query row that is not padding sees at least one key.
+    """
+
+    queries: Rows
+    keys: Rows
+
+
+class Kernel(ABC):
+    """A block-attention back end."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this back end cannot compute such a call exactly, or None if it can."""
+
+    @abstractmethod
+    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+        """The launches that compute the tasks. No query row is twice in one launch; no pair in two."""
+
+    @abstractmethod
+    def forward(
+        self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKH: Tensor, launch: Launch, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """out (n, A, N, H) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
+
+    @abstractmethod
+    def backward(
+        self,
+        dout_nANH: Tensor,
+        q_nANH: Tensor,
+        k_nBKH: Tensor,
+        v_nBKH: Tensor,
+        out_nANH: Tensor,
+        lse_nNA: Tensor,
+        launch: Launch,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq (n, A, N, H), dk and dv (n, B, K, H).
+
+        `out` and `lse` are those of the whole row over all blocks, so the parts of all launches sum to the exact
+        gradient and no gradient of lse is needed.
+        """
+
+
+def attend(
+    kernel: Kernel, launches: tuple[Launch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec,
+    total: AttentionSum,
+) -> None:  # fmt: skip
+    """Add a block's attention to `total`."""
+    for launch in launches:
+        q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKH)
+        total.merge(launch.queries, *kernel.forward(q, k, v, launch, spec))
+
+
+@dataclass(frozen=True, eq=False)
+class SavedAttention:
+    """What the backward needs of the queries' side: dout, q, out (T, N, H) in the input's dtype and lse (T, N)."""
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def attend_backward(
+    kernel: Kernel, launches: tuple[Launch, ...], saved: SavedAttention, k_TKH: Tensor, v_TKH: Tensor,
+    spec: AttentionSpec, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Add a block's gradients to dq (T, N, H), dk and dv (T, K, H), in place."""
+    for launch in launches:
+        rows, keys = launch.queries, launch.keys
+        grads = kernel.backward(
+            rows.take(saved.dout), rows.take(saved.q), keys.take(k_TKH), keys.take(v_TKH), rows.take(saved.out),
+            rows.take(saved.lse).transpose(1, 2).contiguous(), launch, spec,
+        )  # fmt: skip
+        add_rows(dq, rows, grads[0])
+        add_rows(dk, keys, grads[1])
+        add_rows(dv, keys, grads[2])

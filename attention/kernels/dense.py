@@ -1,0 +1,142 @@
+"""Lowering for kernels that compute rectangles: (full | causal square | small mask), no variable lengths.
+
+A hundred one-token documents become one launch, a triangle runs as the kernel's own causal case, and a mask is never
+larger than a chunk.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..accumulate import Rows
+from ..bands import Task
+from .base import Launch
+
+CHUNK = 256  # rows of a ragged band that go together under one mask
+TINY = 128  # a task with no side longer is gathered with its like
+SMALLEST_PAD = 16  # sides of gathered tasks are padded to this times a power of two
+
+
+@dataclass(frozen=True, eq=False)
+class DenseLaunch(Launch):
+    """`causal`: square and top-left aligned. `mask`: float, 0 or -inf, (A, B) or (n, 1, A, B)."""
+
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass
+class DenseLowering:
+    """Turns tasks into launches on one device; `dtype` is that of the masks."""
+
+    device: torch.device
+    dtype: torch.dtype
+    masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(default_factory=dict)
+
+    def lower(self, tasks: tuple[Task, ...]) -> tuple[Launch, ...]:
+        tiny = [task for task in tasks if max(task.rows, task.columns) <= TINY]
+        if len(tiny) < 2:
+            tiny = []  # nothing to gather it with
+        large = [task for task in tasks if task not in set(tiny)]
+        return tuple(launch for task in large for launch in self._large(task)) + tuple(self._gathered(tiny))
+
+    def _large(self, task: Task) -> Iterator[Launch]:
+        if task.full:
+            yield self._launch(task)
+        elif task.highest is None:
+            # Tight and limited below alone: the last row sees the last key, so a rectangle and a square triangle.
+            square = task.k_stop - task.rows
+            full = task.cut((task.q_start, task.q_stop), (task.k_start, square))
+            if full is not None:
+                yield self._launch(full)
+            triangle = task.cut((task.q_start, task.q_stop), (max(square, task.k_start), task.k_stop))
+            assert triangle is not None
+            yield self._launch(triangle, causal=triangle.rows == triangle.columns)
+        else:
+            for start in range(task.q_start, task.q_stop, CHUNK):
+                yield from self._chunk(task, (start, start + CHUNK))
+
+    def _chunk(self, task: Task, rows: tuple[int, int]) -> Iterator[Launch]:
+        """A few rows of a band: ragged left, full middle, ragged right; one piece if that is not much more."""
+        chunk = task.cut(rows, (task.k_start, task.k_stop))
+        assert chunk is not None
+        left, right = chunk.k_start, chunk.k_stop
+        if chunk.highest is not None:
+            left = max(left, chunk.q_stop - 1 - chunk.highest)
+        if chunk.lowest is not None:
+            right = min(right, chunk.q_start - chunk.lowest + 1)
+        if right - left < 2 * CHUNK:
+            yield self._launch(chunk)
+            return
+        for columns in ((chunk.k_start, left), (left, right), (right, chunk.k_stop)):
+            part = chunk.cut(rows, columns)
+            if part is not None:
+                yield self._launch(part)
+
+    def _launch(self, task: Task, causal: bool = False) -> Launch:
+        mask = None if task.full or causal else self._mask(task)
+        return DenseLaunch(
+            Rows(slice(task.q_start, task.q_stop)), Rows(slice(task.k_start, task.k_stop)), causal and not task.full, mask
+        )
+
+    def _mask(self, task: Task) -> Tensor:
+        offset = task.q_start - task.k_start
+        key = (
+            task.rows,
+            task.columns,
+            None if task.lowest is None else task.lowest - offset,
+            None if task.highest is None else task.highest - offset,
+        )
+        if key not in self.masks:
+            self.masks[key] = self._float_mask(_visible(*key))
+        return self.masks[key]
+
+    def _float_mask(self, visible: Tensor) -> Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.dtype)
+        return mask.masked_fill_(~visible, float("-inf")).to(self.device)
+
+    def _gathered(self, tasks: list[Task]) -> Iterator[Launch]:
+        """Tiny tasks of like size together, padded, never one query row twice in a launch."""
+        buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
+        ends: list[int] = []  # per layer of disjoint query ranges, where its last one ends
+        for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
+            layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
+            ends[layer : layer + 1] = [task.q_stop]
+            buckets[layer, _padded(task.rows), _padded(task.columns)].append(task)
+        for (_, rows, columns), bucket in buckets.items():
+            visible = torch.zeros(len(bucket), 1, rows, columns, dtype=torch.bool)
+            for index, task in enumerate(bucket):
+                shifted = task.shift_keys(task.q_start - task.k_start)
+                visible[index, 0, : task.rows, : task.columns] = _visible(
+                    task.rows, task.columns, shifted.lowest, shifted.highest
+                )
+            yield DenseLaunch(
+                self._padded_rows([(t.q_start, t.q_stop) for t in bucket], rows),
+                self._padded_rows([(t.k_start, t.k_stop) for t in bucket], columns),
+                mask=self._float_mask(visible),
+            )
+
+    def _padded_rows(self, runs: list[tuple[int, int]], length: int) -> Rows:
+        start, stop = torch.tensor(runs).unsqueeze(-1).unbind(1)
+        index = start + torch.arange(length)
+        valid = (index < stop).flatten().nonzero().squeeze(1)
+        return Rows(index=torch.minimum(index, stop - 1).to(self.device), valid=valid.to(self.device))
+
+
+def _padded(length: int) -> int:
+    return SMALLEST_PAD << max(0, (length - 1) // SMALLEST_PAD).bit_length()
+
+
+def _visible(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:
+    difference = torch.arange(rows).unsqueeze(1) - torch.arange(columns)
+    visible = torch.ones(rows, columns, dtype=torch.bool)
+    if lowest is not None:
+        visible &= difference >= lowest
+    if highest is not None:
+        visible &= difference <= highest
+    return visible

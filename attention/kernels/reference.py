@@ -1,0 +1,77 @@
+"""Attention by einsum in the accumulating dtype: any device, every mask and score function. The oracle, not the fast one.
+
+n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..accumulate import accumulate_dtype
+from ..bands import Task
+from ..spec import AttentionSpec
+from .base import Kernel, Launch
+from .dense import _visible, DenseLaunch, DenseLowering
+
+TILE = 1024  # rows and columns of scores held at once
+
+
+class ReferenceKernel(Kernel):
+    name = "reference"
+
+    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None if dtype.is_floating_point else f"dtype={dtype} is no floating point type"
+
+    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+        tiles = [
+            tile
+            for task in tasks
+            for row in range(task.q_start, task.q_stop, TILE)
+            for column in range(task.k_start, task.k_stop, TILE)
+            if (tile := task.cut((row, row + TILE), (column, column + TILE))) is not None
+        ]
+        return DenseLowering(device, accumulate_dtype(dtype)).lower(tuple(tiles))
+
+    def forward(self, q_nANH, k_nBKH, v_nBKH, launch, spec):
+        scores, _ = _scores(q_nANH, k_nBKH, launch, spec)
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
+        out = torch.einsum("nkgab,nbkh->nakgh", weights, v_nBKH.to(weights.dtype))
+        return out.flatten(2, 3).to(q_nANH.dtype), lse.flatten(1, 2)
+
+    def backward(self, dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH, lse_nNA, launch, spec):
+        scores, slope = _scores(q_nANH, k_nBKH, launch, spec)
+        q, dout, out = (_grouped(x, k_nBKH.shape[2]).to(scores.dtype) for x in (q_nANH, dout_nANH, out_nANH))
+        k, v = k_nBKH.to(scores.dtype), v_nBKH.to(scores.dtype)
+        lse = lse_nNA.unflatten(1, q.shape[2:4])
+        weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
+        dv = torch.einsum("nkgab,nakgh->nbkh", weights, dout)
+        dweights = torch.einsum("nakgh,nbkh->nkgab", dout, v)
+        delta = (dout * out).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
+        dscores = weights * (dweights - delta) * slope * spec.score_scale(q.shape[-1])
+        dq = torch.einsum("nkgab,nbkh->nakgh", dscores, k).flatten(2, 3)
+        dk = torch.einsum("nkgab,nakgh->nbkh", dscores, q)
+        return dq, dk, dv
+
+
+def _grouped(x_nANH: Tensor, kv_heads: int) -> Tensor:
+    return x_nANH.unflatten(2, (kv_heads, -1))
+
+
+def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec) -> tuple[Tensor, Tensor | float]:
+    """Masked scores (n, K, G, A, B) and the softcap's derivative at each."""
+    assert isinstance(launch, DenseLaunch)
+    dtype = accumulate_dtype(q_nANH.dtype)
+    q = _grouped(q_nANH, k_nBKH.shape[2]).to(dtype)
+    scores = torch.einsum("nakgh,nbkh->nkgab", q, k_nBKH.to(dtype)) * spec.score_scale(q.shape[-1])
+    slope: Tensor | float = 1.0
+    if spec.softcap is not None:
+        capped = torch.tanh(scores / spec.softcap)
+        scores, slope = spec.softcap * capped, 1 - capped**2
+    if launch.causal:
+        scores = scores.masked_fill(~_visible(*scores.shape[-2:], 0, None).to(scores.device), float("-inf"))
+    if launch.mask is not None:
+        # (A, B) for all runs, or (n, 1, A, B) with a dimension more for the groups
+        scores = scores + (launch.mask if launch.mask.dim() == 2 else launch.mask.unsqueeze(1))
+    return scores, slope

@@ -1,0 +1,53 @@
+"""Which back end computes a call."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+
+from ..spec import AttentionSpec
+from .base import Kernel
+from .flash import FlashAttnKernel
+from .reference import ReferenceKernel
+from .sdpa import CpuFlashKernel, CudnnKernel, EfficientKernel
+from .varlen import AtenFlashKernel
+
+# A name may stand for one back end per device and dtype; the first that does not refuse is taken.
+KERNELS: dict[str, tuple[type[Kernel], ...]] = {
+    "reference": (ReferenceKernel,),
+    "sdpa": (CpuFlashKernel, AtenFlashKernel, EfficientKernel),
+    "cudnn": (CudnnKernel,),
+    "flash": (FlashAttnKernel,),
+}
+AUTO = (FlashAttnKernel, AtenFlashKernel, CpuFlashKernel, EfficientKernel, ReferenceKernel)
+KERNEL_NAMES = ("auto", *KERNELS)
+
+
+def check_kernel_name(name: str) -> None:
+    """Refuse an unknown name with a ValueError that names the nearest."""
+    if name not in KERNEL_NAMES:
+        near = difflib.get_close_matches(name, KERNEL_NAMES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"kernel={name!r} is unknown{hint}: use one of {', '.join(KERNEL_NAMES)}")
+
+
+def select_kernel(
+    name: str, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[Kernel, str]:
+    """The back end for a call, and one line that names it and every refusal before it.
+
+    `auto` tries flash-attn, torch's fused ops, then the reference; any other name is held to.
+
+    Raises:
+        ValueError: for an unknown name, or if each back end of that name refuses, with the reasons.
+    """
+    check_kernel_name(name)
+    refusals = []
+    for candidate in AUTO if name == "auto" else KERNELS[name]:
+        kernel = candidate()
+        reason = kernel.refuses(spec, device, dtype, head_dim)
+        if reason is None:
+            return kernel, f"attention kernel: {kernel.name}" + "".join(f"; {refusal}" for refusal in refusals)
+        refusals.append(f"{kernel.name} refused: {reason}")
+    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(refusals)}): use kernel='auto'")

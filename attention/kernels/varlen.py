@@ -1,0 +1,136 @@
+"""Lowering for kernels that take packed sequences of unequal length, and aten's flash attention for CUDA.
+
+Each task is one packed sequence: its queries and its keys, with a band aligned to the bottom right corner, as
+flash-attention counts it. A block is one launch per kind of band, two or three in all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..accumulate import Rows
+from ..bands import Task
+from ..spec import AttentionSpec
+from .base import Kernel, Launch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenLaunch(Launch):
+    """Packed borders of queries and keys (int32, on the device), longest runs, and the band as (left, right) reach.
+
+    Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; None is no limit.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    left: int | None
+    right: int | None
+
+
+def lower_varlen(tasks: tuple[Task, ...], device: torch.device) -> Iterator[VarlenLaunch]:
+    """One launch per band and per layer of disjoint query ranges."""
+    buckets: dict[tuple[int, int | None, int | None], list[Task]] = defaultdict(list)
+    ends: list[int] = []
+    for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
+        layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
+        ends[layer : layer + 1] = [task.q_stop]
+        corner = task.q_stop - task.k_stop  # i - j at the bottom right; a tight task sees that pair or one left of it
+        left = None if task.highest is None else task.highest - corner
+        right = None if task.lowest is None else corner - task.lowest
+        buckets[layer, left, right].append(task)
+    for (_, left, right), bucket in buckets.items():
+        queries = [(t.q_start, t.q_stop) for t in bucket]
+        keys = [(t.k_start, t.k_stop) for t in bucket]
+        cu_q, max_q = _borders(queries, device)
+        cu_k, max_k = _borders(keys, device)
+        yield VarlenLaunch(_rows(queries, device), _rows(keys, device), cu_q, cu_k, max_q, max_k, left, right)
+
+
+def _borders(runs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:
+    lengths = torch.tensor([stop - start for start, stop in runs])
+    borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return borders.to(device), int(lengths.max())
+
+
+def _rows(runs: list[tuple[int, int]], device: torch.device) -> Rows:
+    """The runs one after the other, as a slice where they touch."""
+    if all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False)):
+        return Rows(slice(runs[0][0], runs[-1][1]))
+    return Rows(index=torch.cat([torch.arange(*run) for run in runs]).unsqueeze(0).to(device))
+
+
+class VarlenKernel(Kernel):
+    """Common part of the packed kernels. Tensors are packed: (total, heads, head_dim), lse (heads, total)."""
+
+    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return f"runs on cuda, the tensors are on {device.type}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype={dtype} is neither bfloat16 nor float16"
+        if head_dim > 256 or head_dim % 8:
+            return f"head_dim={head_dim} must be a multiple of 8, at most 256"
+        return None
+
+    def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
+        return tuple(lower_varlen(tasks, device))
+
+    def forward(self, q_nANH, k_nBKH, v_nBKH, launch, spec):
+        assert isinstance(launch, VarlenLaunch)
+        q, k, v = (x.squeeze(0) for x in (q_nANH, k_nBKH, v_nBKH))
+        out, lse = self._forward(q, k, v, launch, spec)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+
+    def backward(self, dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH, lse_nNA, launch, spec):
+        assert isinstance(launch, VarlenLaunch)
+        dout, q, k, v, out = (x.squeeze(0) for x in (dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH))
+        grads = self._backward(dout, q, k, v, out, lse_nNA.squeeze(0), launch, spec)
+        dq, dk, dv = (grad.unsqueeze(0) for grad in grads)
+        return dq, dk, dv
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, launch: VarlenLaunch, spec: AttentionSpec): ...
+
+    @abstractmethod
+    def _backward(self, dout, q, k, v, out, lse, launch: VarlenLaunch, spec: AttentionSpec): ...
+
+
+class AtenFlashKernel(VarlenKernel):
+    """The flash attention that torch ships for CUDA, in its packed form."""
+
+    name = "aten-flash"
+
+    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if spec.softcap is not None:
+            return f"softcap={spec.softcap} is not offered by the op"
+        return super().refuses(spec, device, dtype, head_dim)
+
+    def _forward(self, q, k, v, launch, spec):
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, False, **_band(launch, spec, q)
+        )
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, launch, spec):
+        unused = torch.zeros((), dtype=torch.uint64, device=q.device)  # random state of the dropout that is not used
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, unused, unused,
+            **_band(launch, spec, q),
+        )  # fmt: skip
+
+
+def _band(launch: VarlenLaunch, spec: AttentionSpec, q: Tensor) -> dict:
+    return {
+        "scale": spec.score_scale(q.shape[-1]),
+        "window_size_left": -1 if launch.left is None else launch.left,
+        "window_size_right": -1 if launch.right is None else launch.right,
+    }

@@ -1,0 +1,186 @@
+"""Ring attention, forward and backward, of any schedule: one loop for every layout and mask.
+
+Ring Attention (arXiv 2310.01889) with the exchange of schedule.py. Messages of the next step are posted before the
+step that hides them.
+
+T tokens of a rank (batch x ring_len), B tokens of a block, N query heads, K KV heads, H head dim. Keys and values
+travel together, token by token: kv_B2KH.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .accumulate import accumulate_dtype, AttentionSum
+from .comm import Channel, Pending
+from .kernels.base import attend, attend_backward, Kernel, Launch, SavedAttention
+from .schedule import Message, RingSchedule, Step
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class RingProgram:
+    """One rank's schedule lowered for one kernel: all that the loop needs to know."""
+
+    schedule: RingSchedule
+    spec: AttentionSpec
+    kernel: Kernel
+    launches: tuple[tuple[Launch, ...], ...]  # per step
+
+    @staticmethod
+    def lower(
+        schedule: RingSchedule, spec: AttentionSpec, kernel: Kernel, device: torch.device, dtype: torch.dtype
+    ) -> RingProgram:
+        launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
+        return RingProgram(schedule, spec, kernel, launches)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries over the keys of all ring ranks.
+
+    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index)` -> out_TNH. `sinks` are logits that join each
+    row's softmax without a value (None for none); `kv_index` names the KV head of each query head where plain grouping
+    does not (heads.py).
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None):  # type: ignore[override]
+        total = AttentionSum(q)
+        for launches, block in _blocks(program, channel, k, v):
+            attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
+        out, lse = total.result()
+        if sinks is not None:
+            joined = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out, lse = out * torch.exp(lse - joined).unsqueeze(-1), joined
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.program, ctx.channel, ctx.kv_index = program, channel, kv_index
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[override]
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
+        saved = SavedAttention(dout, q, out, lse)
+        dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
+        grads = _GradientRing(program.schedule, channel, k)
+        for step, (launches, block) in zip(program.schedule.steps, _blocks(program, channel, k, v), strict=True):
+            dkv = grads.block(step)
+            block_k, block_v = _select_heads(block, kv_index)
+            part = dkv if kv_index is None else dkv.new_zeros(dkv.shape[0], 2, len(kv_index), dkv.shape[-1])
+            attend_backward(
+                program.kernel, launches, saved, block_k, block_v, program.spec, dq, part[:, 0], part[:, 1]
+            )
+            if kv_index is not None:
+                dkv.index_add_(2, kv_index, part)
+            grads.pass_on(step)
+        dkv = grads.finish()
+        dsinks = None
+        if sinks is not None:
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
+        return dq.to(q.dtype), dkv[:, 0].to(k.dtype), dkv[:, 1].to(v.dtype), dsinks, None, None, None
+
+
+def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    return kv if kv_index is None else (kv[0].index_select(1, kv_index), kv[1].index_select(1, kv_index))
+
+
+def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
+    """Each step's launches with its (k, v), the next step's messages posted before it is handed out."""
+    steps = program.schedule.steps
+    travels = any(step.send_held or step.send_own for step in steps)
+    own = held = torch.stack((k, v), dim=1) if travels else None
+    block = (k, v)
+    for index, launches in enumerate(program.launches):
+        last = index + 1 == len(steps)
+        incoming = None if last else _Incoming(steps[index + 1], channel, own, held, like=k)
+        yield launches, block
+        if incoming is not None:
+            held = incoming.wait()
+            block = (held[:, 0], held[:, 1])
+
+
+class _Incoming:
+    """The next step's keys and values, on their way."""
+
+    def __init__(self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: Tensor) -> None:
+        self.block = like.new_empty(step.keys, 2, *like.shape[1:])
+        self.parts = [(message, _receive_buffer(self.block, message)) for message in step.receive]
+        sends = [(m.peer, _packed(held, m)) for m in step.send_held] + [(m.peer, _packed(own, m)) for m in step.send_own]
+        self.pending = channel.post(sends, [(message.peer, buffer) for message, buffer in self.parts])
+
+    def wait(self) -> Tensor:
+        self.pending.wait()
+        for message, buffer in self.parts:
+            if len(message.slices) > 1:
+                _unpack(buffer, message, lambda place, part: self.block[place].copy_(part))
+        return self.block
+
+
+class _GradientRing:
+    """dK and dV: each block's partial sums on their way through the ranks that add to them, and home."""
+
+    def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor) -> None:
+        self.steps, self.channel, self.index = schedule.steps, channel, -1
+        self.like = torch.empty(0, *k.shape[1:], dtype=accumulate_dtype(k.dtype), device=k.device)
+        self.own = self._zeros(k.shape[0])
+        self.current = self.own
+        self.pending = Pending()
+        self.arriving: list[tuple[Message, Tensor, bool]] = []  # (message, buffer, whether for our own tokens)
+
+    def block(self, step: Step) -> Tensor:
+        """Where this step's dK and dV (B, 2, K, H) are summed."""
+        self.index += 1
+        self.current = self._zeros(step.keys) if self.index else self.own
+        return self.current
+
+    def pass_on(self, step: Step) -> None:
+        """Add what has arrived meanwhile, then send this step's sums to the next rank that adds to them, or home."""
+        self._collect()
+        following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
+        messages = [(m, False) for m in following] + [(m, True) for m in step.grad_home]
+        self.arriving = [(m, self._zeros(m.tokens), home) for m, home in messages]
+        sends = [(m.peer, _packed(self.current, m)) for m in step.grad_send]
+        self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
+
+    def finish(self) -> Tensor:
+        """dK and dV of this rank's own tokens (T, 2, K, H), complete."""
+        self._collect()
+        return self.own
+
+    def _collect(self) -> None:
+        self.pending.wait()
+        for message, buffer, home in self.arriving:
+            total = self.own if home else self.current
+            _unpack(buffer, message, lambda place, part, total=total: total[place].add_(part))
+        self.arriving = []
+
+    def _zeros(self, tokens: int) -> Tensor:
+        return self.like.new_zeros(tokens, 2, *self.like.shape[1:])
+
+
+def _packed(buffer: Tensor | None, message: Message) -> Tensor:
+    """The message's tokens of a (T, ...) buffer, contiguous: a view where it is one slice."""
+    assert buffer is not None
+    parts = [buffer[start:stop] for start, stop in message.slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _receive_buffer(block: Tensor, message: Message) -> Tensor:
+    """Where a message is received: in place where it is one slice of the block."""
+    if len(message.slices) == 1:
+        start, stop = message.slices[0]
+        return block[start:stop]
+    return block.new_empty(message.tokens, *block.shape[1:])
+
+
+def _unpack(buffer: Tensor, message: Message, put) -> None:
+    """Hand each slice of a received message to `put(place, part)`."""
+    offset = 0
+    for start, stop in message.slices:
+        put(slice(start, stop), buffer[offset : offset + stop - start])
+        offset += stop - start

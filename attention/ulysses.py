@@ -1,0 +1,97 @@
+"""DeepSpeed-Ulysses: between sequence-sharded and head-sharded tensors in one all-to-all.
+
+DeepSpeed-Ulysses (arXiv 2309.14509); q, k and v travel together, heads may divide unevenly (heads.py).
+
+B batch, S a rank's tokens of each row, T = B * ulysses * S tokens of a ring rank (row by row), N and K query and KV
+heads in all, H head dim, w heads of one rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .accumulate import accumulate_dtype
+from .comm import Channel
+from .heads import HeadPlan, Range
+
+
+class SeqToHeads(torch.autograd.Function):
+    """`apply(q_BSNH, k_BSKH, v_BSKH, plan, channel)` -> q_TwH, k_TwH, v_TwH of this rank's heads."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel):  # type: ignore[override]
+        ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
+        parts = [
+            torch.cat((q[:, :, slice(*heads)], k[:, :, slice(*kv)], v[:, :, slice(*kv)]), dim=2)
+            for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)
+        ]
+        return _split(_scatter_heads(parts, channel), plan, channel.rank)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):  # type: ignore[override]
+        plan, channel = ctx.plan, ctx.channel
+        widths = [plan.width(rank) for rank in range(plan.ulysses)]
+        parts = _gather_heads(torch.cat((dq, dk, dv), dim=1), widths, ctx.batch, channel)
+        replicated = sum(stop - start for start, stop in plan.kv_ranges) > plan.num_kv_heads
+        shape = parts[0].shape
+        kv_dtype = accumulate_dtype(dk.dtype) if replicated else dk.dtype
+        grad_q = dq.new_empty(*shape[:2], plan.num_heads, shape[-1])
+        grad_k = torch.zeros(*shape[:2], plan.num_kv_heads, shape[-1], dtype=kv_dtype, device=dk.device)
+        grad_v = torch.zeros_like(grad_k)
+        for part, heads, kv in zip(parts, plan.q_ranges, plan.kv_ranges, strict=True):
+            queries, keys = heads[1] - heads[0], kv[1] - kv[0]
+            part_q, part_k, part_v = part.split((queries, keys, keys), dim=2)
+            grad_q[:, :, slice(*heads)] = part_q
+            grad_k[:, :, slice(*kv)] += part_k
+            grad_v[:, :, slice(*kv)] += part_v
+        return grad_q, grad_k.to(dk.dtype), grad_v.to(dv.dtype), None, None
+
+
+class HeadsToSeq(torch.autograd.Function):
+    """`apply(out_TwH, plan, batch, channel)` -> out_BSNH: every head of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel):  # type: ignore[override]
+        ctx.plan, ctx.channel = plan, channel
+        return torch.cat(_gather_heads(out, [_width(heads) for heads in plan.q_ranges], batch, channel), dim=2)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[override]
+        parts = [dout[:, :, slice(*heads)] for heads in ctx.plan.q_ranges]
+        return _scatter_heads(parts, ctx.channel), None, None, None
+
+
+def _width(heads: Range) -> int:
+    return heads[1] - heads[0]
+
+
+def _split(x_TwH: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys = _width(plan.q_ranges[rank]), _width(plan.kv_ranges[rank])
+    q, k, v = x_TwH.split((queries, keys, keys), dim=1)
+    return q, k, v
+
+
+def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:
+    """parts[rank] (B, S, w_rank, H), this rank's tokens of each rank's heads -> (T, w, H), all tokens of ours."""
+    batch, tokens, width, head_dim = parts[channel.rank].shape
+    received = channel.all_to_all(
+        torch.cat([part.flatten() for part in parts]),
+        [part.numel() for part in parts],
+        [parts[channel.rank].numel()] * channel.size,
+    )
+    by_source = received.view(channel.size, batch, tokens, width, head_dim)
+    return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, width, head_dim)
+
+
+def _gather_heads(x_TwH: Tensor, widths: list[int], batch: int, channel: Channel) -> list[Tensor]:
+    """The inverse: all tokens of this rank's heads -> this rank's tokens of each rank's heads (B, S, w_rank, H)."""
+    all_tokens, width, head_dim = x_TwH.shape
+    tokens = all_tokens // (batch * channel.size)
+    by_rank = x_TwH.reshape(batch, channel.size, tokens, width, head_dim).transpose(0, 1)
+    per_head = batch * tokens * head_dim
+    received = channel.all_to_all(
+        by_rank.reshape(-1), [per_head * width] * channel.size, [per_head * w for w in widths]
+    )
+    parts = received.split([per_head * w for w in widths])
+    return [part.view(batch, tokens, w, head_dim) for part, w in zip(parts, widths, strict=True)]

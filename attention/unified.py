@@ -1,0 +1,122 @@
+"""Unified sequence parallel attention: Ulysses around the ring (USP, arXiv 2405.07719, Algorithm 1).
+
+    q, k, v: this rank's tokens, all heads
+        | one all-to-all over the ulysses axis
+    the ring rank's tokens, this rank's heads
+        | ring attention over the ring axis
+    out: the ring rank's tokens, this rank's heads
+        | one all-to-all back
+    out: this rank's tokens, all heads
+
+B batch, S a rank's tokens of each row, N and K query and KV heads, H head dim, T tokens of a ring rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .accumulate import accumulate_dtype
+from .comm import Channel
+from .heads import HeadPlan
+from .kernels.base import Kernel
+from .layout import SequenceLayout
+from .ring import RingAttention, RingProgram
+from .schedule import ring_schedule, RingSchedule
+from .spec import AttentionSpec
+from .ulysses import HeadsToSeq, SeqToHeads
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Payload bytes one rank sends to others, per call."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class UnifiedPlan:
+    """One rank's part of one attention call: pure data, derived alike on every rank."""
+
+    layout: SequenceLayout
+    spec: AttentionSpec
+    heads: HeadPlan
+    batch: int
+    ulysses_rank: int
+    ring: RingSchedule
+
+    @staticmethod
+    def make(
+        layout: SequenceLayout, spec: AttentionSpec, heads: HeadPlan, batch: int, ring_rank: int, ulysses_rank: int
+    ) -> UnifiedPlan:
+        """Plan the call of (batch, local_len) tokens on one rank.
+
+        Raises:
+            ValueError: if the documents do not fit the batch and the sequence.
+        """
+        violation = spec.document_violation(batch, layout.seq_len)
+        if violation:
+            raise ValueError(violation)
+        return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring_schedule(layout, spec, batch, ring_rank))
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank attends with no head: more ulysses ranks than query heads."""
+        start, stop = self.heads.q_ranges[self.ulysses_rank]
+        return start == stop
+
+    def wire_bytes(self, head_dim: int, dtype: torch.dtype) -> WireBytes:
+        """What this rank will send to others."""
+        mine, others = self.ulysses_rank, [r for r in range(self.heads.ulysses) if r != self.ulysses_rank]
+        per_head = self.batch * self.layout.local_len * head_dim * dtype.itemsize
+        q_width = self.heads.q_ranges[mine][1] - self.heads.q_ranges[mine][0]
+        widths = [self.heads.width(r) for r in others]
+        q_widths = [self.heads.q_ranges[r][1] - self.heads.q_ranges[r][0] for r in others]
+        # Forward scatters q, k, v and gathers out; backward scatters dout and gathers dq, dk, dv.
+        forward = per_head * (sum(widths) + len(others) * q_width)
+        backward = per_head * (sum(q_widths) + len(others) * self.heads.width(mine))
+        kv_heads = self.heads.kv_ranges[mine][1] - self.heads.kv_ranges[mine][0]
+        per_token = 2 * kv_heads * head_dim
+        kv = self.ring.tokens_sent * per_token * dtype.itemsize
+        grads = self.ring.grad_tokens_sent * per_token * accumulate_dtype(dtype).itemsize
+        return WireBytes(forward + kv, backward + kv + grads)
+
+
+def unified_attention(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    *,
+    plan: UnifiedPlan,
+    program: RingProgram,
+    ulysses: Channel,
+    ring: Channel,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Exact attention of this rank's queries over the whole sequence; differentiable. Returns (B, S, N, H).
+
+    `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits that join every row's softmax without a
+    value; their gradient on a rank is that rank's share, to be summed over all.
+    """
+    batch = q_BSNH.shape[0]
+    if ulysses.size > 1:
+        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses)
+    else:
+        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+    if plan.idle:
+        out = q
+    else:
+        index = plan.heads.kv_index(plan.ulysses_rank)
+        kv_index = None if index is None else torch.tensor(index, device=q.device)
+        own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
+        out = RingAttention.apply(q, k, v, own_sinks, program, ring, kv_index)
+    if ulysses.size > 1:
+        return HeadsToSeq.apply(out, plan.heads, batch, ulysses)
+    return out.unflatten(0, (batch, -1))
