@@ -1,4 +1,4 @@
-"""Measuring one attention system against others on the same ranks: time in turns, bytes sent, peak memory."""
+"""Measuring: systems on the same ranks in turns, the bytes they send, their peak memory, and calls on one device."""
 
 from __future__ import annotations
 
@@ -91,3 +91,31 @@ def peak_bytes(runner: Runner) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on a device, until the run's time is up."""
+
+    device: torch.device
+    deadline: float
+
+    def milliseconds(self, fn: Callable[[], Any], repeats: int = 10) -> float:
+        """Median time of a call, after two that warm up."""
+        times = []
+        for index in range(2 + repeats):
+            self.synchronize()
+            start = time.perf_counter()
+            fn()
+            self.synchronize()
+            if index >= 2:
+                times.append(time.perf_counter() - start)
+        return sorted(times)[len(times) // 2] * 1e3
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() > self.deadline
