@@ -75,8 +75,7 @@ def random_tensors(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, dout as (tokens, heads, head dim)."""
     shapes = ((queries, sizes.heads), (keys, sizes.kv_heads), (keys, sizes.kv_heads), (queries, sizes.heads))
-    q, k, v, dout = (torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes)
-    return q, k, v, dout
+    return [torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes]
 
 
 def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kernel | str]]:
@@ -144,7 +143,7 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
         yield Row("torch SDPA", "torch's choice", tokens, pairs, *time_sdpa(sizes, tokens, clock))
         for name, kernel in kernels.items():
             block = SequenceLayout("contiguous", tokens)
-            yield Row("one block", name, tokens, pairs, *time_ring_rank(sizes, kernel, block, 0, clock))
+            yield Row("one block", name, tokens, pairs, *time_ring_rank(sizes, kernel, block, clock))
     ring = sizes.ring
     for tokens in sizes.lengths:
         for name, kernel in kernels.items():
@@ -153,10 +152,10 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
             layout = SequenceLayout("zigzag", tokens * ring, ring=ring)
             steps = ring_schedule(layout, SPEC, 1, 0).steps
             pairs = float(sum(task.visible() for step in steps for task in step.tasks))
-            times = time_ring_rank(sizes, kernel, layout, 0, clock)
+            times = time_ring_rank(sizes, kernel, layout, clock)
             # A causal square with as many visible pairs: side * (side + 1) / 2 = pairs.
             side = round((2 * pairs) ** 0.5)
-            whole = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", side), 0, clock)
+            whole = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", side), clock)
             note = f"one kernel with the same work: {whole[0]:.2f} / {whole[1]:.2f} ms"
             yield Row(f"rank 0 of a ring of {ring}", name, tokens, pairs, *times, note)
 
