@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 
-def agree(value: object, group: dist.ProcessGroup | None, what: str, device: torch.device | str = "cpu") -> None:
-    """Compare `repr(value)` over a group with one small all-reduce. Collective over the group.
+def agree(
+    value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu"
+) -> None:
+    """Compare `repr(value)` over the grid that the groups of this rank span, with one small all-reduce each.
+
+    Collective over every group; all ranks give the groups in the same order.
 
     Raises:
-        RuntimeError: on every rank of the group alike, naming each rank's value, if they differ.
+        RuntimeError: on every rank of the grid alike, naming each rank's value, if they differ.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
     text = repr(value)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     bounds = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     if bounds[0] == -bounds[1]:
         return
-    values: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(values, text if len(text) <= 300 else text[:300] + "...", group=group)
-    ranks = dist.get_process_group_ranks(group)
-    held = "; ".join(f"rank {rank}: {seen}" for rank, seen in zip(ranks, values, strict=True))
-    raise RuntimeError(f"{what} must be the same on all ranks of the group, but differs: {held}")
+    held = {dist.get_rank(): text if len(text) <= 300 else text[:300] + "..."}
+    for group in groups:
+        gathered: list[dict[int, str]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, held, group=group)
+        held = {rank: seen for part in gathered for rank, seen in part.items()}
+    shown = "; ".join(f"rank {rank}: {held[rank]}" for rank in sorted(held))
+    raise RuntimeError(f"{what} must be the same on all ranks, but differs: {shown}")

@@ -78,4 +78,4 @@ class ParallelMesh:
 
     def agree(self, value: object, what: str, axis: str = "loss") -> None:
         """Raise RuntimeError on every rank of the axis if `repr(value)` differs between them. Collective."""
-        agree(value, self.group(axis), what, self.device_type)
+        agree(value, [self.group(axis)], what, self.device_type)

@@ -1,0 +1,192 @@
+"""Unified sequence parallel attention inside unchanged transformers models.
+
+transformers sends every attention through a registry of functions (`AttentionInterface`) and makes masks through
+another. Both get one entry, found by the name in the model's configuration; the entry calls the layer's own
+`unified_sp`. What a layer needs beyond q, k and v (`cu_seqlens`, its window) comes as keyword arguments of the forward.
+Whatever cannot be honoured is refused: nothing is dropped, no layer is left unsharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from parallel import ParallelMesh
+
+from ..batch import document_starts
+from ..sp_attention import UnifiedSPAttention
+
+NAME = "unified_sp"
+# Families whose every layer is one self-attention through the registry, with causal or sliding-window masks.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Keyword arguments that reach the attention function and do not change what it computes.
+_NEUTRAL = {"cache_position", "output_hidden_states", "position_ids", "return_dict", "use_cache"}
+
+
+def apply_unified_sp(
+    model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto"
+) -> PreTrainedModel:
+    """Make a transformers causal LM attend over sequences sharded on the mesh, in place; returns it.
+
+    Call it before FSDP. The model then takes what `shard_batch` gives: `input_ids`, `position_ids` and, for packed
+    documents, `cu_seqlens`; its logits are those of this rank's tokens. `model.unified_sp` is the attention layer.
+
+    Raises:
+        TypeError: if `model` is no transformers model.
+        ValueError: naming everything about the model that sequence parallelism cannot honour.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
+    attention = UnifiedSPAttention(mesh, layout, kernel)
+    _check_model(model, attention.axes.ulysses)
+    AttentionInterface.register(NAME, _attention_forward)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    model.set_attn_implementation(NAME)
+    model.config.use_cache = False
+    for layer in decoder_layers(model):
+        layer.self_attn.unified_sp = attention
+    model.unified_sp = attention
+    guard = _ForwardGuard(attention, len(decoder_layers(model)))
+    model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(guard.before, with_kwargs=True)
+    model.base_model.register_forward_hook(guard.after)
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated layers of a causal LM of a supported family."""
+    return model.base_model.layers
+
+
+def _check_model(model: PreTrainedModel, ulysses: int) -> None:
+    config = model.config
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={config.model_type!r} is not among the families whose attention is known to be sharded "
+            f"wholly ({', '.join(FAMILIES)}): CONTRIBUTING.md says how to add one"
+        )
+    violations = []
+    if hasattr(model, NAME):
+        violations.append("the model already has unified sequence parallel attention")
+    if ulysses > config.num_attention_heads:
+        violations.append(
+            f"ulysses={ulysses} exceeds the {config.num_attention_heads} query heads: "
+            f"{ulysses - config.num_attention_heads} of {ulysses} ranks would idle in every attention; use "
+            f"ulysses={config.num_attention_heads} or less and move the rest to ring"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        violations.append(
+            f"attention_dropout={config.attention_dropout} is not computed by the sharded kernels: set it to 0"
+        )
+    if getattr(config, "output_attentions", False):
+        violations.append("output_attentions=True asks for weights that are never formed: set it to False")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        violations.append(f"layer_types {', '.join(sorted(kinds))} are no softmax attention over the sequence")
+    if violations:
+        raise ValueError("; ".join(violations))
+
+
+class _ForwardGuard:
+    """Refuses forwards whose arguments would compute something else than the whole sequence's attention."""
+
+    def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
+        self.attention, self.layers, self.calls_before = attention, layers, 0
+
+    def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None:
+            raise ValueError(
+                "labels would be shifted inside each rank's part of the sequence: give shard_batch the labels, and "
+                "its shift_labels to usp.loss.causal_lm_loss"
+            )
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        violations = []
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
+        if kwargs.get("output_attentions"):
+            violations.append("output_attentions=True asks for weights that are never formed")
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            violations.append("input_ids or inputs_embeds must be given")
+        elif not violations:
+            violations += self._position_violations(tokens, kwargs.get("position_ids"), kwargs.get("cu_seqlens"))
+        if violations:
+            raise ValueError("; ".join(violations))
+        self.calls_before = self.attention.calls
+
+    def _position_violations(self, tokens: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> list[str]:
+        if position_ids is None:
+            return ["position_ids must be given, as shard_batch makes them: each rank would count its part from 0"]
+        axes = self.attention.axes
+        rows, seq_len = tokens.shape[0], tokens.shape[1] * axes.ring * axes.ulysses
+        own = axes.positions(axes.layout(self.attention.layout, seq_len))
+        expected = (own - document_starts(cu_seqlens, rows, seq_len)[:, own]).to(position_ids.device)
+        if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
+            return []
+        return [
+            f"position_ids are not those of layout={self.attention.layout!r} with the given cu_seqlens: shard with "
+            f"shard_batch and the same layout, and pass the cu_seqlens of packed documents"
+        ]
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        calls = self.attention.calls - self.calls_before
+        if calls != self.layers:
+            raise RuntimeError(
+                f"{calls} of {self.layers} attention layers went through unified sequence parallelism: the others saw "
+                f"this rank's tokens alone. Has _attn_implementation been changed after apply_unified_sp?"
+            )
+
+
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """The mask registry's entry: masks follow from causal, window and cu_seqlens; padding is refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "attention_mask hides padding, which is not honoured under sequence parallelism: drop the padding and pack "
+            "documents, with their borders in cu_seqlens"
+        )
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention registry's entry. Heads before tokens: (B, N, S, H) in, (B, S, N, H) out."""
+    violations = [f"{name} is not known to unified_sp" for name in sorted(set(kwargs) - _NEUTRAL)]
+    if attention_mask is not None:
+        violations.append("a ready-made attention_mask is not honoured: use cu_seqlens")
+    if dropout:
+        violations.append(f"attention dropout={dropout} is not computed by the sharded kernels: set it to 0")
+    if violations:
+        raise ValueError("; ".join(violations))
+    out = module.unified_sp(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        scale=scaling,
+        # transformers counts the query itself: a window of W sees W - 1 tokens back.
+        window=None if sliding_window is None else (sliding_window - 1, -1),
+        softcap=softcap,
+        cu_seqlens=cu_seqlens,
+        sinks=s_aux,
+    )
+    return out, None
