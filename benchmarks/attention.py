@@ -16,19 +16,20 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from usp import UnifiedSPAttention, shard_sequence
 
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.measure import Runner, peak_bytes, sent_bytes, time_in_turns
 from benchmarks.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
+from usp import UnifiedSPAttention, shard_sequence
 
 BATCH, HEAD_DIM = 1, 64
 SYSTEMS = ("ours", "yunchang", "one process")
@@ -62,8 +63,8 @@ def one_process(q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, causal: bool)
 # On each rank
 
 
-def measure(case: Case, warmups: int, iterations: int) -> dict[str, Any]:
-    """This rank's spans, bytes, peak memory and differences from one process, by system."""
+def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, Any]:
+    """This rank's spans, bytes, peak memory and differences from one process, by system; yunchang where `peer`."""
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(0)
     counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -74,9 +75,9 @@ def measure(case: Case, warmups: int, iterations: int) -> dict[str, Any]:
         "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
         "one process": None,
     }
-    if case.kv_heads % case.ulysses == 0:  # elsewhere yunchang fails on a reshape
-        peer = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
-        runners["yunchang"] = Runner.make(peer.attention, peer.shard, whole)
+    if peer and case.kv_heads % case.ulysses == 0:  # elsewhere yunchang fails on a reshape
+        theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
+        runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
     if dist.get_rank() == 0:
         alone = Runner.make(one_process, torch.clone, whole)
         runners["one process"] = Runner(alone.attention, alone.shard, alone.inputs, alone.dout, os.cpu_count() or 1)
@@ -201,7 +202,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """The figures that the project holds itself to, and what the peer needed."""
     found = list(READING)
-    standard = [r for r in rows if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
+    peered = [row for row in rows if "yunchang" in row["units"]]
+    standard = [r for r in peered if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
     for seq_len in sorted({row["seq_len"] for row in standard}):
         group = [row for row in standard if row["seq_len"] == seq_len]
         of_peer = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["yunchang"]["step"] for r in group]
@@ -217,7 +219,8 @@ def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         found.append(f"Ring of 4, zigzag: {ours:.2f} units sent per rank, yunchang {peer:.2f}.")
     exact = sum(row["sent_as_predicted"] for row in rows)
     found.append(f"Bytes counted on the wire equal the plan's on every rank in {exact} of {len(rows)} cases.")
-    found += [f'yunchang patch "{name}": {reason}.' for name, reason in yunchang_cpu.PATCHES.items()]
+    if peered:
+        found += [f'yunchang patch "{name}": {reason}.' for name, reason in yunchang_cpu.PATCHES.items()]
     return tuple(found)
 
 
@@ -244,14 +247,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time, bytes and memory of unified attention, against yunchang.")
     parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; saves nothing")
     parser.add_argument("--iterations", type=int, default=None, help="timed rounds per case (default 7, quick 3)")
+    parser.add_argument("--no-peer", action="store_true", help="measure without yunchang")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
+    if not args.no_peer and find_spec("yunchang") is None:
+        raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or give --no-peer')
     iterations = args.iterations or (3 if args.quick else 7)
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler that counts memory announces every start otherwise
     rows = []
     with RankPool() as ranks:
         for case in cases(quick=args.quick):
-            by_rank = ranks.run(measure, case.ranks, case, 2, iterations, timeout=1800.0)
+            by_rank = ranks.run(measure, case.ranks, case, 2, iterations, not args.no_peer, timeout=1800.0)
             rows.append(summarise(case, by_rank))
             print(*cells(rows[-1]), sep="  ", flush=True)
     record = Record(

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from usp.costs import peak_flops
 
 from attention import KERNEL_NAMES, AttentionSpec, Kernel, RingProgram, SequenceLayout, ring_schedule, select_kernel
 from attention.accumulate import AttentionSum
@@ -27,6 +26,7 @@ from attention.kernels.base import SavedAttention, attend, attend_backward
 from benchmarks.measure import Clock
 from benchmarks.record import RESULTS, Record, machine
 from benchmarks.training_step import training_rows
+from usp.costs import peak_flops
 
 COLUMNS = ("what", "kernel", "tokens", "forward ms", "fwd + bwd ms", "TFLOP/s fwd", "TFLOP/s fwd + bwd", "note")
 SPEC = AttentionSpec(causal=True)
@@ -91,11 +91,9 @@ def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kerne
             yield kernel.name, kernel
 
 
-def time_ring_rank(
-    sizes: Sizes, kernel: Kernel, layout: SequenceLayout, rank: int, clock: Clock
-) -> tuple[float, float]:
-    """Forward and forward + backward ms of all ring steps of one rank, its blocks at hand instead of on the wire."""
-    schedule = ring_schedule(layout, SPEC, 1, rank)
+def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock) -> tuple[float, float]:
+    """Forward and forward + backward ms of all ring steps of rank 0, its blocks at hand instead of on the wire."""
+    schedule = ring_schedule(layout, SPEC, 1, 0)
     program = RingProgram.lower(schedule, SPEC, kernel, clock.device, sizes.dtype)
     q, _, _, dout = random_tensors(sizes, layout.ring_len, 0, clock.device)
     blocks = [random_tensors(sizes, 0, step.keys, clock.device)[1:3] for step in schedule.steps]

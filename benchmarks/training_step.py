@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
-from usp import apply_unified_sp, shard_batch
-from usp.costs import ModelFacts, training_flops
-from usp.loss import causal_lm_loss
 
 from benchmarks.measure import Clock
 from parallel import ParallelDims, ParallelMesh
+from usp import apply_unified_sp, shard_batch
+from usp.costs import ModelFacts, training_flops
+from usp.loss import causal_lm_loss
 
 
 @dataclass(frozen=True)
