@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
 CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
-READS_ENVIRONMENT = ("usp/cli.py", "usp/launch.py")
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ def public_names(source: Source) -> Iterator[str]:
 
 
 def environment(source: Source) -> Iterator[str]:
-    """Only the command line reads the environment; setting a variable for a library is not reading."""
-    if not in_package(source.path, *PACKAGES) or source.path in READS_ENVIRONMENT:
+    """Scripts hand the environment to the command line; setting a variable for a library is not reading."""
+    if not in_package(source.path, *PACKAGES):
         return
     writes = {
         id(node.value)
@@ -110,7 +109,7 @@ def environment(source: Source) -> Iterator[str]:
     }
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in writes:
-            yield f"{source.path}:{node.lineno} reads the environment: pass the value down from the command line"
+            yield f"{source.path}:{node.lineno} reads the environment: pass the value down from the script"
 
 
 def no_globals(source: Source) -> Iterator[str]:

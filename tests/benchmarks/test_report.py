@@ -1,11 +1,11 @@
-"""docs/benchmarks.md is what the results say."""
+"""docs/benchmarks.md and the README's table are what the results say."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from benchmarks.record import RESULTS, Record
-from benchmarks.report import DOCUMENT, document
+from benchmarks.report import DOCUMENT, README, document, readme
 
 
 def test_a_record_survives_its_file_and_becomes_a_table(tmp_path: Path) -> None:
@@ -26,6 +26,8 @@ def test_a_record_survives_its_file_and_becomes_a_table(tmp_path: Path) -> None:
     assert text.endswith("- Of note.\n")
 
 
-def test_the_document_is_up_to_date() -> None:
+def test_the_documents_are_up_to_date() -> None:
     records = [Record.load(path) for path in sorted(RESULTS.glob("*.json"))]
     assert DOCUMENT.read_text() == document(records), "run `python -m benchmarks.report`"
+    attention = next(record for record in records if record.name == "attention")
+    assert README.read_text() == readme(README.read_text(), attention), "run `python -m benchmarks.report`"
