@@ -23,6 +23,7 @@ setup(
         "rich",
         "safetensors",
         "tensorboard",
+        "tomli; python_version < '3.11'",
         "tyro>=0.9",
     ],
     extras_require={

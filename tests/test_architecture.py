@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
 CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
-READS_ENVIRONMENT = ("usp/cli.py", "usp/launch.py")
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,15 @@ def parse(path: str, text: str) -> Source:
     return Source(path, ast.parse(text))
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything imported; `from a import b` gives a.b, which may be a module or not."""
-    for node in ast.walk(tree):
+def imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line) of everything imported; `from a import b` gives a.b, a module or not."""
+    for node in ast.walk(inside or source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (("." * node.level + f"{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
+            parents = source.path.split("/")[: -node.level] if node.level else []
+            prefix = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def in_package(path: str, *packages: str) -> bool:
@@ -60,17 +61,11 @@ def layers(source: Source) -> Iterator[str]:
     """attention and parallel know torch and the standard library, and nothing of each other or of usp."""
     if not in_package(source.path, "attention", "parallel"):
         return
-    for name, line in imports(source.tree):
+    for name, line in imports(source):
         top = name.split(".")[0]
         optional = top in ("flash_attn", "flash_attn_interface", "flash_attn_3")  # see `optional_packages`
         if top not in ("torch", source.package) and top not in sys.stdlib_module_names and not optional:
             yield f"{source.path}:{line} imports {name}: {source.package}/ knows only torch and the standard library"
-
-
-def absolute_imports(source: Source) -> Iterator[str]:
-    for name, line in imports(source.tree):
-        if name.startswith("."):
-            yield f"{source.path}:{line} imports {name}: import absolutely, from {source.package}"
 
 
 def optional_packages(source: Source) -> Iterator[str]:
@@ -81,9 +76,9 @@ def optional_packages(source: Source) -> Iterator[str]:
         line
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef) and node.name == "load"
-        for _, line in imports(node)
+        for _, line in imports(source, node)
     }
-    for name, line in imports(source.tree):
+    for name, line in imports(source):
         top = name.split(".")[0]
         if top in ("transformers", "tokenizers") and not source.path.startswith("usp/hf/"):
             yield f"{source.path}:{line} imports {name}: transformers belongs in usp/hf/"
@@ -97,15 +92,15 @@ def public_names(source: Source) -> Iterator[str]:
     """What users write (train.py, examples, benchmarks) needs no private name."""
     if "/" in source.path and not in_package(source.path, "benchmarks", "examples"):
         return
-    for name, line in imports(source.tree):
+    for name, line in imports(source):
         parts = name.split(".")
         if parts[0] in PACKAGES and any(part.startswith("_") for part in parts):
             yield f"{source.path}:{line} imports {name}: use public names only"
 
 
 def environment(source: Source) -> Iterator[str]:
-    """Only the command line reads the environment; setting a variable for a library is not reading."""
-    if not in_package(source.path, *PACKAGES) or source.path in READS_ENVIRONMENT:
+    """Scripts hand the environment to the command line; setting a variable for a library is not reading."""
+    if not in_package(source.path, *PACKAGES):
         return
     writes = {
         id(node.value)
@@ -114,7 +109,7 @@ def environment(source: Source) -> Iterator[str]:
     }
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in writes:
-            yield f"{source.path}:{node.lineno} reads the environment: pass the value down from the command line"
+            yield f"{source.path}:{node.lineno} reads the environment: pass the value down from the script"
 
 
 def no_globals(source: Source) -> Iterator[str]:
@@ -138,7 +133,6 @@ def names_of_files(source: Source) -> Iterator[str]:
 
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     layers,
-    absolute_imports,
     optional_packages,
     public_names,
     environment,
@@ -167,7 +161,7 @@ def out_of_order(package: str, order: list[str], files: list[Source]) -> Iterato
         own = source.path.removeprefix(f"{package}/").split("/")[0].removesuffix(".py")
         if own == "__init__":
             continue
-        for name, line in imports(source.tree):
+        for name, line in imports(source):
             target = name.removeprefix(f"{dotted}.").split(".")[0] if name.startswith(f"{dotted}.") else None
             if target is None:
                 continue
@@ -213,8 +207,8 @@ def test_files_of_a_package_form_a_line(package: str) -> None:
 
 BAD_FILES = [
     (layers, "attention/x.py", "from parallel import ParallelMesh"),
+    (layers, "attention/x.py", "from ..parallel import ParallelMesh"),
     (layers, "parallel/x.py", "import numpy as np"),
-    (absolute_imports, "usp/x.py", "from .config import Config"),
     (optional_packages, "usp/x.py", "def f():\n    from transformers import AutoModel"),
     (optional_packages, "usp/x.py", "import deepspeed"),
     (optional_packages, "attention/kernels/flash.py", "import flash_attn"),
@@ -254,9 +248,10 @@ def test_imports_against_the_order_are_caught() -> None:
     def broken(path: str, text: str) -> list[str]:
         return list(out_of_order("attention", ["spec", "kernels", "ring"], [parse(path, text)]))
 
-    assert not broken("attention/ring.py", "from attention.spec import S\nfrom attention.kernels.base import K")
+    assert not broken("attention/ring.py", "from attention.spec import S\nfrom .kernels.base import K")
+    assert not broken("attention/kernels/base.py", "from ..spec import S\nfrom .sdpa import K")
     assert not broken("attention/__init__.py", "from attention.ring import ring")
     assert broken("attention/spec.py", "from attention.ring import ring")
-    assert broken("attention/spec.py", "from attention import ring")
-    assert broken("attention/kernels/base.py", "from attention.ring import ring")
+    assert broken("attention/spec.py", "from . import ring")
+    assert broken("attention/kernels/base.py", "from ..ring import ring")
     assert broken("attention/ring.py", "from attention import SequenceLayout")

@@ -11,7 +11,7 @@ import argparse
 import io
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,15 +68,13 @@ def parse(argv: Sequence[str], show_help: bool = True) -> TrainConfig:
     path = finder.parse_known_args(argv)[0].config
     file_config = read_config(path) if path else TrainConfig()
     default = CommandLine(**config_to_mapping(file_config), config=path)
-    printed, mistakes = io.StringIO(), io.StringIO()
+    mistakes = io.StringIO()
     try:
-        with redirect_stdout(printed), redirect_stderr(mistakes):
+        with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
             parsed = tyro.cli(CommandLine, args=argv, default=default, prog="train.py")
     except SystemExit as stop:
         if stop.code:
             raise ConfigurationError(f"the command line holds a mistake\n{mistakes.getvalue().rstrip()}") from None
-        if show_help:
-            print(printed.getvalue(), end="")
         raise
     return TrainConfig(**{field.name: getattr(parsed, field.name) for field in fields(TrainConfig)})
 

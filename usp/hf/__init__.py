@@ -1,4 +1,4 @@
-"""Everything that knows transformers. Each file imports only earlier ones:
+"""All that touches transformers. Each file imports only earlier ones:
 
-integrate (their attention on a mesh), models (presets and checkpoints), tokenizers.
+integrate, models, tokenizers.
 """

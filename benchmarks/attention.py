@@ -1,0 +1,280 @@
+"""How fast is the unified attention, what does it send, and what memory does it take?
+
+Against (a) yunchang, patched to run on CPU (benchmarks/baselines/yunchang_cpu.py), on the same ranks and process group,
+and (b) the limit: one process with a thread per core doing the whole sequence. All three take turns, call by call, in
+one run; the other ranks sleep in a barrier while the one process computes. A call's time is from the first rank's start
+to the last rank's end.
+
+    python -m benchmarks.attention            # about half an hour on two cores
+    python -m benchmarks.attention --quick    # about a minute, saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.baselines import yunchang_cpu
+from benchmarks.measure import Runner, peak_bytes, sent_bytes, time_in_turns
+from benchmarks.record import RESULTS, Record, machine
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from usp import UnifiedSPAttention, shard_sequence
+
+BATCH, HEAD_DIM = 1, 64
+SYSTEMS = ("ours", "yunchang", "one process")
+
+
+@dataclass(frozen=True)
+class Case:
+    ulysses: int
+    ring: int
+    layout: str = "zigzag"
+    seq_len: int = 4096
+    heads: int = 8
+    kv_heads: int = 8
+    dtype: str = "float32"
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one activation of the whole sequence: batch x seq x hidden x itemsize."""
+        return BATCH * self.seq_len * self.heads * HEAD_DIM * getattr(torch, self.dtype).itemsize
+
+
+def one_process(q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BSNH, v_BSNH))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+# On each rank
+
+
+def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, Any]:
+    """This rank's spans, bytes, peak memory and differences from one process, by system; yunchang where `peer`."""
+    dtype = getattr(torch, case.dtype)
+    generator = torch.Generator().manual_seed(0)
+    counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    whole = [torch.randn(BATCH, case.seq_len, n, HEAD_DIM, generator=generator).to(dtype) for n in counts]
+    mesh = ParallelMesh.create(ParallelDims(ulysses=case.ulysses, ring=case.ring), device_type="cpu")
+    attention = UnifiedSPAttention(mesh, layout=case.layout, kernel="auto")
+    runners: dict[str, Runner | None] = {
+        "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
+        "one process": None,
+    }
+    if peer and case.kv_heads % case.ulysses == 0:  # elsewhere yunchang fails on a reshape
+        theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
+        runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
+    if dist.get_rank() == 0:
+        alone = Runner.make(one_process, torch.clone, whole)
+        runners["one process"] = Runner(alone.attention, alone.shard, alone.inputs, alone.dout, os.cpu_count() or 1)
+    predicted = attention.wire_bytes(
+        batch=BATCH,
+        seq_len=case.seq_len,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        causal=True,
+    )
+    distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
+    return {
+        "spans": time_in_turns(runners, warmups, iterations),
+        "predicted": asdict(predicted),
+        "sent": {name: sent_bytes(runner) for name, runner in distributed.items()},
+        "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
+        "difference": differences(runners, distributed),
+    }
+
+
+def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner]) -> dict[str, float]:
+    """Relative L2 difference from the one process over this rank's tokens, worst of out, dq, dk, dv."""
+    ours, alone = distributed["ours"], runners["one process"]
+    shapes = [(BATCH, x.shape[1] * dist.get_world_size(), *x.shape[2:]) for x in (ours.inputs[0], *ours.inputs)]
+    expected = alone.step() if alone else [torch.empty(shape, dtype=ours.dout.dtype) for shape in shapes]
+    worst = dict.fromkeys(distributed, 0.0)
+    results = {name: runner.step() for name, runner in distributed.items()}
+    for index, whole in enumerate(expected):
+        whole = whole.contiguous()
+        dist.broadcast(whole, 0)
+        for name, runner in distributed.items():
+            want = runner.shard(whole).double()
+            error = ((results[name][index].double() - want).norm() / want.norm()).item()
+            worst[name] = max(worst[name], error)
+    return worst
+
+
+# Over all ranks
+
+
+def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of data: medians in ms, bytes per rank (mean and busiest), units, peak, worst difference."""
+    first = by_rank[0]
+    milliseconds = {
+        name: {kind: _median(by_rank, name, kind) for kind in ("forward", "step")} for name in first["spans"]
+    }
+    sent = {
+        name: {
+            "forward_mean": statistics.mean(rank["sent"][name]["forward"] for rank in by_rank),
+            "step_mean": statistics.mean(rank["sent"][name]["step"] for rank in by_rank),
+            "step_busiest": max(rank["sent"][name]["step"] for rank in by_rank),
+        }
+        for name in first["sent"]
+    }
+    exact = all(
+        rank["sent"]["ours"] == {"forward": p["forward"], "step": p["forward"] + p["backward"]}
+        for rank in by_rank
+        for p in [rank["predicted"]]
+    )
+    return {
+        **asdict(case),
+        "milliseconds": milliseconds,
+        "sent_bytes": sent,
+        "units": {name: sent[name]["step_mean"] / case.unit_bytes for name in sent},
+        "sent_as_predicted": exact,
+        "peak_bytes": {name: max(rank["peak"].get(name, 0) for rank in by_rank) for name in first["peak"]},
+        "difference": {name: max(rank["difference"][name] for rank in by_rank) for name in first["sent"]},
+    }
+
+
+def _median(by_rank: list[dict[str, Any]], name: str, kind: str) -> float:
+    calls = zip(*(rank["spans"][name][kind] for rank in by_rank if rank["spans"][name][kind]), strict=True)
+    return statistics.median(max(end for _, end in call) - min(start for start, _ in call) for call in calls) / 1e6
+
+
+COLUMNS = (
+    "u x r",
+    "layout",
+    "tokens",
+    "heads",
+    "dtype",
+    "forward ms",
+    "fwd + bwd ms",
+    "of yunchang",
+    "of 1 process",
+    "units sent",
+    "peak MiB",
+    "difference",
+)
+READING = (
+    "u x r: ulysses x ring ranks. Times: ours / yunchang / one process, medians. Units sent and peak MiB: ours / "
+    "yunchang, forward + backward, per rank. One unit is batch x tokens x hidden x itemsize. The two ratios are of the "
+    "forward + backward times. Difference: relative L2 from one process, worst of out, dq, dk, dv.",
+)
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def each(values: dict[str, float], names: Sequence[str], form: str) -> str:
+        return " / ".join(format(values[name], form) if name in values else "-" for name in names)
+
+    step = {name: times["step"] for name, times in row["milliseconds"].items()}
+    forward = {name: times["forward"] for name, times in row["milliseconds"].items()}
+    peak = {name: value / 2**20 for name, value in row["peak_bytes"].items()}
+    return (
+        f"{row['ulysses']} x {row['ring']}",
+        row["layout"],
+        f"{row['seq_len']:,}",
+        f"{row['heads']}/{row['kv_heads']}",
+        row["dtype"],
+        each(forward, SYSTEMS, ".0f"),
+        each(step, SYSTEMS, ".0f"),
+        f"{step['ours'] / step['yunchang']:.2f}" if "yunchang" in step else "-",
+        f"{step['ours'] / step['one process']:.2f}",
+        each(row["units"], SYSTEMS[:2], ".2f"),
+        each(peak, SYSTEMS[:2], ".0f"),
+        f"{row['difference']['ours']:.0e}",
+    )
+
+
+def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The figures that the project holds itself to, and what the peer needed."""
+    found = list(READING)
+    peered = [row for row in rows if "yunchang" in row["units"]]
+    standard = [r for r in peered if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
+    for seq_len in sorted({row["seq_len"] for row in standard}):
+        group = [row for row in standard if row["seq_len"] == seq_len]
+        of_peer = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["yunchang"]["step"] for r in group]
+        of_limit = [r["milliseconds"]["ours"]["step"] / r["milliseconds"]["one process"]["step"] for r in group]
+        found.append(
+            f"4 ranks, zigzag, float32, {seq_len:,} tokens, forward + backward: geometric mean "
+            f"{statistics.geometric_mean(of_peer):.2f} of yunchang (worst {max(of_peer):.2f}) and "
+            f"{statistics.geometric_mean(of_limit):.2f} of one process (worst {max(of_limit):.2f})."
+        )
+    rings = [row for row in standard if row["ring"] == 4]
+    if rings:
+        ours, peer = rings[0]["units"]["ours"], rings[0]["units"]["yunchang"]
+        found.append(f"Ring of 4, zigzag: {ours:.2f} units sent per rank, yunchang {peer:.2f}.")
+    exact = sum(row["sent_as_predicted"] for row in rows)
+    found.append(f"Bytes counted on the wire equal the plan's on every rank in {exact} of {len(rows)} cases.")
+    if peered:
+        found += [f'yunchang patch "{name}": {reason}.' for name, reason in yunchang_cpu.PATCHES.items()]
+    return tuple(found)
+
+
+def _is(row: dict[str, Any], *, ranks: int, **fields: Any) -> bool:
+    return row["ulysses"] * row["ring"] == ranks and all(row[name] == value for name, value in fields.items())
+
+
+def cases(*, quick: bool) -> list[Case]:
+    four, eight = ((4, 1), (2, 2), (1, 4)), ((8, 1), (4, 2), (2, 4), (1, 8))
+    if quick:
+        return [Case(u, r, seq_len=2048) for u, r in four]
+    return [
+        *(Case(u, r, seq_len=seq_len) for seq_len in (4096, 8192) for u, r in four),
+        *(Case(u, r, layout=layout) for layout in ("contiguous", "striped") for u, r in four),
+        *(Case(u, r, kv_heads=2) for u, r in four),
+        *(Case(u, r, dtype="bfloat16") for u, r in four),
+        *(Case(u, r, kv_heads=2, dtype="bfloat16") for u, r in four),
+        *(Case(u, r) for u, r in eight),
+        *(Case(u, r, kv_heads=2, dtype="bfloat16") for u, r in eight),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time, bytes and memory of unified attention, against yunchang.")
+    parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; saves nothing")
+    parser.add_argument("--iterations", type=int, default=None, help="timed rounds per case (default 7, quick 3)")
+    parser.add_argument("--no-peer", action="store_true", help="measure without yunchang")
+    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    args = parser.parse_args()
+    if not args.no_peer and find_spec("yunchang") is None:
+        raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or give --no-peer')
+    iterations = args.iterations or (3 if args.quick else 7)
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler that counts memory announces every start otherwise
+    rows = []
+    with RankPool() as ranks:
+        for case in cases(quick=args.quick):
+            by_rank = ranks.run(measure, case.ranks, case, 2, iterations, not args.no_peer, timeout=1800.0)
+            rows.append(summarise(case, by_rank))
+            print(*cells(rows[-1]), sep="  ", flush=True)
+    record = Record(
+        name="attention",
+        question="Unified attention on CPU ranks: time, bytes sent and memory",
+        command="python -m benchmarks.attention",
+        machine=machine(),
+        columns=COLUMNS,
+        rows=tuple(map(cells, rows)),
+        notes=notes(rows),
+        data=rows,
+    )
+    record.print()
+    output = args.output or (None if args.quick else RESULTS / "attention.json")
+    if output:
+        record.save(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""yunchang 0.6.4 made to run, correctly, on CPU with gloo: the peer that benchmarks/attention.py measures against.
+
+The package as published cannot run there: its kernels are CUDA's, and with float32 its gradients are wrong on any
+device. `PATCHES` names every change; none adds work. The kernel is the fastest one torch has for a CPU (aten's flash
+attention, with grouped heads read in place), the same that our own back end uses.
+
+    python -m benchmarks.baselines.yunchang_cpu        # errors against float64 on 4 ranks
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from parallel.testing import RankPool
+
+VERSION = "0.6.4"
+LAYOUTS = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}  # ours -> ring_impl_type
+PATCHES = {
+    "cpu kernel": "block attention calls aten's CPU flash kernels, forward and backward; lse stays float32",
+    "no self send": "a ring of one rank keeps its dK/dV instead of sending them to itself, which gloo cannot",
+    "copied buffers": "float32 gradient accumulators are copies of the kernel's buffers, no aliases of them",
+    "dq dtype": "the basic ring returns dq in the dtype of q, not always in bfloat16",
+}
+_RINGS = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
+_REWRITES = (
+    # (patch, in these rings, the text as published, the text that runs)
+    ("copied buffers", _RINGS, "_buffer.to(torch.float32)", "_buffer.to(torch.float32, copy=True)"),
+    ("dq dtype", _RINGS[:1], "dq.to(torch.bfloat16)", "dq.to(q.dtype)"),
+)
+
+
+@dataclass(frozen=True)
+class YunchangAttention:
+    """Patched LongContextAttention on this rank, with yunchang's own sharding.
+
+    `attention(q, k, v, causal=)` takes local (batch, seq / ranks, heads, head dim); `shard(x)` cuts a global tensor.
+    """
+
+    attention: Callable[..., Tensor]
+    shard: Callable[[Tensor], Tensor]
+
+
+def build(*, ulysses: int, ring: int, layout: str) -> YunchangAttention:
+    """Patch yunchang and set it up over all ranks of the default group; collective.
+
+    Raises:
+        RuntimeError: another yunchang than the one that the patches were written for is installed.
+    """
+    yunchang = importlib.import_module("yunchang")
+    if yunchang.__version__ != VERSION:
+        raise RuntimeError(f"yunchang {yunchang.__version__} is installed, the patches are for {VERSION}")
+    for ring_name in _RINGS:
+        _patch(importlib.import_module(f"yunchang.ring.{ring_name}"))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    yunchang.set_seq_parallel_pg(ulysses, ring, rank, world_size)
+    kernels = importlib.import_module("yunchang.kernels")
+    attention = yunchang.LongContextAttention(ring_impl_type=LAYOUTS[layout], attn_type=kernels.AttnType.TORCH_FLASH)
+    extract = yunchang.EXTRACT_FUNC_DICT[LAYOUTS[layout]]
+
+    def shard(x: Tensor) -> Tensor:
+        return extract(x, rank, world_size=world_size, rd=ring, ud=ulysses).detach().clone()
+
+    return YunchangAttention(attention, shard)
+
+
+def _patch(ring: Any) -> None:
+    """Apply PATCHES to one of yunchang's ring modules; doing it twice changes nothing."""
+    if ring.select_flash_attn_impl is _select_kernel:
+        return
+    ring.select_flash_attn_impl = _select_kernel
+    ring.RingComm = _without_self_send(ring.RingComm)
+    name = ring.__name__.rsplit(".", 1)[1]
+    backward = f"{name}_backward"
+    source = inspect.getsource(getattr(ring, backward))
+    for patch, rings, published, fixed in _REWRITES:
+        if name in rings:
+            if published not in source:
+                raise RuntimeError(f"patch {patch!r}: {backward} does not contain {published!r}")
+            source = source.replace(published, fixed)
+    exec(compile(source, ring.__file__, "exec"), vars(ring))
+
+
+def _select_kernel(attn_type: Any, stage: str = "fwd-bwd", attn_processor: Any = None) -> Callable[..., Any]:
+    kernels: dict[str, Callable[..., Any]] = {"fwd-only": _forward, "bwd-only": _backward}
+    return kernels[stage]
+
+
+def _forward(
+    q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, dropout_p: float, softmax_scale: float, *, causal: bool, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BSNH, v_BSNH))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p, causal, scale=softmax_scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _backward(*args: Any, rng_state: Any) -> None:
+    dout, q, k, v, out, lse, dq, dk, dv, dropout_p, softmax_scale, causal, *_ = args
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, dropout_p, causal, scale=softmax_scale
+    )
+    for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
+        buffer.copy_(gradient.transpose(1, 2))
+
+
+def _without_self_send(ring_comm: Any) -> Any:
+    class RingComm(ring_comm):
+        def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
+            return to_send if self.world_size == 1 else super().send_recv(to_send, recv_tensor)
+
+        def commit(self) -> None:
+            if self.world_size > 1:
+                super().commit()
+
+        def wait(self) -> None:
+            if self.world_size > 1:
+                super().wait()
+
+    return RingComm
+
+
+# The check that the patched package is right
+
+
+def errors(ulysses: int, ring: int, layout: str, kv_heads: int, dtype: torch.dtype) -> list[float]:
+    """Relative L2 of out, dq, dk, dv against dense float64, over this rank's part of 256 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 256, heads, 32) for heads in (8, kv_heads, kv_heads, 8)]
+    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    dense = [x.double().requires_grad_() for x in (q, k, v)]
+    q64, k64, v64 = (x.transpose(1, 2) for x in dense)
+    expected = torch.nn.functional.scaled_dot_product_attention(q64, k64, v64, is_causal=True, enable_gqa=True)
+    expected = expected.transpose(1, 2)
+    expected.backward(dout.double())
+    peer = build(ulysses=ulysses, ring=ring, layout=layout)
+    local = [peer.shard(x).requires_grad_() for x in (q, k, v)]
+    out = peer.attention(*local, causal=True)
+    out.backward(peer.shard(dout))
+    wanted = [peer.shard(x) for x in (expected, *(x.grad for x in dense if x.grad is not None))]
+    got = [out, *(x.grad for x in local if x.grad is not None)]
+    return [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+
+
+def main() -> None:
+    table = Table("layout", "ulysses x ring", "kv heads", "dtype", "out", "dq", "dk", "dv", title="relative L2 error")
+    degrees, kv_heads = ((4, 1), (2, 2), (1, 4)), (8, 4)
+    with RankPool() as ranks:
+        for layout, (ulysses, ring), kv, dtype in itertools.product(
+            LAYOUTS, degrees, kv_heads, (torch.float32, torch.bfloat16)
+        ):
+            by_rank = ranks.run(errors, 4, ulysses, ring, layout, kv, dtype)
+            worst = [f"{max(column):.1e}" for column in zip(*by_rank, strict=True)]
+            table.add_row(layout, f"{ulysses} x {ring}", str(kv), str(dtype).removeprefix("torch."), *worst)
+    console = Console()
+    console.print(table)
+    for name, reason in PATCHES.items():
+        console.print(f"[bold]{name}[/]: {reason}")
+
+
+if __name__ == "__main__":
+    main()

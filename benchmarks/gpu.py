@@ -1,0 +1,217 @@
+"""What one GPU does: the tests marked `gpu`, the block kernels, a rank's ring steps, and a training step with its MFU.
+
+    python -m benchmarks.gpu                       # one GPU, at most eight minutes
+    python -m benchmarks.gpu --device cpu --tiny   # the same code on toy sizes; saves nothing
+
+Attention FLOPs count the visible half of a causal mask once: 2 matmuls forward, 5 backward. MFU counts the mathematics
+of the step (usp.costs), recomputation not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention import KERNEL_NAMES, AttentionSpec, Kernel, RingProgram, SequenceLayout, ring_schedule, select_kernel
+from attention.accumulate import AttentionSum
+from attention.kernels.base import SavedAttention, attend, attend_backward
+from benchmarks.measure import Clock
+from benchmarks.record import RESULTS, Record, machine
+from benchmarks.training_step import training_rows
+from usp.costs import peak_flops
+
+COLUMNS = ("what", "kernel", "tokens", "forward ms", "fwd + bwd ms", "TFLOP/s fwd", "TFLOP/s fwd + bwd", "note")
+SPEC = AttentionSpec(causal=True)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    ring: int = 4
+
+
+FULL = Sizes(lengths=(2048, 8192, 32768), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+TINY = Sizes(lengths=(128, 256), heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    kernel: str
+    tokens: int
+    pairs: float  # visible (query, key) pairs
+    forward: float
+    step: float
+    note: str = ""
+
+    def cells(self, sizes: Sizes) -> tuple[str, ...]:
+        flops = 4 * self.pairs * sizes.heads * sizes.head_dim
+        rates = (f"{factor * flops / ms / 1e9:.1f}" for factor, ms in ((1, self.forward), (3.5, self.step)))
+        return (
+            self.what,
+            self.kernel,
+            f"{self.tokens:,}",
+            f"{self.forward:.2f}",
+            f"{self.step:.2f}",
+            *rates,
+            self.note,
+        )
+
+
+def random_tensors(
+    sizes: Sizes, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, dout as (tokens, heads, head dim)."""
+    shapes = ((queries, sizes.heads), (keys, sizes.kv_heads), (keys, sizes.kv_heads), (queries, sizes.heads))
+    return [torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes]
+
+
+def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kernel | str]]:
+    """Every back end by name, or why it refuses. The einsum reference is no contender on a GPU."""
+    for name in KERNEL_NAMES:
+        if name in ("auto", "reference"):
+            continue
+        try:
+            kernel, _ = select_kernel(name, SPEC, device, sizes.dtype, sizes.head_dim)
+        except ValueError as error:
+            yield name, str(error)
+        else:
+            yield kernel.name, kernel
+
+
+def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock) -> tuple[float, float]:
+    """Forward and forward + backward ms of all ring steps of rank 0, its blocks at hand instead of on the wire."""
+    schedule = ring_schedule(layout, SPEC, 1, 0)
+    program = RingProgram.lower(schedule, SPEC, kernel, clock.device, sizes.dtype)
+    q, _, _, dout = random_tensors(sizes, layout.ring_len, 0, clock.device)
+    blocks = [random_tensors(sizes, 0, step.keys, clock.device)[1:3] for step in schedule.steps]
+
+    def forward() -> tuple[Tensor, Tensor]:
+        total = AttentionSum(q)
+        for launches, (k, v) in zip(program.launches, blocks, strict=True):
+            attend(kernel, launches, q, k, v, SPEC, total)
+        return total.result()
+
+    def step() -> None:
+        out, lse = forward()
+        saved = SavedAttention(dout, q, out.to(q.dtype), lse)
+        dq = torch.zeros_like(out)
+        for launches, (k, v) in zip(program.launches, blocks, strict=True):
+            dk, dv = torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)
+            attend_backward(kernel, launches, saved, k, v, SPEC, dq, dk, dv)
+
+    return clock.milliseconds(forward), clock.milliseconds(step)
+
+
+def time_sdpa(sizes: Sizes, tokens: int, clock: Clock) -> tuple[float, float]:
+    q, k, v, dout = (x.unsqueeze(0).transpose(1, 2) for x in random_tensors(sizes, tokens, tokens, clock.device))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def step() -> None:
+        torch.autograd.grad(forward(), leaves, dout)
+
+    with torch.no_grad():
+        alone = clock.milliseconds(forward)
+    return alone, clock.milliseconds(step)
+
+
+def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
+    """torch SDPA and every kernel of ours on one block, then one rank's ring steps against as much work in one call."""
+    available = dict(kernels_for(sizes, clock.device))
+    kernels = {name: kernel for name, kernel in available.items() if isinstance(kernel, Kernel)}
+    for tokens in sizes.lengths:
+        pairs = tokens * (tokens + 1) / 2
+        if clock.expired:
+            return
+        yield Row("torch SDPA", "torch's choice", tokens, pairs, *time_sdpa(sizes, tokens, clock))
+        for name, kernel in kernels.items():
+            block = SequenceLayout("contiguous", tokens)
+            yield Row("one block", name, tokens, pairs, *time_ring_rank(sizes, kernel, block, clock))
+    ring = sizes.ring
+    for tokens in sizes.lengths:
+        for name, kernel in kernels.items():
+            if clock.expired:
+                return
+            layout = SequenceLayout("zigzag", tokens * ring, ring=ring)
+            steps = ring_schedule(layout, SPEC, 1, 0).steps
+            pairs = float(sum(task.visible() for step in steps for task in step.tasks))
+            times = time_ring_rank(sizes, kernel, layout, clock)
+            # A causal square with as many visible pairs: side * (side + 1) / 2 = pairs.
+            side = round((2 * pairs) ** 0.5)
+            whole = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", side), clock)
+            note = f"one kernel with the same work: {whole[0]:.2f} / {whole[1]:.2f} ms"
+            yield Row(f"rank 0 of a ring of {ring}", name, tokens, pairs, *times, note)
+
+
+def run_gpu_tests() -> str:
+    """The closing line of the tests marked `gpu`."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=180)
+    lines = finished.stdout.strip().splitlines()
+    return f"tests marked gpu (exit code {finished.returncode}): {lines[-1] if lines else 'no output'}"
+
+
+def resolve_device(name: str, *, tiny: bool) -> torch.device:
+    """Raises SystemExit where the device is missing, or too slow for the sizes."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"benchmarks.gpu needs a CUDA GPU, and torch {torch.__version__} sees none (torch.cuda.is_available() is "
+            f"False): run it where one is, or try its code with --device cpu --tiny"
+        )
+    if device.type != "cuda" and not tiny:
+        raise SystemExit(f"--device {name} is only for trying the code: add --tiny")
+    return device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tests, kernels, ring steps and a training step on one GPU.")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu together with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the code; saves nothing")
+    parser.add_argument("--minutes", type=float, default=7.0, help="start no new measurement after this time")
+    args = parser.parse_args()
+    device = resolve_device(args.device, tiny=args.tiny)
+    sizes = TINY if args.tiny else FULL
+    clock = Clock(device, time.monotonic() + 60 * args.minutes)
+    notes = [] if args.tiny else [run_gpu_tests()]
+    rows = []
+    for row in attention_rows(sizes, clock):
+        rows.append(row.cells(sizes))
+        print(*rows[-1], sep="  ", flush=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    for cells in training_rows(clock, peak_flops(name), tiny=args.tiny):
+        rows.append(cells)
+        print(*cells, sep="  ", flush=True)
+    notes += [f"{name}: {why}" for name, why in kernels_for(sizes, device) if isinstance(why, str)]
+    record = Record(
+        name="gpu",
+        question="One GPU: block kernels, a rank's ring steps, and a training step",
+        command="python -m benchmarks.gpu",
+        machine=machine([("gpu", name), ("cuda", str(torch.version.cuda))]),
+        columns=COLUMNS,
+        rows=tuple(rows),
+        notes=tuple(notes),
+        data=[dict(zip(COLUMNS, row, strict=True)) for row in rows],
+    )
+    record.print()
+    if not args.tiny:
+        record.save(RESULTS / "gpu.json")
+
+
+if __name__ == "__main__":
+    main()
