@@ -1,10 +1,11 @@
 """Documents to batches of packed sequences, the same global batches whatever the number of data-parallel ranks.
 
-    units --shuffle--> documents --shuffle in a unit--> ids --concatenate--> sequences of seq_len, back to back
+    units --shuffle--> documents --shuffle in a unit--> ids --concatenate--> sequences of seq_len --shuffle--> batches
 
 A sequence is cut from the stream wherever it ends: a document that reaches over the cut goes on in the next
 sequence as a document of its own, so no token is padding and none is lost. `cu_seqlens` marks where the documents
-of a sequence begin. An epoch that runs out is followed by the next, in another order; epoch and seed fix the order.
+of a sequence begin. The last shuffle draws from a window of WINDOW_TOKENS, so that the sequences of a long document do
+not follow one another. An epoch that runs out is followed by the next, in another order; the seed fixes every order.
 
 Every rank walks the whole stream and keeps its rows of each global batch: ranks cannot drift apart, and a fault in
 the data shows on all of them before any of them communicates.
@@ -16,12 +17,17 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from usp.documents import Unit
 from usp.tokenizer import Ids, Tokenizer
+
+T = TypeVar("T")
+
+WINDOW_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,16 @@ def packed_sequences(documents: Iterator[Ids], seq_len: int) -> Iterator[tuple[I
                 row, borders = np.empty(seq_len, dtype=np.int64), [0]
 
 
+def drawn_from_window(sequences: Iterator[T], size: int, seed: int) -> Iterator[T]:
+    """The endless `sequences` in another order: each is drawn from a window of `size` that moves over them."""
+    draw = np.random.default_rng(seed)
+    window = list(itertools.islice(sequences, size))
+    for sequence in sequences:
+        place = draw.integers(len(window))
+        yield window[place]
+        window[place] = sequence
+
+
 def global_batches(
     units: Sequence[Unit], tokenizer: Tokenizer, *, rows: int, seq_len: int, seed: int, vocab_size: int
 ) -> Iterator[PackedBatch]:
@@ -83,6 +99,7 @@ def global_batches(
     Raises ValueError for an id that a model of `vocab_size` has no embedding for, and for data without text.
     """
     sequences = packed_sequences(token_stream(units, tokenizer, seed), seq_len)
+    sequences = drawn_from_window(sequences, max(1, WINDOW_TOKENS // seq_len), seed)
     while True:
         chosen = list(itertools.islice(sequences, rows))
         batch = PackedBatch(

@@ -25,7 +25,8 @@ from usp.config import nearest
 STDLIB = "stdlib"
 RANGE_BYTES = 16 * 2**20
 SNIFF_BYTES = 8192
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Below the standard library's folder: other people's packages, tests, and files that are tables more than text.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class StepRecord:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}  sent {size(self.attention_sent_bytes)} attention + "
+            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention + "
             f"{size(self.fsdp_sent_bytes)} FSDP"
         )
 

@@ -37,7 +37,7 @@ def _positions(longest: int, theta: float = 1e4) -> dict[str, Any]:
     return {"max_position_embeddings": longest, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-_TINY = _sizes(128, 352, 4, 8, 4, vocab=BYTE_VOCAB) | _positions(131072) | {"pad_token_id": 0, "eos_token_id": BYTE_EOS}
+_TINY = _sizes(128, 352, 2, 8, 4, vocab=BYTE_VOCAB) | _positions(131072) | {"pad_token_id": 0, "eos_token_id": BYTE_EOS}
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset("llama", _TINY),

@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Trainer:
             apply_unified_sp(self.model, self.mesh, layout=config.sp_layout, kernel=config.attention_kernel)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.attention: UnifiedSPAttention = self.model.unified_sp
+        self.attention = cast(UnifiedSPAttention, self.model.unified_sp)
         apply_fsdp(self.model, self.mesh, decoder_layers(self.model), param_dtype=getattr(torch, config.dtype))
         self.parameters = list(self.model.parameters())
         self.optimizer = _adamw(self.parameters, config)

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 import usp.documents
-from usp.data import global_batches, packed_sequences, token_stream
+from usp.data import drawn_from_window, global_batches, packed_sequences, token_stream
 from usp.documents import TextUnit, open_source
 from usp.hf.tokenizers import load_tokenizer, save_tokenizer
 from usp.tokenizer import BYTE_VOCAB, ByteTokenizer, Ids
@@ -193,6 +193,14 @@ def test_an_epoch_has_each_document_once_and_the_next_another_order(tmp_path: Pa
 def test_the_seed_fixes_the_order(tmp_path: Path) -> None:
     orders = [[int(ids[0]) for ids in itertools.islice(stream_of(tmp_path, seed), 20)] for seed in (7, 7, 8)]
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_window_shuffles_and_loses_nothing() -> None:
+    drawn = list(itertools.islice(drawn_from_window(itertools.count(), 10, seed=0), 1000))
+    assert len(set(drawn)) == 1000 and drawn != sorted(drawn)
+    assert all(number <= place + 10 for place, number in enumerate(drawn))
+    assert drawn == list(itertools.islice(drawn_from_window(itertools.count(), 10, seed=0), 1000))
+    assert list(itertools.islice(drawn_from_window(itertools.count(), 1, seed=0), 5)) == [0, 1, 2, 3, 4]
 
 
 def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ this machine, its class is one that transformers ships, and its weights are safe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
     if model in PRESETS:
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
         Path(model).expanduser(),
         config=config,
         dtype=torch.float32,
@@ -87,16 +87,14 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
         trust_remote_code=False,
         use_safetensors=True,
     )
-    loaded.to(device)
-    return loaded
+    return cast(PreTrainedModel, loaded.to(device))
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
     """How many weights multiply every token: all but the input embedding, a tied output head included."""
     embedding = model.get_input_embeddings().weight
     total = sum(parameter.numel() for parameter in model.parameters())
-    tied = model.get_output_embeddings().weight is embedding
-    return total if tied else total - embedding.numel()
+    return total if model.config.tie_word_embeddings else total - embedding.numel()
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:
