@@ -92,9 +92,9 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
 
 def matmul_parameters(model: PreTrainedModel) -> int:
     """How many weights multiply every token: all but the input embedding, a tied output head included."""
-    embedding = model.get_input_embeddings().weight
     total = sum(parameter.numel() for parameter in model.parameters())
-    return total if model.config.tie_word_embeddings else total - embedding.numel()
+    embedding = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
+    return total if model.config.tie_word_embeddings else total - embedding
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:
