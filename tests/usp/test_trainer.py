@@ -120,6 +120,30 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 # Many ranks
 
 
+def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, PackedBatch]:
+    """Loss and gradient norm of step 1, and the global batch that it saw."""
+    prepared = prepare(replace(config, output=folder), launch_of_pool())
+    batch = next(prepared.batches)
+    record = Trainer(replace(prepared, batches=iter([batch]))).step(1)
+    return record.loss, record.grad_norm, batch
+
+
+def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    """Each document alone through the unchanged model; the mean over all their targets."""
+    config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
+    loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
+    model = build_model("tiny", load_model_config("tiny"), seed=config.seed, device=torch.device("cpu"))
+    targets, total = 0, torch.zeros(())
+    for begin, end in pairwise(batch.cu_seqlens[0].tolist()):
+        document = batch.ids[:, begin:end]
+        logits = model(input_ids=document).logits[:, :-1].flatten(0, 1)
+        total = total + torch.nn.functional.cross_entropy(logits, document[:, 1:].flatten(), reduction="sum")
+        targets += end - begin - 1
+    (total / targets).backward()
+    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close((loss, grad_norm), (total.item() / targets, expected.item()), rtol=1e-5, atol=0.0)
+
+
 def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step on this rank."""
     trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
