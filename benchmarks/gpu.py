@@ -70,9 +70,7 @@ class Row:
         )
 
 
-def random_tensors(
-    sizes: Sizes, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_tensors(sizes: Sizes, queries: int, keys: int, device: torch.device) -> list[Tensor]:
     """q, k, v, dout as (tokens, heads, head dim)."""
     shapes = ((queries, sizes.heads), (keys, sizes.kv_heads), (keys, sizes.kv_heads), (queries, sizes.heads))
     return [torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes]
