@@ -7,16 +7,16 @@ intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, ring
 
 from __future__ import annotations
 
-from .bands import block_tasks, rank_pieces, Task
+from .bands import Task, block_tasks, rank_pieces
 from .comm import Channel
 from .heads import HeadPlan
 from .kernels.base import Kernel
-from .kernels.select import check_kernel_name, KERNEL_NAMES, select_kernel
+from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram
-from .schedule import ring_schedule, RingSchedule
+from .schedule import RingSchedule, ring_schedule
 from .spec import AttentionSpec
-from .unified import unified_attention, UnifiedPlan, WireBytes
+from .unified import UnifiedPlan, WireBytes, unified_attention
 
 __all__ = [
     "KERNEL_NAMES",

@@ -18,25 +18,40 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Tokens of a (T, ...) buffer that take part in a kernel launch, as a batch of n equally long runs.
+    """Tokens of a (T, ...) buffer that take part in a kernel launch, as `count` runs of `length`.
 
-    Either `run`, one slice (n = 1), or `index` of shape (n, length). Where `valid`, the flat places in `index` that
-    are not padding, is given, the others repeat some token and their results are dropped.
+    Run i starts at start + i * stride; or, where `index` (count, length) is given, it names the tokens. `valid` are the
+    flat places in `index` that are not padding: the others repeat some token and their results are dropped.
     """
 
-    run: slice | None = None
+    length: int
+    start: int = 0
+    count: int = 1
+    stride: int = 0
     index: Tensor | None = None
     valid: Tensor | None = None
 
-    def take(self, x: Tensor) -> Tensor:
-        """(T, ...) -> (n, length, ...)."""
-        return x[self.run].unsqueeze(0) if self.index is None else x[self.index]
+    @staticmethod
+    def of(start: int, stop: int) -> Rows:
+        """One run."""
+        return Rows(stop - start, start)
 
-    def scatter(self, x: Tensor) -> tuple[slice | Tensor, Tensor]:
-        """(n, length, ...) results -> where they belong in a (T, ...) buffer, and their values in that order."""
-        if self.index is None:
-            assert self.run is not None
-            return self.run, x.squeeze(0)
+    def take(self, x: Tensor) -> Tensor:
+        """(T, ...) -> (count, length, ...): a view, unless `index` is given."""
+        if self.index is not None:
+            return x[self.index]
+        first = x.storage_offset() + self.start * x.stride(0)
+        size, strides = (self.count, self.length, *x.shape[1:]), (self.stride * x.stride(0), *x.stride())
+        return x.as_strided(size, strides, first)
+
+    def whole(self, tokens: int) -> bool:
+        """Whether the runs are all `tokens` tokens of a buffer, one after the other."""
+        joined = self.count == 1 or self.stride == self.length
+        return self.index is None and self.start == 0 and joined and self.count * self.length == tokens
+
+    def real(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """With `index`: the tokens named without padding, and their values among (count, length, ...) results."""
+        assert self.index is not None
         place, x = self.index.flatten(), x.flatten(0, 1)
         return (place, x) if self.valid is None else (place[self.valid], x[self.valid])
 
@@ -50,39 +65,61 @@ class AttentionSum:
     def __init__(self, q_TNH: Tensor) -> None:
         self._shape, self._device = q_TNH.shape, q_TNH.device
         self._dtype = accumulate_dtype(q_TNH.dtype)
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._totals: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add a launch's out (n, length, N, H) and lse (n, N, length), no row twice."""
-        place, lse = rows.scatter(lse.transpose(1, 2).to(self._dtype))
-        _, out = rows.scatter(out)
-        if self._out is None and isinstance(place, slice) and out.shape[0] == self._shape[0]:
-            self._out, self._lse = out.to(self._dtype), lse.contiguous()
+        """Add a launch's out (count, length, N, H) and lse (count, N, length); no row is twice in it."""
+        out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
+        if self._totals is None and rows.whole(self._shape[0]):
+            self._totals = out.flatten(0, 1), lse.reshape(self._shape[:2])
             return
-        total_out, total_lse = self._totals()
-        out_before, lse_before = total_out[place], total_lse[place]
-        # sigmoid of the difference is the new part's weight. Its limits make it exact where one side is -inf;
-        # where both are, nan becomes 1/2 of zeros.
-        weight = torch.sigmoid(torch.nan_to_num(lse - lse_before, nan=0.0)).unsqueeze(-1)
-        total_lse[place] = torch.logaddexp(lse_before, lse)
-        total_out[place] = out_before.lerp_(out.to(self._dtype), weight)
+        total_out, total_lse = self.result()
+        if rows.index is None:
+            _merge(rows.take(total_out), rows.take(total_lse), out, lse)
+            return
+        (place, out), (_, lse) = rows.real(out), rows.real(lse)
+        merged_out, merged_lse = total_out[place], total_lse[place]
+        _merge(merged_out, merged_lse, out, lse)
+        total_out[place], total_lse[place] = merged_out, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out (T, N, H) and lse (T, N) in the accumulating dtype."""
-        return self._totals()
-
-    def _totals(self) -> tuple[Tensor, Tensor]:
-        if self._out is None or self._lse is None:
-            self._out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._lse = torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
-        return self._out, self._lse
+        if self._totals is None:
+            out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._totals = out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
+        return self._totals
 
 
-def add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """total (T, N, H) += part (n, length, N, H) at its rows, in place."""
-    place, part = rows.scatter(part)
-    if isinstance(place, slice):
-        total[place] += part
-    else:
-        total.index_add_(0, place, part.to(total.dtype))
+def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """out, lse (..., N, H), (..., N) become those of both parts, in place."""
+    # The sigmoid of the difference is the new part's weight; its limits are exact where one side is -inf. Where both
+    # are, nan becomes one half of zeros.
+    weight = torch.sigmoid(torch.nan_to_num(more_lse - lse, nan=0.0)).unsqueeze(-1)
+    lse.copy_(torch.logaddexp(lse, more_lse))
+    out.lerp_(more_out, weight)
+
+
+class GradientSum:
+    """Running sum of a gradient (T, heads, H)."""
+
+    def __init__(self, x: Tensor, tokens: int | None = None) -> None:
+        self._shape = (x.shape[0] if tokens is None else tokens, *x.shape[1:])
+        self._dtype, self._device = accumulate_dtype(x.dtype), x.device
+        self._total: Tensor | None = None
+
+    def add(self, rows: Rows, part: Tensor) -> None:
+        """Add a launch's (count, length, heads, H). A row may be in it more than once only by index."""
+        if self._total is None and rows.whole(self._shape[0]):
+            self._total = part.to(self._dtype).flatten(0, 1)
+        elif rows.index is None:
+            rows.take(self.total).add_(part)
+        else:
+            place, part = rows.real(part)
+            self.total.index_add_(0, place, part.to(self._dtype))
+
+    @property
+    def total(self) -> Tensor:
+        """The sum so far (T, heads, H), to be added to in place."""
+        if self._total is None:
+            self._total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return self._total

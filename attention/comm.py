@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,9 +38,9 @@ class Channel:
 
         Between two ranks messages match in the order of posting, so all ranks must post in one global order.
         """
-        operations = [
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends
-        ] + [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
+        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends] + [
+            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives
+        ]
         if not operations:
             return Pending()
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 Range = tuple[int, int]
 
@@ -40,7 +41,7 @@ class HeadPlan:
         """Each rank's query heads."""
         each, extra = divmod(self.num_heads, self.ulysses)
         starts = [rank * each + min(rank, extra) for rank in range(self.ulysses + 1)]
-        return tuple(zip(starts, starts[1:], strict=False))
+        return tuple(pairwise(starts))
 
     @cached_property
     def kv_ranges(self) -> tuple[Range, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import get_args, Literal
+from typing import Literal, get_args
 
 import torch
 

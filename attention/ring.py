@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .accumulate import accumulate_dtype, AttentionSum
+from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending
-from .kernels.base import attend, attend_backward, Kernel, Launch, SavedAttention
+from .kernels.base import Kernel, Launch, SavedAttention, attend, attend_backward
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
@@ -65,24 +65,25 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
         saved = SavedAttention(dout, q, out, lse)
-        dq = torch.zeros(q.shape, dtype=accumulate_dtype(q.dtype), device=q.device)
+        dq = GradientSum(q)
         grads = _GradientRing(program.schedule, channel, k)
         for step, (launches, block) in zip(program.schedule.steps, _blocks(program, channel, k, v), strict=True):
-            dkv = grads.block(step)
+            dk, dv = grads.block(step)
             block_k, block_v = _select_heads(block, kv_index)
-            part = dkv if kv_index is None else dkv.new_zeros(dkv.shape[0], 2, len(kv_index), dkv.shape[-1])
-            attend_backward(
-                program.kernel, launches, saved, block_k, block_v, program.spec, dq, part[:, 0], part[:, 1]
-            )
-            if kv_index is not None:
-                dkv.index_add_(2, kv_index, part)
+            if kv_index is None:
+                attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, dk, dv)
+            else:
+                selected = GradientSum(block_k), GradientSum(block_v)
+                attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, *selected)
+                for total, part in zip((dk, dv), selected, strict=True):
+                    total.total.index_add_(1, kv_index, part.total)
             grads.pass_on(step)
-        dkv = grads.finish()
+        dk, dv = grads.finish()
         dsinks = None
         if sinks is not None:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-        return dq.to(q.dtype), dkv[:, 0].to(k.dtype), dkv[:, 1].to(v.dtype), dsinks, None, None, None
+        return dq.total.to(q.dtype), dk.total.to(k.dtype), dv.total.to(v.dtype), dsinks, None, None, None
 
 
 def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,9 @@ class _Incoming:
     def __init__(self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: Tensor) -> None:
         self.block = like.new_empty(step.keys, 2, *like.shape[1:])
         self.parts = [(message, _receive_buffer(self.block, message)) for message in step.receive]
-        sends = [(m.peer, _packed(held, m)) for m in step.send_held] + [(m.peer, _packed(own, m)) for m in step.send_own]
+        sends = [(m.peer, _packed(held, m)) for m in step.send_held] + [
+            (m.peer, _packed(own, m)) for m in step.send_own
+        ]
         self.pending = channel.post(sends, [(message.peer, buffer) for message, buffer in self.parts])
 
     def wait(self) -> Tensor:
@@ -125,17 +128,17 @@ class _GradientRing:
     """dK and dV: each block's partial sums on their way through the ranks that add to them, and home."""
 
     def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor) -> None:
-        self.steps, self.channel, self.index = schedule.steps, channel, -1
-        self.like = torch.empty(0, *k.shape[1:], dtype=accumulate_dtype(k.dtype), device=k.device)
-        self.own = self._zeros(k.shape[0])
+        self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, k
+        self.own = GradientSum(k), GradientSum(k)
         self.current = self.own
         self.pending = Pending()
         self.arriving: list[tuple[Message, Tensor, bool]] = []  # (message, buffer, whether for our own tokens)
 
-    def block(self, step: Step) -> Tensor:
-        """Where this step's dK and dV (B, 2, K, H) are summed."""
+    def block(self, step: Step) -> tuple[GradientSum, GradientSum]:
+        """Where this step's dK and dV (B, K, H) are summed."""
         self.index += 1
-        self.current = self._zeros(step.keys) if self.index else self.own
+        if self.index:
+            self.current = GradientSum(self.like, step.keys), GradientSum(self.like, step.keys)
         return self.current
 
     def pass_on(self, step: Step) -> None:
@@ -143,24 +146,27 @@ class _GradientRing:
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
         messages = [(m, False) for m in following] + [(m, True) for m in step.grad_home]
-        self.arriving = [(m, self._zeros(m.tokens), home) for m, home in messages]
-        sends = [(m.peer, _packed(self.current, m)) for m in step.grad_send]
+        dtype = accumulate_dtype(self.like.dtype)
+        self.arriving = [
+            (m, self.like.new_empty(m.tokens, 2, *self.like.shape[1:], dtype=dtype), home) for m, home in messages
+        ]
+        sends = []
+        if step.grad_send:
+            dkv = torch.stack([gradient.total for gradient in self.current], dim=1)
+            sends = [(m.peer, _packed(dkv, m)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
-    def finish(self) -> Tensor:
-        """dK and dV of this rank's own tokens (T, 2, K, H), complete."""
+    def finish(self) -> tuple[GradientSum, GradientSum]:
+        """dK and dV of this rank's own tokens (T, K, H), complete."""
         self._collect()
         return self.own
 
     def _collect(self) -> None:
         self.pending.wait()
         for message, buffer, home in self.arriving:
-            total = self.own if home else self.current
-            _unpack(buffer, message, lambda place, part, total=total: total[place].add_(part))
+            for total, part in zip(self.own if home else self.current, buffer.unbind(1), strict=True):
+                _unpack(part, message, lambda place, values, total=total.total: total[place].add_(values))
         self.arriving = []
-
-    def _zeros(self, tokens: int) -> Tensor:
-        return self.like.new_zeros(tokens, 2, *self.like.shape[1:])
 
 
 def _packed(buffer: Tensor | None, message: Message) -> Tensor:

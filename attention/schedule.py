@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .bands import block_tasks, Pieces, rank_pieces, Task
-from .intervals import intersect, Intervals, locate, size, subtract, union
+from .bands import Pieces, Task, block_tasks, rank_pieces
+from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
 
@@ -167,6 +167,4 @@ class _StepPlanner:
 
 def _messages(*parts: tuple[int, Intervals], within: Intervals | None = None) -> tuple[Message, ...]:
     """Messages of the parts that carry something, sliced from a buffer that packs `within` (None: all own tokens)."""
-    return tuple(
-        Message(peer, keys if within is None else locate(keys, within)) for peer, keys in parts if keys
-    )
+    return tuple(Message(peer, keys if within is None else locate(keys, within)) for peer, keys in parts if keys)

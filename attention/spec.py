@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 Documents = tuple[int, ...]
 
@@ -43,7 +44,7 @@ class AttentionSpec:
         if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
             violations.append(f"softcap={self.softcap} must be a positive number; None turns it off")
         for borders in self.documents or ():
-            ascending = all(a <= b for a, b in zip(borders, borders[1:], strict=False))
+            ascending = all(a <= b for a, b in pairwise(borders))
             if len(borders) < 2 or borders[0] != 0 or not ascending:
                 shown = f"{borders[:8]}{'...' if len(borders) > 8 else ''}"
                 violations.append(f"cu_seqlens={shown} must start at 0, ascend, and hold at least two borders")

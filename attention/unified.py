@@ -21,10 +21,9 @@ from torch import Tensor
 from .accumulate import accumulate_dtype
 from .comm import Channel
 from .heads import HeadPlan
-from .kernels.base import Kernel
 from .layout import SequenceLayout
 from .ring import RingAttention, RingProgram
-from .schedule import ring_schedule, RingSchedule
+from .schedule import RingSchedule, ring_schedule
 from .spec import AttentionSpec
 from .ulysses import HeadsToSeq, SeqToHeads
 

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def agree(
-    value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu"
-) -> None:
+def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
     """Compare `repr(value)` over the grid that the groups of this rank span, with one small all-reduce each.
 
     Collective over every group; all ranks give the groups in the same order.

@@ -80,9 +80,7 @@ class ParallelDims:
                 )
             return replace(self, dp_shard=world_size // product)
         if product * self.dp_shard != world_size:
-            fitting = (
-                f"use dp_shard={world_size // product} (or -1)" if world_size % product == 0 else "lower a degree"
-            )
+            fitting = f"use dp_shard={world_size // product} (or -1)" if world_size % product == 0 else "lower a degree"
             raise ValueError(
                 f"dp_shard={self.dp_shard} x {asked} = {product * self.dp_shard} ranks must equal the world size "
                 f"{world_size}: {fitting}, or start {product * self.dp_shard} ranks"

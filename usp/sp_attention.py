@@ -99,7 +99,9 @@ class UnifiedSPAttention(nn.Module):
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
         plan, program = self._prepare(spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
-        return unified_attention(q, k, v, plan=plan, program=program, ulysses=self._ulysses, ring=self._ring, sinks=sinks)
+        return unified_attention(
+            q, k, v, plan=plan, program=program, ulysses=self._ulysses, ring=self._ring, sinks=sinks
+        )
 
     def wire_bytes(
         self,
@@ -164,7 +166,9 @@ class UnifiedSPAttention(nn.Module):
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     violations = []
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        violations.append("q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)")
+        violations.append(
+            "q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)"
+        )
     elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         violations.append("q, k and v must share batch, tokens and head_dim")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
@@ -172,7 +176,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
     if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
         violations.append(f"sinks {tuple(sinks.shape)} must hold one logit for each query head")
     if violations:
-        shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        shapes = ", ".join(
+            f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
+        )
         raise ValueError(f"{'; '.join(violations)}; got {shapes}")
 
 

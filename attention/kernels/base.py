@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..accumulate import add_rows, AttentionSum, Rows
+from ..accumulate import AttentionSum, GradientSum, Rows
 from ..bands import Task
 from ..spec import AttentionSpec
 
@@ -90,15 +90,15 @@ class SavedAttention:
 
 def attend_backward(
     kernel: Kernel, launches: tuple[Launch, ...], saved: SavedAttention, k_TKH: Tensor, v_TKH: Tensor,
-    spec: AttentionSpec, dq: Tensor, dk: Tensor, dv: Tensor,
+    spec: AttentionSpec, dq: GradientSum, dk: GradientSum, dv: GradientSum,
 ) -> None:  # fmt: skip
-    """Add a block's gradients to dq (T, N, H), dk and dv (T, K, H), in place."""
+    """Add a block's gradients to the sums of dq (T, N, H), dk and dv (T, K, H)."""
     for launch in launches:
         rows, keys = launch.queries, launch.keys
         grads = kernel.backward(
             rows.take(saved.dout), rows.take(saved.q), keys.take(k_TKH), keys.take(v_TKH), rows.take(saved.out),
             rows.take(saved.lse).transpose(1, 2).contiguous(), launch, spec,
         )  # fmt: skip
-        add_rows(dq, rows, grads[0])
-        add_rows(dk, keys, grads[1])
-        add_rows(dv, keys, grads[2])
+        dq.add(rows, grads[0])
+        dk.add(keys, grads[1])
+        dv.add(keys, grads[2])

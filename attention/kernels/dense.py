@@ -32,10 +32,15 @@ class DenseLaunch(Launch):
 
 @dataclass
 class DenseLowering:
-    """Turns tasks into launches on one device; `dtype` is that of the masks."""
+    """Turns tasks into launches on one device; `dtype` is that of the masks.
+
+    `leaf`: for a kernel that computes the hidden half of a causal square too, triangles longer than twice this are cut
+    into ones of about this size and the squares between them. None leaves them whole.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    leaf: int | None = None
     masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(default_factory=dict)
 
     def lower(self, tasks: tuple[Task, ...]) -> tuple[Launch, ...]:
@@ -55,11 +60,35 @@ class DenseLowering:
             if full is not None:
                 yield self._launch(full)
             triangle = task.cut((task.q_start, task.q_stop), (max(square, task.k_start), task.k_stop))
-            assert triangle is not None
-            yield self._launch(triangle, causal=triangle.rows == triangle.columns)
+            assert triangle is not None and triangle.rows == triangle.columns
+            yield from self._triangle(triangle)
         else:
             for start in range(task.q_start, task.q_stop, CHUNK):
                 yield from self._chunk(task, (start, start + CHUNK))
+
+    def _triangle(self, task: Task) -> Iterator[Launch]:
+        """A causal square: the small triangles on its diagonal as one launch, then per size the squares below them.
+
+        1 . . .     2^depth triangles (1), half as many squares of their size (2), half as many of twice it (3)
+        2 1 . .
+        3 3 1 .
+        3 3 2 1
+        """
+        depth = 0 if self.leaf is None else max(0, (task.rows // self.leaf).bit_length() - 1)
+        size = task.rows >> depth
+        core = size << depth
+        yield DenseLaunch(
+            Rows(size, task.q_start, 1 << depth, size), Rows(size, task.k_start, 1 << depth, size), causal=True
+        )
+        while size < core:
+            count = core // (2 * size)
+            yield DenseLaunch(
+                Rows(size, task.q_start + size, count, 2 * size), Rows(size, task.k_start, count, 2 * size)
+            )
+            size *= 2
+        rest = task.cut((task.q_start + core, task.q_stop), (task.k_start, task.k_stop))
+        if rest is not None:
+            yield from self._large(rest)
 
     def _chunk(self, task: Task, rows: tuple[int, int]) -> Iterator[Launch]:
         """A few rows of a band: ragged left, full middle, ragged right; one piece if that is not much more."""
@@ -78,11 +107,9 @@ class DenseLowering:
             if part is not None:
                 yield self._launch(part)
 
-    def _launch(self, task: Task, causal: bool = False) -> Launch:
-        mask = None if task.full or causal else self._mask(task)
-        return DenseLaunch(
-            Rows(slice(task.q_start, task.q_stop)), Rows(slice(task.k_start, task.k_stop)), causal and not task.full, mask
-        )
+    def _launch(self, task: Task) -> Launch:
+        mask = None if task.full else self._mask(task)
+        return DenseLaunch(Rows.of(task.q_start, task.q_stop), Rows.of(task.k_start, task.k_stop), mask=mask)
 
     def _mask(self, task: Task) -> Tensor:
         offset = task.q_start - task.k_start
@@ -125,7 +152,7 @@ class DenseLowering:
         start, stop = torch.tensor(runs).unsqueeze(-1).unbind(1)
         index = start + torch.arange(length)
         valid = (index < stop).flatten().nonzero().squeeze(1)
-        return Rows(index=torch.minimum(index, stop - 1).to(self.device), valid=valid.to(self.device))
+        return Rows(length, index=torch.minimum(index, stop - 1).to(self.device), valid=valid.to(self.device))
 
 
 def _padded(length: int) -> int:

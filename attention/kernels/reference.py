@@ -1,4 +1,4 @@
-"""Attention by einsum in the accumulating dtype: any device, every mask and score function. The oracle, not the fast one.
+"""Attention by einsum in the accumulating dtype: any device, every mask and score function. The oracle.
 
 n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim.
 """
@@ -12,7 +12,7 @@ from ..accumulate import accumulate_dtype
 from ..bands import Task
 from ..spec import AttentionSpec
 from .base import Kernel, Launch
-from .dense import _visible, DenseLaunch, DenseLowering
+from .dense import DenseLaunch, DenseLowering, _visible
 
 TILE = 1024  # rows and columns of scores held at once
 

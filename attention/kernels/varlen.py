@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -64,9 +65,10 @@ def _borders(runs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor,
 
 def _rows(runs: list[tuple[int, int]], device: torch.device) -> Rows:
     """The runs one after the other, as a slice where they touch."""
-    if all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False)):
-        return Rows(slice(runs[0][0], runs[-1][1]))
-    return Rows(index=torch.cat([torch.arange(*run) for run in runs]).unsqueeze(0).to(device))
+    if all(a[1] == b[0] for a, b in pairwise(runs)):
+        return Rows.of(runs[0][0], runs[-1][1])
+    index = torch.cat([torch.arange(*run) for run in runs]).to(device)
+    return Rows(len(index), index=index.unsqueeze(0))
 
 
 class VarlenKernel(Kernel):

@@ -1,0 +1,91 @@
+"""Every bad input is refused on every rank alike, before any rank communicates, with a message that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import usp.failures
+from tests.e2e.processes import Run
+from usp.cli import main
+from usp.hf.models import build_model, gather_weights, load_model_config, save_checkpoint
+
+EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+
+BAD = [
+    (["--sp-ulysses", "3", "--seq-len", "3000"], ["ulysses=3", "3 ranks must divide the world size 8"]),
+    (["--sp-ring", "4", "--dp-shard", "4"], ["dp_shard=4 x ring=4 = 16 ranks must equal the world size 8"]),
+    (
+        ["--sp-ulysses", "4", "--sp-ring", "2", "--seq-len", "1003"],
+        ["--seq-len = 1003 must be a multiple of 8", "use 1000 or 1008"],
+    ),
+    (["--sp-ulysses", "8", "--model", "few-heads"], ["4 query heads", "--sp-ulysses 4 --sp-ring 2"]),
+    (["--sp-layout", "zigzagg"], ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped", "did you mean 'zigzag'?"]),
+    (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
+    (["--model", "llama3-8"], ["model=llama3-8", "did you mean 'llama3-8b'?"]),
+    (["--data", "missing.txt"], ["data=missing.txt does not exist"]),
+    (["--data", "empty"], ["data=empty is empty"]),
+    (["--data", "blank.jsonl"], ["the data holds no text"]),
+    (["--data", "field.jsonl"], ["no key data-field='text'", "it has 'body'", "--data-field"]),
+    (["--model", "few-ids"], ["bytes gives ids up to 383", "vocabulary of 200"]),
+    (["--config", "wrong.yaml"], ["--config wrong.yaml", "unknown key 'sp-rings' (did you mean 'sp_ring'?)"]),
+    (
+        ["--steps", "0", "--model", "nothing", "--data", "missing.txt"],
+        ["3 things to change", "--steps = 0", "model=nothing", "data=missing.txt"],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the rows above name."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "empty").mkdir()
+    (folder / "blank.jsonl").write_text('\n{"text": ""}\n')
+    (folder / "field.jsonl").write_text('{"body": "text"}\n')
+    (folder / "wrong.yaml").write_text("sp-rings: 2\n")
+    for name, change in (("few-heads", {"num_attention_heads": 4}), ("few-ids", {"vocab_size": 200})):
+        config = load_model_config("tiny")
+        for key, value in change.items():
+            setattr(config, key, value)
+        model = build_model("tiny", config, seed=0, device="cpu")
+        save_checkpoint(model, gather_weights(model), folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
+def test_bad_input_is_refused(
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    said: list[str],
+    rank: int,
+) -> None:
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
+    exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    shown = capsys.readouterr()
+    assert exit_code == 2 and not dist.is_initialized()
+    assert shown.err.startswith("error: ") and shown.out == ""
+    for part in said:
+        assert part in shown.err
+
+
+def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
+    with Run(["--sp-ring", "4", "--model", "tinny"], tmp_path, ranks=2) as run:
+        ended = run.end()
+    assert ended.exit_code != 0 and ended.out == ""
+    ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
+    assert [line[:8] for line in ours] == ["error: 2", "  1. mod", "  2. rin"]
+    assert "usp/cli.py" not in ended.err  # no traceback of ours
+
+
+def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:
+    with Run(["--sp-ulises", "2"], tmp_path, ranks=2) as run:
+        ended = run.end()
+    assert ended.exit_code != 0
+    assert ended.err.count("Unrecognized options: --sp-ulises") == 1 and "--sp-ulysses" in ended.err

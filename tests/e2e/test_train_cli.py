@@ -1,0 +1,137 @@
+"""train.py as a user runs it: to its end, interrupted, killed, crashed, diverged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.processes import ROOT, Ended, Run
+
+MESH = ["--sp-ulysses", "2", "--sp-ring", "2", "--seq-len", "512"]
+FOREVER = [*MESH, "--steps", "100000", "--log-every", "1", "--output", "run"]
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """The folder and the ending of a run on 4 ranks."""
+    folder = tmp_path_factory.mktemp("finished")
+    with Run([*MESH, "--steps", "15", "--output", "run"], folder, ranks=4) as run:
+        return folder / "run", run.end()
+
+
+def test_a_run_ends_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
+    folder, ended = finished
+    assert ended.exit_code == 0, ended.err
+    records = metrics_of(folder)
+    assert len(records) == 15 and records[-1]["loss"] < records[0]["loss"] - 1.5
+    assert all(record["attention_sent_bytes"] > 0 and record["fsdp_sent_bytes"] > 0 for record in records)
+    assert "ranks: 4 (ring=2 ulysses=2), layout zigzag" in ended.out
+    assert "step 15/15  loss" in ended.out and "checkpoint: run/checkpoint" in ended.out
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_the_checkpoint_knows_what_the_run_learned(finished: tuple[Path, Ended]) -> None:
+    folder, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    ids = torch.tensor([tokenizer.encode((ROOT / "usp" / "config.py").read_text())[:512]])
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert loss < metrics_of(folder)[0]["loss"] - 1.5
+
+
+def test_the_written_configuration_repeats_the_losses(finished: tuple[Path, Ended], tmp_path: Path) -> None:
+    folder, _ = finished
+    args = ["--config", str(folder / "config.yaml"), "--output", "again"]
+    with Run(args, tmp_path, ranks=4) as run:
+        assert run.end().exit_code == 0
+    assert [r["loss"] for r in metrics_of(tmp_path / "again")] == [r["loss"] for r in metrics_of(folder)]
+
+
+def test_it_runs_without_a_launcher(tmp_path: Path) -> None:
+    with Run(["--seq-len", "256", "--steps", "3"], tmp_path) as run:
+        ended = run.end()
+    assert ended.exit_code == 0, ended.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-tiny") and len(metrics_of(folder)) == 3
+
+
+def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
+    with Run(FOREVER, tmp_path, ranks=4) as run:
+        run.wait_for(lambda: "step 2/" in run.out.read_text())
+        os.killpg(run.process.pid, signal.SIGINT)  # what Ctrl-C does: the whole foreground group gets it
+        ended = run.end()
+    assert ended.exit_code != 0
+    assert ended.err.count("interrupted: stopped before the end, and saved no checkpoint") == 1
+    assert "usp/cli.py" not in ended.err
+
+
+def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
+    with Run(["--steps", "100000", "--log-every", "1", "--seq-len", "256"], tmp_path) as run:
+        run.wait_for(lambda: "step 2/" in run.out.read_text())
+        run.process.send_signal(signal.SIGINT)
+        ended = run.end()
+    assert ended.exit_code == 130
+    assert ended.err == "interrupted: stopped before the end, and saved no checkpoint\n"
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
+    with Run(FOREVER, tmp_path, ranks=4) as run:
+        run.wait_for(lambda: "step 2/" in run.out.read_text())
+        os.kill(run.workers()[victim], signal.SIGKILL)
+        ended = run.end()
+    assert ended.exit_code != 0
+    assert "Signal 9 (SIGKILL)" in ended.err
+    assert ended.err.count("lost its connection") <= 1
+    assert "usp/cli.py" not in ended.err
+
+
+CRASH = """
+import os, sys
+from usp.cli import main
+from usp.trainer import Trainer
+
+step = Trainer.step
+
+def crash(self, number):
+    if number == 2 and os.environ["RANK"] in {ranks}:
+        raise RuntimeError("this rank is broken")
+    return step(self, number)
+
+Trainer.step = crash
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+@pytest.mark.parametrize("ranks", [{"2"}, {"0", "1", "2", "3"}], ids=["one rank", "every rank"])
+def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[str]) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH.format(ranks=ranks))
+    with Run(FOREVER, tmp_path, ranks=4, script=script) as run:
+        ended = run.end()
+    assert ended.exit_code != 0
+    ours = ended.err.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+    assert ours.count("RuntimeError: this rank is broken\nrank ") == 1
+    assert ours.count(f"rank {min(ranks)} failed: RuntimeError: this rank is broken") == 1
+    assert "lost its connection" not in ours
+
+
+def test_a_diverged_run_names_the_last_good_step(tmp_path: Path) -> None:
+    args = [*MESH, "--steps", "5", "--learning-rate", "1e30", "--warmup-steps", "0", "--output", "run"]
+    with Run(args, tmp_path, ranks=4) as run:
+        ended = run.end()
+    assert ended.exit_code != 0
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert "step 2 has loss = " in line and "The last good step is 1, and its weights are in run/last-good" in line
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last-good")

@@ -1,0 +1,114 @@
+"""The configuration as data, and every rule that it must keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from usp.config import TrainConfig, config_from_mapping, config_to_mapping, nearest
+from usp.costs import ModelFacts
+from usp.validate import violations
+
+FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab_size=384, windows=(0, 0))
+
+
+def test_a_mapping_gives_back_the_configuration() -> None:
+    config = TrainConfig(sp_ulysses=4, learning_rate=1e-4, data="corpus.jsonl")
+    assert config_from_mapping(config_to_mapping(config)) == config
+
+
+def test_keys_may_have_dashes_and_floats_may_be_what_yaml_reads() -> None:
+    config = config_from_mapping({"sp-ring": 2, "seq_len": 512, "learning-rate": "3e-4", "max-grad-norm": 1})
+    assert config == TrainConfig(sp_ring=2, seq_len=512, learning_rate=3e-4, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({"sp_ulises": 2}, r"unknown key 'sp_ulises' \(did you mean 'sp_ulysses'\?\)"),
+        ({"qqq": 2}, "unknown key 'qqq'$"),
+        ({"steps": "ten"}, "steps = 'ten' must be a whole number"),
+        ({"steps": 1.5}, "steps = 1.5 must be a whole number"),
+        ({"steps": True}, "steps = True must be a whole number"),
+        ({"learning-rate": "fast"}, "learning-rate = 'fast' must be a number"),
+        ({"model": 7}, "model = 7 must be a string"),
+        ({"sp-ring": 1, "sp_ring": 2}, "'sp_ring' is given twice"),
+    ],
+)
+def test_a_wrong_mapping_is_refused(mapping: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config_from_mapping(mapping)
+
+
+def test_all_wrong_keys_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"seq_lenn.*steps"):
+        config_from_mapping({"seq_lenn": 1, "steps": None})
+
+
+def test_nearest_says_nothing_about_words_that_are_far() -> None:
+    assert nearest("zigzga", ["zigzag", "striped"]) == " (did you mean 'zigzag'?)"
+    assert nearest("other", ["zigzag", "striped"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size"),
+    [
+        ({}, 1),
+        ({"sp_ulysses": 6, "seq_len": 24}, 6),
+        ({"sp_ulysses": 4, "sp_ring": 2}, 8),
+        ({"sp_ring": 2, "dp_replicate": 2}, 8),
+        ({"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": float("inf")}, 1),
+    ],
+)
+def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: int) -> None:
+    assert violations(replace(TrainConfig(), **changes), world_size, FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "said"),
+    [
+        ({"sp_ulysses": 3, "seq_len": 300}, 8, ["3 ranks must divide the world size 8"]),
+        ({"dp_shard": 3, "sp_ring": 2}, 8, ["dp_shard=3 x ring=2 = 6 ranks must equal the world size 8"]),
+        ({"dp_shard": 0}, 1, ["--dp-shard = 0 must be at least 1, or -1"]),
+        (
+            {"sp_ulysses": 2, "sp_ring": 2, "seq_len": 1001},
+            4,
+            ["--seq-len = 1001 must be a multiple of 4", "--sp-layout zigzag", "use 1000 or 1004"],
+        ),
+        ({"sp_ring": 4, "seq_len": 3}, 4, ["must be a multiple of 8", "use 8"]),
+        ({"sp_layout": "contiguous", "sp_ring": 4, "seq_len": 4098}, 4, ["multiple of 4", "use 4096 or 4100"]),
+        (
+            {"sp_ulysses": 8, "seq_len": 800},
+            8,
+            ["6 query heads", "Use 1 to 6", "same 8 ranks, --sp-ulysses 4 --sp-ring 2"],
+        ),
+        ({"sp_layout": "zigzga"}, 1, ["--sp-layout = 'zigzga'", "did you mean 'zigzag'?"]),
+        ({"sp_order": "ring-inner"}, 1, ["--sp-order = 'ring-inner'", "ring-outer, ulysses-outer"]),
+        ({"attention_kernel": "flahs"}, 1, ["--attention-kernel = 'flahs'", "did you mean 'flash'?"]),
+        ({"dtype": "float16"}, 1, ["--dtype = 'float16' must be one of auto, float32, bfloat16"]),
+        ({"device": "gpu"}, 1, ["--device = 'gpu' must be one of auto, cpu, cuda"]),
+        ({"steps": 0, "batch_size": -2}, 1, ["--steps = 0 must be at least 1", "--batch-size = -2"]),
+        ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
+        ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must not be negative"]),
+        ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf never clips"]),
+    ],
+)
+def test_what_cannot_run_is_refused(changes: dict[str, object], world_size: int, said: list[str]) -> None:
+    messages = "\n".join(violations(replace(TrainConfig(), **changes), world_size, FACTS))
+    for part in said:
+        assert part in messages
+
+
+def test_all_violations_come_at_once() -> None:
+    config = TrainConfig(sp_ulysses=8, sp_ring=3, seq_len=1001)
+    assert len(violations(config, 16, FACTS)) == 3  # world size, length, heads
+
+
+def test_key_value_heads_must_divide_the_query_heads() -> None:
+    (message,) = violations(TrainConfig(), 1, replace(FACTS, num_kv_heads=4))
+    assert "6 query heads over 4 key-value heads" in message
+
+
+def test_rules_about_the_model_wait_for_a_model() -> None:
+    assert violations(TrainConfig(sp_ulysses=64), 64, None) == []

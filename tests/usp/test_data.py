@@ -1,0 +1,231 @@
+"""Documents, tokenizers and packing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+import usp.documents
+from usp.data import global_batches, packed_sequences, token_stream
+from usp.documents import TextUnit, open_source
+from usp.hf.tokenizers import load_tokenizer, save_tokenizer
+from usp.tokenizer import BYTE_VOCAB, ByteTokenizer, Ids
+
+
+def documents_of(data: Path | str, field: str = "text") -> list[bytes]:
+    return [document for unit in open_source(str(data), field) for document in unit.read()]
+
+
+# Documents
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff")
+    assert documents_of(tmp_path / "a.txt") == [b"one\ntwo\xff"]
+
+
+def test_json_lines_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": "zwei \\u00fc"}\n{"text": ""}')
+    assert documents_of(tmp_path / "a.jsonl") == [b"one", "zwei ü".encode()]
+
+
+@pytest.mark.parametrize("range_bytes", [1, 7, 20, 64, 1000])
+def test_ranges_of_json_lines_hold_every_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, range_bytes: int
+) -> None:
+    texts = [f"document {'x' * (number % 5)}{number}" for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(usp.documents, "RANGE_BYTES", range_bytes)
+    assert documents_of(tmp_path / "a.jsonl") == [text.encode() for text in texts]
+
+
+def test_parquet_rows_are_documents_and_row_groups_are_units(tmp_path: Path) -> None:
+    table = pa.table({"content": ["one", None, "two", "", "three"], "id": [1, 2, 3, 4, 5]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert len(open_source(str(tmp_path / "a.parquet"), "content")) == 3
+    assert documents_of(tmp_path / "a.parquet", "content") == [b"one", b"two", b"three"]
+
+
+def test_a_folder_is_all_its_visible_text(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "sub" / "a.md").write_text("a")
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}')
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".git" / "d").write_text("hidden")
+    assert documents_of(tmp_path) == [b"b", b"a"]
+
+
+def test_the_standard_library_is_there_without_packages_and_tests() -> None:
+    units = open_source("stdlib", "text")
+    names = {unit.path.name for unit in units}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any({"site-packages", "test"} & set(unit.path.parts) for unit in units)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "said"),
+    [
+        ("missing.txt", None, "text", "does not exist: give a text, .jsonl or .parquet file, a folder, or stdlib"),
+        ("empty.txt", b"", "text", "is empty: no file in it holds text"),
+        ("empty.jsonl", b"", "text", "is empty: no file in it holds text"),
+        ("binary", b"\0\1", "text", "is a binary file"),
+        ("a.jsonl", b'{"txt": "x"}', "text", r"no key data-field='text' \(did you mean 'txt'\?\); it has 'txt'"),
+        ("a.jsonl", b'{"text": 3}', "text", "'text' holds int, it must hold text"),
+        ("a.jsonl", b'{"text": "a"}\nnot json', "text", "line at byte 14: not JSON"),
+        ("a.parquet", b"not parquet", "text", "is not a Parquet file"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, field: str, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        documents_of(tmp_path / name, field)
+
+
+def test_a_missing_or_wrong_parquet_column_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"no column data-field='contents'.*did you mean 'content'"):
+        open_source(str(tmp_path), "contents")
+    with pytest.raises(ValueError, match="column 'id' holds int64"):
+        open_source(str(tmp_path), "id")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is empty"):
+        open_source(str(tmp_path), "text")
+
+
+# Tokenizers
+
+
+@given(st.text())
+def test_bytes_are_what_byt5_counts(text: str) -> None:
+    if not any(special in text for special in ("</s>", "<pad>", "<unk>", "<extra_id_")):
+        assert ByteTokenizer().encode(text.encode()).tolist() == BYT5.encode(text)
+
+
+BYT5 = ByT5Tokenizer()
+
+
+def test_the_byte_tokenizer_lies_beside_the_checkpoint(tmp_path: Path) -> None:
+    save_tokenizer(load_tokenizer("bytes"), tmp_path / "checkpoint")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert loaded.encode("grün") == ByteTokenizer().encode("grün".encode()).tolist()
+    assert len(loaded) == BYTE_VOCAB
+
+
+def test_a_local_tokenizer_ends_each_document(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path / "given")
+    tokenizer = load_tokenizer(str(tmp_path / "given"))
+    assert tokenizer.vocab_size == BYTE_VOCAB
+    assert tokenizer.encode(b"ab").tolist() == [100, 101, 1]
+    save_tokenizer(tokenizer, tmp_path / "checkpoint")
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").encode("ab") == [100, 101, 1]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="transformers cannot read it"):
+        load_tokenizer(str(tmp_path))
+
+
+# Packing
+
+
+def units_of(tmp_path: Path, lengths: list[int]) -> list[TextUnit]:
+    for number, length in enumerate(lengths):
+        (tmp_path / f"{number}.txt").write_bytes(bytes([number]) * length)
+    return [TextUnit(tmp_path / f"{number}.txt") for number in range(len(lengths))]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
+def test_packing_loses_nothing_and_marks_every_border(lengths: list[int], seq_len: int) -> None:
+    documents = [np.full(length, number, dtype=np.int64) for number, length in enumerate(lengths)]
+    packed = list(packed_sequences(iter(documents), seq_len))
+    stream = np.concatenate(documents)
+    whole = len(stream) // seq_len
+    assert len(packed) == whole
+    for number, (ids, borders) in enumerate(packed):
+        assert ids.tolist() == stream[number * seq_len : (number + 1) * seq_len].tolist()
+        changes = (np.flatnonzero(np.diff(ids)) + 1).tolist()
+        assert borders == [0, *changes, seq_len]
+
+
+def test_borders_are_padded_by_repeating_the_last(tmp_path: Path) -> None:
+    batch = next(
+        global_batches(units_of(tmp_path, [3, 4, 30]), ByteTokenizer(), rows=3, seq_len=8, seed=0, vocab_size=384)
+    )
+    assert batch.ids.shape == (3, 8) and batch.ids.dtype == torch.int64
+    assert batch.cu_seqlens.dtype == torch.int32
+    for ids, borders in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
+        assert borders[0] == 0 and borders[-1] == 8 and borders == sorted(borders)
+        ends = {border for border in borders if 0 < border < 8}
+        assert {int(place) + 1 for place in (ids[:-1] == 1).nonzero()} == ends  # the end of sequence is id 1
+
+
+def stream_of(tmp_path: Path, seed: int) -> Iterator[Ids]:
+    return token_stream(units_of(tmp_path, [2] * 20), ByteTokenizer(), seed)
+
+
+def test_an_epoch_has_each_document_once_and_the_next_another_order(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, seed=0)
+    first, second = ([int(ids[0]) for ids in itertools.islice(stream, 20)] for _ in range(2))
+    assert sorted(first) == sorted(second) == [number + 3 for number in range(20)]
+    assert first != second
+
+
+def test_the_seed_fixes_the_order(tmp_path: Path) -> None:
+    orders = [[int(ids[0]) for ids in itertools.islice(stream_of(tmp_path, seed), 20)] for seed in (7, 7, 8)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path) -> None:
+    units = units_of(tmp_path, [5, 17, 9, 30, 2])
+
+    def rows(per_batch: int) -> torch.Tensor:
+        batches = global_batches(units, ByteTokenizer(), rows=per_batch, seq_len=8, seed=3, vocab_size=384)
+        return torch.cat([batch.ids for batch in itertools.islice(batches, 12 // per_batch)])
+
+    for per_batch in (2, 3, 4, 12):
+        assert torch.equal(rows(per_batch), rows(1))
+
+
+def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path) -> None:
+    batches = global_batches(units_of(tmp_path, [5, 17, 9]), ByteTokenizer(), rows=4, seq_len=8, seed=0, vocab_size=384)
+    batch = next(batches)
+    part = batch.rows(1, 3)
+    assert torch.equal(part.ids, batch.ids[1:3]) and torch.equal(part.cu_seqlens, batch.cu_seqlens[1:3])
+    assert batch.digest() == batch.rows(0, 4).digest() != part.digest()
+    assert next(batches).digest() != batch.digest()
+
+
+def test_an_id_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    units = units_of(tmp_path, [50] * 8)
+    batches = global_batches(units, ByteTokenizer(), rows=1, seq_len=400, seed=0, vocab_size=10)
+    with pytest.raises(ValueError, match=r"gave token id 10, .* ids 0 to 9 \(vocabulary size 10\): use the tokenizer"):
+        next(batches)
+
+
+def test_data_of_empty_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    batches = global_batches(
+        open_source(str(tmp_path), "text"), ByteTokenizer(), rows=1, seq_len=4, seed=0, vocab_size=384
+    )
+    with pytest.raises(ValueError, match="holds no text"):
+        next(batches)

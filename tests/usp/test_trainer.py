@@ -1,0 +1,189 @@
+"""Training runs: their folder, their numbers on every mesh, and how they stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from parallel.testing import RankPool, count_sent_bytes
+from usp.cli import parse
+from usp.config import TrainConfig
+from usp.data import PackedBatch
+from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged
+from usp.hf.models import build_model, gather_weights, load_model_config, save_checkpoint
+from usp.launch import Launch
+from usp.prepare import prepare
+from usp.trainer import Trainer, learning_rate, train
+
+SMALL = TrainConfig(seq_len=256, steps=4, warmup_steps=2, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays_open() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=4, steps=20)
+    rates = [learning_rate(step, config) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(after < before for before, after in pairwise(rates[3:]))
+    assert rates[-1] == pytest.approx(0.1)
+    assert learning_rate(1, replace(config, warmup_steps=0)) < 1.0
+
+
+# One process
+
+
+def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(SMALL, steps=12, output=str(tmp_path / "run"), log_every=5)
+    train(config, Launch())
+    records = metrics_of(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == replace(config, dp_shard=1, dtype="float32")
+    shown = capsys.readouterr().out
+    assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").config.use_cache
+
+
+def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
+    train(replace(SMALL, output=str(tmp_path / "a")), Launch())
+    train(parse(["--config", str(tmp_path / "a" / "config.yaml"), "--output", str(tmp_path / "b")]), Launch())
+    first, second = metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b")
+    assert [r["loss"] for r in first] == [r["loss"] for r in second]
+    assert [r["grad_norm"] for r in first] == [r["grad_norm"] for r in second]
+
+
+def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="holds a run already"):
+        train(replace(SMALL, output=str(tmp_path)), Launch())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> None:
+    config = replace(SMALL, learning_rate=1e30, warmup_steps=0, output=str(tmp_path))
+    with pytest.raises(TrainingDiverged) as stop:
+        train(config, Launch())
+    said = str(stop.value)
+    assert "step 2 has loss = " in said and "gradient norm = nan, and both must be finite" in said
+    assert f"The last good step is 1, and its weights are in {tmp_path / 'last-good'}" in said
+    assert "Lower --learning-rate (now 1e+30)" in said
+    assert [record["step"] for record in metrics_of(tmp_path)] == [1]
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "last-good")
+    assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
+    model = build_model("tiny", load_model_config("tiny"), seed=0, device=torch.device("cpu"))
+    weights = gather_weights(model)
+    weights["lm_head.weight"][0, 0] = float("nan")
+    save_checkpoint(model, weights, tmp_path / "broken")
+    config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
+    with pytest.raises(TrainingDiverged, match="step 1 has loss = nan.*No step came before, so nothing was saved"):
+        train(config, Launch())
+    assert not (tmp_path / "run" / "last-good").exists()
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    config = replace(SMALL, model="tinny", data=str(tmp_path / "nothing"), sp_ring=3, tokenizer="nowhere", seq_len=100)
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(config, Launch())
+    for part in ("5 things to change", "did you mean 'tiny'", "world size 1", "102", "does not exist", "tokenizer="):
+        assert part in str(refused.value)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    model_config = load_model_config("tiny")
+    model_config.vocab_size = 100
+    model = build_model("tiny", model_config, seed=0, device=torch.device("cpu"))
+    save_checkpoint(model, gather_weights(model), tmp_path)
+    with pytest.raises(ConfigurationError, match="bytes gives ids up to 383, .* has a vocabulary of 100"):
+        prepare(replace(SMALL, model=str(tmp_path)), Launch())
+
+
+# Many ranks
+
+
+def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step on this rank."""
+    trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
+    records = [trainer.step(number) for number in range(1, config.steps + 1)]
+    return [(record.loss, record.grad_norm) for record in records]
+
+
+def launch_of_pool() -> Launch:
+    return Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+
+
+MESHES = [
+    pytest.param(4, {"sp_ulysses": 2, "sp_ring": 2}, id="u2 r2"),
+    pytest.param(4, {"sp_ring": 2, "sp_layout": "striped", "batch_size": 2}, id="r2 dp2"),
+    pytest.param(4, {"sp_ulysses": 2, "dp_replicate": 2, "dp_shard": 1, "batch_size": 2}, id="u2 replicate2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), MESHES)
+def test_every_mesh_trains_as_one_process(
+    ranks: RankPool, tmp_path: Path, world_size: int, degrees: dict[str, int]
+) -> None:
+    sequences = 4
+    many = replace(SMALL, **degrees)
+    dp = world_size // (many.sp_ulysses * many.sp_ring)
+    many = replace(many, batch_size=sequences // dp)
+    (alone,) = ranks.run(steps_on, 1, replace(SMALL, batch_size=sequences), str(tmp_path))
+    for own in ranks.run(steps_on, world_size, many, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(alone), rtol=1e-5, atol=0.0)
+
+
+def sent_in_a_step(config: TrainConfig, folder: str) -> tuple[int, int, int, int]:
+    """What one step says it sent (attention, FSDP), and what was counted on the wire."""
+    trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
+    with count_sent_bytes() as sent:
+        record = trainer.step(1)
+    fsdp = sent.by_op["_allgather_base_"] + sent.by_op["_reduce_scatter_base_"]
+    attention = sum(sent.by_op[name] for name in ("alltoall_base_", "send"))
+    return record.attention_sent_bytes, record.fsdp_sent_bytes, attention, fsdp
+
+
+def test_the_bytes_in_a_record_are_those_on_the_wire(ranks: RankPool, tmp_path: Path) -> None:
+    config = replace(SMALL, sp_ulysses=2, sp_ring=2)
+    counted = ranks.run(sent_in_a_step, 4, config, str(tmp_path))
+    mean_attention = sum(attention for _, _, attention, _ in counted) / 4
+    for said_attention, said_fsdp, _, fsdp in counted:
+        assert said_attention == round(mean_attention) > 0
+        assert said_fsdp == fsdp > 0
+
+
+def meet_other_data(config: TrainConfig, folder: str) -> str:
+    """A step in which rank 1 reads other data than the rest."""
+    prepared = prepare(replace(config, output=folder), launch_of_pool())
+    if dist.get_rank() == 1:
+        batch = next(prepared.batches)
+        other = PackedBatch(batch.ids + 1, batch.cu_seqlens)
+        prepared = replace(prepared, batches=iter([other]))
+    try:
+        Trainer(prepared).step(1)
+    except RanksDisagree as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_read_different_data_all_stop(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(meet_other_data, 2, replace(SMALL, sp_ring=2), str(tmp_path)):
+        assert "the data of step 1 must be the same on all ranks" in said and "rank 1: " in said

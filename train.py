@@ -1,0 +1,11 @@
+"""Train a language model whose sequence is split over a Ulysses x Ring mesh. See `python train.py --help`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from usp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

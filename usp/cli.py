@@ -1,0 +1,99 @@
+"""The command line of training: flags and a file make a `TrainConfig`, and every failure ends in one message.
+
+    argv, --config FILE -> TrainConfig -> usp.trainer.train -> exit code
+
+Flags override the file. The environment that torchrun sets is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+import yaml
+from tyro.conf import arg
+
+from usp.config import TrainConfig, config_from_mapping, config_to_mapping
+from usp.failures import INTERRUPTED, ConfigurationError, end, ending_of
+from usp.launch import Launch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class CommandLine(TrainConfig):
+    """Train a causal language model with its sequence split over a Ulysses x Ring mesh.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
+    """
+
+    config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """A YAML or TOML file with these keys (the config.yaml of an earlier run, say). Flags override it."""
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
+    launch = Launch.from_environment(environ)
+    try:
+        config = parse(argv, quiet=launch.rank != 0)
+        from usp.trainer import train  # takes seconds to import: --help and a mistyped flag answer without it
+
+        train(config, launch)
+    except (Exception, KeyboardInterrupt) as error:
+        try:
+            return end(ending_of(error, launch.rank), launch.rank, environ.get("TORCHELASTIC_ERROR_FILE"))
+        except KeyboardInterrupt:  # the terminal and torchrun each send a signal for one Ctrl-C
+            return INTERRUPTED
+    return 0
+
+
+def parse(argv: Sequence[str], quiet: bool = False) -> TrainConfig:
+    """The configuration that the flags, and the file that --config names, ask for.
+
+    Prints help and leaves with SystemExit(0) when asked to; `quiet` prints nothing. Raises ConfigurationError for a
+    file that cannot be read or holds a wrong key, and SystemExit(2), the mistake printed, for a wrong flag.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default="")
+    path = finder.parse_known_args(argv)[0].config
+    file_config = read_config(path) if path else TrainConfig()
+    default = CommandLine(**config_to_mapping(file_config), config=path)
+    try:
+        parsed = tyro.cli(CommandLine, args=argv, default=default, prog="train.py", console_outputs=not quiet)
+    except SystemExit as stop:
+        if quiet and stop.code:
+            raise ConfigurationError("the command line holds a mistake, which rank 0 names") from None
+        raise
+    return TrainConfig(**{field.name: getattr(parsed, field.name) for field in fields(TrainConfig)})
+
+
+def read_config(path: str) -> TrainConfig:
+    """The configuration that a .yaml, .yml or .toml file holds; ConfigurationError when it holds none."""
+    file = Path(path).expanduser()
+    try:
+        return config_from_mapping(_read_mapping(file))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"--config {path}: no such file") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--config {path}: {error}") from error
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    if file.suffix == ".toml":
+        return tomllib.loads(file.read_text())
+    if file.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"the name ends in {file.suffix!r}, it must end in .yaml, .yml or .toml")
+    mapping = yaml.safe_load(file.read_text())
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise ValueError(f"it holds a {type(mapping).__name__}, it must hold keys with values")
+    return mapping

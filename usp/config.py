@@ -1,0 +1,144 @@
+"""The configuration of a training run: one flat frozen dataclass, and the mapping that a file holds.
+
+`TrainConfig` is the single list of knobs. The command line makes a flag of every field (`sp_ring` is `--sp-ring`)
+and shows the string under the field as its help; a YAML or TOML file holds the same keys. Nothing here looks at
+the machine: what a configuration must satisfy is in `usp.validate`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+from tyro.conf import arg
+
+from attention import KERNEL_NAMES, LAYOUTS
+from parallel import SP_ORDERS
+from usp.presets import PRESETS
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+MODEL_HELP = f"A preset, built with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint folder."
+
+
+def _one_of(choices: tuple[str, ...]) -> Any:
+    """Show the choices in the help; `usp.validate` refuses the others together with every other mistake."""
+    return arg(metavar="{" + ",".join(choices) + "}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a causal language model with its sequence split over a Ulysses x Ring mesh.
+
+    Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
+    """
+
+    sp_ulysses: int = 1
+    """Ulysses degree: ranks that trade sequence for heads in an all-to-all. Best inside one host."""
+    sp_ring: int = 1
+    """Ring degree: ranks that pass keys and values around while they compute. May cross hosts."""
+    sp_layout: Annotated[str, _one_of(LAYOUTS)] = "zigzag"
+    """Which positions of a sequence each rank owns. zigzag and striped balance the causal mask."""
+    sp_order: Annotated[str, _one_of(SP_ORDERS)] = "ring-outer"
+    """Which of the two takes neighbouring ranks: ring-outer keeps Ulysses among neighbours."""
+    dp_shard: int = -1
+    """Data-parallel degree whose ranks also share the parameters (FSDP). -1 takes the ranks that are left."""
+    dp_replicate: int = 1
+    """Data-parallel degree whose ranks each keep a whole copy of the sharded parameters (HSDP)."""
+
+    model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
+    data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
+    """A text file, a JSONL or Parquet file, or a folder of them. stdlib: the sources of Python's own library."""
+    data_field: str = "text"
+    """The key (JSONL) or column (Parquet) that holds a document's text."""
+    tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
+    """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
+
+    seq_len: int = 4096
+    """Tokens per sequence, over all ranks that share it."""
+    batch_size: int = 1
+    """Sequences per data-parallel rank and step."""
+    steps: int = 100
+    """Optimiser steps."""
+    learning_rate: float = 3e-3
+    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate rises linearly from zero."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient to this global norm. inf: never clip."""
+    seed: int = 0
+    """Fixes the initial weights and the order of the data."""
+
+    dtype: Annotated[str, _one_of(DTYPES)] = "auto"
+    """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    attention_kernel: Annotated[str, _one_of(KERNEL_NAMES)] = "auto"
+    """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
+    device: Annotated[str, _one_of(DEVICES)] = "auto"
+    """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
+
+    output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
+    """The run's folder: configuration, metrics, TensorBoard, checkpoint."""
+    log_every: int = 10
+    """Print a line every this many steps. metrics.jsonl holds every step."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'zigzag'?)` for a near match of `word` in `known`, otherwise nothing."""
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def config_from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
+    """The configuration whose keys `mapping` gives, defaults elsewhere; keys with dashes or underscores.
+
+    Raises ValueError that lists every unknown key with its nearest match,
+    every key given twice, and every value of a wrong kind.
+    """
+    hints = get_type_hints(TrainConfig)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in mapping.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            problems.append(f"unknown key {key!r}{nearest(name, hints)}")
+        elif name in values:
+            problems.append(f"{key!r} is given twice (dashes and underscores are the same key): keep one")
+        else:
+            try:
+                values[name] = _convert(value, hints[name])
+            except (TypeError, ValueError):
+                problems.append(f"{key} = {value!r} must be {_kind(hints[name])}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return TrainConfig(**values)
+
+
+def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """Every field by its name; `config_from_mapping` reads it back to an equal configuration."""
+    return asdict(config)
+
+
+def flag(name: str) -> str:
+    """The command line's name of a field: `sp_ring` is `--sp-ring`."""
+    assert name in {field.name for field in fields(TrainConfig)}, name
+    return "--" + name.replace("_", "-")
+
+
+def _convert(value: Any, kind: type) -> Any:
+    """`value` as `kind`, where that loses nothing. YAML reads 3e-4 as a string, so strings may hold a float."""
+    if isinstance(value, bool):
+        raise TypeError
+    if kind is float and isinstance(value, (int, float, str)):
+        return float(value)
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def _kind(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a string"}[kind]

@@ -1,0 +1,112 @@
+"""Causal language models: presets made from a transformers configuration, local checkpoint folders, and saving.
+
+Nothing is ever downloaded and no code out of a checkpoint is ever run: a model is a preset's name or a folder on
+this machine, its class is one that transformers ships, and its weights are safetensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from usp.config import nearest
+from usp.costs import ModelFacts
+from usp.hf.integrate import FAMILIES
+from usp.presets import PRESETS
+
+ModelConfig: TypeAlias = PretrainedConfig
+
+
+def hide_progress_bars() -> None:
+    """Keep transformers from drawing a bar for every load and save in this process."""
+    logging.disable_progress_bar()
+
+
+def load_model_config(model: str) -> PretrainedConfig:
+    """The transformers configuration of a preset or of a local checkpoint folder.
+
+    Raises ValueError when `model` is neither, and for a folder whose model type or weights cannot be used.
+    """
+    if model in PRESETS:
+        return AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model={model} is no preset{nearest(model, PRESETS)} and no folder: give one of {', '.join(PRESETS)}, "
+            f"or a folder that transformers' save_pretrained wrote"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={model} holds no config.json: give a folder that transformers' save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"model={model} holds no .safetensors weights; other formats can run code, and are not read")
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model={model} is of type {config.model_type!r}, and the types that can be trained with their sequence "
+            f"split are {', '.join(FAMILIES)}"
+        )
+    return config
+
+
+def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
+    """The numbers of `config` that checks and FLOPs need."""
+    heads = config.num_attention_heads
+    window = getattr(config, "sliding_window", None) or 0
+    default_kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
+    return ModelFacts(
+        name=model,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+    )
+
+
+def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torch.device) -> PreTrainedModel:
+    """The model in float32 on `device`: a folder's weights, or random ones that `seed` fixes on every rank alike."""
+    torch.manual_seed(seed)
+    if model in PRESETS:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        Path(model).expanduser(),
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    loaded.to(device)
+    return loaded
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """How many weights multiply every token: all but the input embedding, a tied output head included."""
+    embedding = model.get_input_embeddings().weight
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tied = model.get_output_embeddings().weight is embedding
+    return total if tied else total - embedding.numel()
+
+
+def gather_weights(model: nn.Module) -> dict[str, Any]:
+    """The full weights in host memory on rank 0, nothing elsewhere. Every rank must call it."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
+    """Write gathered `weights` as safetensors that `AutoModelForCausalLM.from_pretrained(folder)` loads."""
+    model.save_pretrained(folder, state_dict=weights)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.use_cache = True  # off while sequences are sharded; whoever loads the checkpoint generates with it
+    config.save_pretrained(folder)

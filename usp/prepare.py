@@ -1,0 +1,106 @@
+"""From a configuration to all that a run needs before its ranks communicate, or to one message of all that is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from parallel import ParallelDims
+from usp.config import DEVICES, TrainConfig
+from usp.costs import ModelFacts
+from usp.data import PackedBatch, global_batches
+from usp.documents import open_source
+from usp.failures import ConfigurationError
+from usp.hf.models import ModelConfig, load_model_config, model_facts
+from usp.hf.tokenizers import load_tokenizer
+from usp.launch import Launch, choose_device
+from usp.metrics import METRICS_FILE
+from usp.tokenizer import Tokenizer
+from usp.validate import parallel_dims, violations
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start. `config` holds no `auto` and no -1 any more; `batches` are global batches, without end."""
+
+    config: TrainConfig
+    dims: ParallelDims
+    device: torch.device
+    model_config: ModelConfig
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    batches: Iterator[PackedBatch]
+
+
+def prepare(config: TrainConfig, launch: Launch) -> Prepared:
+    """Check `config` and load what it names: the same result, or the same error, on every rank.
+
+    Raises ConfigurationError with every violation found. The first batch is read here, so that data without text,
+    without its field, or with ids that the model has no embedding for is refused before any rank communicates.
+    """
+    problems: list[str] = []
+
+    def attempt(load: Callable[[], T]) -> T | None:
+        try:
+            return load()
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+            return None
+
+    model_config = attempt(lambda: load_model_config(config.model))
+    facts = None if model_config is None else model_facts(config.model, model_config)
+    problems += violations(config, launch.world_size, facts)
+    device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
+    units = attempt(lambda: open_source(config.data, config.data_field))
+    tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
+    if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
+        problems.append(
+            f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
+            f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
+        )
+    if config.output and (Path(config.output).expanduser() / METRICS_FILE).exists():
+        problems.append(f"--output = {config.output} holds a run already: name another folder")
+    if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:
+        raise ConfigurationError(_listed(problems))
+
+    dims = parallel_dims(config).resolve(launch.world_size)
+    rows = dims.dp_replicate * dims.dp_shard * config.batch_size
+    batches = attempt(
+        lambda: _begun(
+            global_batches(
+                units,
+                tokenizer,
+                rows=rows,
+                seq_len=config.seq_len,
+                seed=config.seed,
+                vocab_size=facts.vocab_size,
+            )
+        )
+    )
+    if batches is None:
+        raise ConfigurationError(_listed(problems))
+    return Prepared(_resolved(config, dims, device), dims, device, model_config, facts, tokenizer, batches)
+
+
+def _begun(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    """The same batches, the first of them read already."""
+    return itertools.chain([next(batches)], batches)
+
+
+def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    return replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype)
+
+
+def _listed(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    return "\n".join([f"{len(problems)} things to change", *lines])

@@ -1,0 +1,67 @@
+"""Models by name: a transformers model type and what differs from that type's defaults. Plain data.
+
+The tiny ones train in seconds on a CPU over bytes, and have heads for four Ulysses ranks; the others have the
+published geometry of the model they are named after, with random weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from usp.tokenizer import BYTE_EOS, BYTE_VOCAB
+
+
+@dataclass(frozen=True)
+class Preset:
+    model_type: str
+    options: dict[str, Any] = field(hash=False)
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": vocab,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+
+
+def _positions(longest: int, theta: float = 1e4) -> dict[str, Any]:
+    return {"max_position_embeddings": longest, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+_TINY = _sizes(128, 352, 4, 8, 4, vocab=BYTE_VOCAB) | _positions(131072) | {"pad_token_id": 0, "eos_token_id": BYTE_EOS}
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset("llama", _TINY),
+    "qwen2-tiny": Preset("qwen2", _TINY),
+    "qwen3-tiny": Preset("qwen3", _TINY),
+    "mistral-tiny": Preset("mistral", _TINY | {"sliding_window": 1024}),
+    "llama2-7b": Preset(
+        "llama",
+        _sizes(4096, 11008, 32, 32, 32, vocab=32000)
+        | _positions(4096)
+        | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "llama3-8b": Preset(
+        "llama",
+        _sizes(4096, 14336, 32, 32, 8, vocab=128256)
+        | _positions(8192, theta=5e5)
+        | {"rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001},
+    ),
+    "qwen2-7b": Preset("qwen2", _sizes(3584, 18944, 28, 28, 4, vocab=152064) | _positions(131072, theta=1e6)),
+    "qwen3-8b": Preset("qwen3", _sizes(4096, 12288, 36, 32, 8, vocab=151936) | _positions(40960, theta=1e6)),
+    "mistral-7b": Preset(
+        "mistral",
+        _sizes(4096, 14336, 32, 32, 8, vocab=32000)
+        | _positions(32768)
+        | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+}

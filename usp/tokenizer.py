@@ -1,0 +1,65 @@
+"""Text to token ids: bytes as ByT5 counts them, or a local transformers tokenizer.
+
+Both end a document with their end-of-sequence id, where they have one, and add nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+BYTES = "bytes"
+BYTE_OFFSET = 3  # ByT5 keeps 0, 1 and 2 for padding, end of sequence and unknown
+BYTE_EOS = 1
+BYTE_VOCAB = 384  # 3 + 256 bytes + 125 sentinels: the ids that transformers' ByT5Tokenizer knows
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline asks of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id it can give."""
+
+    def encode(self, document: bytes) -> Ids:
+        """A document's ids, one dimension."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """id = byte + 3, then the end of sequence: what ByT5Tokenizer gives, without a Python loop over the bytes."""
+
+    name: str = BYTES
+    vocab_size: int = BYTE_VOCAB
+
+    def encode(self, document: bytes) -> Ids:
+        ids = np.empty(len(document) + 1, dtype=np.int64)
+        ids[:-1] = np.frombuffer(document, dtype=np.uint8)
+        ids[:-1] += BYTE_OFFSET
+        ids[-1] = BYTE_EOS
+        return ids
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Any tokenizer with transformers' `encode`, its end of sequence added to each document."""
+
+    name: str
+    vocab_size: int
+    tokenizer: Any
+
+    def encode(self, document: bytes) -> Ids:
+        text = document.decode("utf-8", "replace")
+        ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        if self.tokenizer.eos_token_id is not None:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return np.asarray(ids, dtype=np.int64)
