@@ -47,7 +47,7 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None):  # type: ignore[override]
+    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None):
         total = AttentionSum(q)
         for launches, block in _blocks(program, channel, k, v):
             attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
@@ -61,7 +61,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):  # type: ignore[override]
+    def backward(ctx, dout):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
         saved = SavedAttention(dout, q, out, lse)

@@ -20,7 +20,7 @@ class SeqToHeads(torch.autograd.Function):
     """`apply(q_BSNH, k_BSKH, v_BSKH, plan, channel)` -> q_TwH, k_TwH, v_TwH of this rank's heads."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel):  # type: ignore[override]
+    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel):
         ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
         parts = [
             torch.cat((q[:, :, slice(*heads)], k[:, :, slice(*kv)], v[:, :, slice(*kv)]), dim=2)
@@ -29,7 +29,7 @@ class SeqToHeads(torch.autograd.Function):
         return _split(_scatter_heads(parts, channel), plan, channel.rank)
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):  # type: ignore[override]
+    def backward(ctx, dq, dk, dv):
         plan, channel = ctx.plan, ctx.channel
         widths = [plan.width(rank) for rank in range(plan.ulysses)]
         parts = _gather_heads(torch.cat((dq, dk, dv), dim=1), widths, ctx.batch, channel)
@@ -52,12 +52,12 @@ class HeadsToSeq(torch.autograd.Function):
     """`apply(out_TwH, plan, batch, channel)` -> out_BSNH: every head of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel):  # type: ignore[override]
+    def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel):
         ctx.plan, ctx.channel = plan, channel
         return torch.cat(_gather_heads(out, [_width(heads) for heads in plan.q_ranges], batch, channel), dim=2)
 
     @staticmethod
-    def backward(ctx, dout):  # type: ignore[override]
+    def backward(ctx, dout):
         parts = [dout[:, :, slice(*heads)] for heads in ctx.plan.q_ranges]
         return _scatter_heads(parts, ctx.channel), None, None, None
 

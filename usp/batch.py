@@ -83,8 +83,8 @@ def _check(batch: Mapping[str, Tensor]) -> None:
         violations.append(f"input_ids {tuple(batch['input_ids'].shape)} must be (batch, tokens)")
     elif "labels" in batch and batch["labels"].shape != batch["input_ids"].shape:
         violations.append(
-            f"labels {tuple(batch['labels'].shape)} must have the shape of input_ids {tuple(batch['input_ids'].shape)}: "
-            f"they are shifted here, before the sequence is cut"
+            f"labels {tuple(batch['labels'].shape)} must have the shape of input_ids "
+            f"{tuple(batch['input_ids'].shape)}: they are shifted here, before the sequence is cut"
         )
     for key in sorted(set(batch) - {"input_ids", "labels", "cu_seqlens"}):
         hint = {

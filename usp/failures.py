@@ -58,7 +58,9 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED)
     if lost_peer(error):
-        return Ending(f"rank {rank} lost its connection to another rank; the rank that failed says why", 1, consequence=True)
+        return Ending(
+            f"rank {rank} lost its connection to another rank; the rank that failed says why", 1, consequence=True
+        )
     text = "".join(traceback.format_exception(error)).rstrip()
     return Ending(f"{text}\nrank {rank} failed: {type(error).__name__}: {error}", 1)
 

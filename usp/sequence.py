@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
     """(s, ...) of each rank -> (ring * ulysses * s, ...), ulysses innermost."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, axes: SpAxes) -> Tensor:  # type: ignore[override,no-untyped-def]
+    def forward(ctx, x: Tensor, axes: SpAxes) -> Tensor:
         ctx.axes = axes
         for group in (axes.ulysses_group, axes.ring_group):
             if group is not None:
@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override,no-untyped-def]
+    def backward(ctx, grad: Tensor):
         for group in (ctx.axes.ring_group, ctx.axes.ulysses_group):
             if group is not None:
                 parts = [part.contiguous() for part in grad.chunk(group.size())]

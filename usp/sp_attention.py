@@ -94,7 +94,7 @@ class UnifiedSPAttention(nn.Module):
             RuntimeError: on every rank, if the ranks' calls differ.
         """
         _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, tuple(window or (-1, -1)), scale, softcap, documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, window or (-1, -1), scale, softcap, documents_of(cu_seqlens))
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
@@ -117,7 +117,7 @@ class UnifiedSPAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> WireBytes:
         """What this rank will send to others in the forward and the backward of such a call (global `seq_len`)."""
-        spec = AttentionSpec(causal, tuple(window or (-1, -1)), documents=documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, window or (-1, -1), documents=documents_of(cu_seqlens))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
 

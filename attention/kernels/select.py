@@ -43,7 +43,7 @@ def select_kernel(
         ValueError: for an unknown name, or if each back end of that name refuses, with the reasons.
     """
     check_kernel_name(name)
-    refusals = []
+    refusals: list[str] = []
     for candidate in AUTO if name == "auto" else KERNELS[name]:
         kernel = candidate()
         reason = kernel.refuses(spec, device, dtype, head_dim)

@@ -1,1 +1,4 @@
-"""Everything that knows transformers: models (presets and checkpoints), then integrate (their attention on a mesh)."""
+"""All that touches transformers. Each file imports only earlier ones:
+
+integrate, models, tokenizers.
+"""

@@ -48,7 +48,7 @@ def apply_unified_sp(
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
     for layer in decoder_layers(model):
-        layer.self_attn.unified_sp = attention
+        layer.self_attn.unified_sp = attention  # type: ignore[union-attr]
     model.unified_sp = attention
     guard = _ForwardGuard(attention, len(decoder_layers(model)))
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
@@ -59,7 +59,9 @@ def apply_unified_sp(
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The repeated layers of a causal LM of a supported family."""
-    return model.base_model.layers
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
 
 
 def _check_model(model: PreTrainedModel, ulysses: int) -> None:
@@ -176,7 +178,9 @@ def _attention_forward(
         violations.append(f"attention dropout={dropout} is not computed by the sharded kernels: set it to 0")
     if violations:
         raise ValueError("; ".join(violations))
-    out = module.unified_sp(
+    attention = module.unified_sp
+    assert isinstance(attention, UnifiedSPAttention)
+    out = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
