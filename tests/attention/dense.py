@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def visible(
     if cu_seqlens is not None:
         for row, borders in enumerate(cu_seqlens.expand(batch, -1)):
             document = torch.full((seq_len,), -1)
-            for number, (start, stop) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+            for number, (start, stop) in enumerate(pairwise(borders.tolist())):
                 document[start:stop] = number
             seen[row] &= (document.unsqueeze(0) == document.unsqueeze(1)) & (document >= 0)
     return seen

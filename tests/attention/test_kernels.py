@@ -60,7 +60,8 @@ def errors(kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, 
     tokens, tasks = block(name)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
-        torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
     exact = [x.double().unsqueeze(0).requires_grad_() for x in (q, k, v)]
     exact_out = dense_attention(*exact, seen_by(tokens, tasks).unsqueeze(0), softcap=spec.softcap)

@@ -95,7 +95,7 @@ def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
     weights["lm_head.weight"][0, 0] = float("nan")
     save_checkpoint(model, weights, tmp_path / "broken")
     config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
-    with pytest.raises(TrainingDiverged, match="step 1 has loss = nan.*No step came before, so nothing was saved"):
+    with pytest.raises(TrainingDiverged, match=r"step 1 has loss = nan.*No step came before, so nothing was saved"):
         train(config, Launch())
     assert not (tmp_path / "run" / "last-good").exists()
 
@@ -113,7 +113,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model_config.vocab_size = 100
     model = build_model("tiny", model_config, seed=0, device=torch.device("cpu"))
     save_checkpoint(model, gather_weights(model), tmp_path)
-    with pytest.raises(ConfigurationError, match="bytes gives ids up to 383, .* has a vocabulary of 100"):
+    with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
         prepare(replace(SMALL, model=str(tmp_path)), Launch())
 
 
