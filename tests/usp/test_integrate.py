@@ -11,7 +11,7 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 
-from .tiny import _SIZES, packed_batch, tiny_model
+from .tiny import SIZES, packed_batch, tiny_model
 
 
 def refusal(call, *args, **kwargs) -> str:
@@ -22,7 +22,7 @@ def refusal(call, *args, **kwargs) -> str:
 
 def refused_models() -> list[str]:
     mesh = ParallelMesh.create(ParallelDims())
-    dropout = AutoModelForCausalLM.from_config(LlamaConfig(**_SIZES, attention_dropout=0.1))
+    dropout = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.1))
     dropout.config._attn_implementation = "eager"
     dropout.config.output_attentions = True
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
@@ -48,7 +48,7 @@ def test_models_that_cannot_be_honoured(ranks: RankPool) -> None:
 
 
 def too_many_ranks() -> str:
-    config = LlamaConfig(**{**_SIZES, "num_attention_heads": 2})
+    config = LlamaConfig(**{**SIZES, "num_attention_heads": 2})
     return refusal(
         apply_unified_sp, AutoModelForCausalLM.from_config(config), ParallelMesh.create(ParallelDims(ulysses=4))
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 97, 4, 64, 10, 0.5
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -17,10 +17,10 @@ _SIZES = {
     "max_position_embeddings": 256,
 }
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**_SIZES),
-    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=11),
-    "qwen2": lambda: Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=8),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
+    "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
 }
 
 
