@@ -68,7 +68,10 @@ class AttentionSum:
         self._totals: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add a launch's out (count, length, N, H) and lse (count, N, length); no row is twice in it."""
+        """Add a launch's out (count, length, N, H) and lse (count, N, length); no row is twice in it.
+
+        The sum may keep these very tensors and add to them later.
+        """
         out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
         if self._totals is None and rows.whole(self._shape[0]):
             self._totals = out.flatten(0, 1), lse.reshape(self._shape[:2])
@@ -108,7 +111,7 @@ class GradientSum:
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
-        """Add a launch's (count, length, heads, H). A row may be in it more than once only by index."""
+        """Add a launch's (count, length, heads, H); the sum may keep this very tensor and add to it later."""
         if self._total is None and rows.whole(self._shape[0]):
             self._total = part.to(self._dtype).flatten(0, 1)
         elif rows.index is None:

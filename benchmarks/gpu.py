@@ -20,9 +20,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention import KERNEL_NAMES, AttentionSpec, Kernel, RingProgram, SequenceLayout, ring_schedule, select_kernel
-from attention.accumulate import AttentionSum
-from attention.kernels.base import SavedAttention, attend, attend_backward
+from attention import (
+    KERNEL_NAMES,
+    AttentionSpec,
+    Channel,
+    Kernel,
+    RingProgram,
+    SequenceLayout,
+    ring_schedule,
+    select_kernel,
+)
+from attention.comm import Pending
+from attention.ring import RingAttention
 from benchmarks.measure import Clock
 from benchmarks.record import RESULTS, Record, machine
 from benchmarks.training_step import training_rows
@@ -70,9 +79,7 @@ class Row:
         )
 
 
-def random_tensors(
-    sizes: Sizes, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_tensors(sizes: Sizes, queries: int, keys: int, device: torch.device) -> list[Tensor]:
     """q, k, v, dout as (tokens, heads, head dim)."""
     shapes = ((queries, sizes.heads), (keys, sizes.kv_heads), (keys, sizes.kv_heads), (queries, sizes.heads))
     return [torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes]
@@ -91,28 +98,29 @@ def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kerne
             yield kernel.name, kernel
 
 
+class SilentChannel(Channel):
+    """A ring axis without a network: messages arrive at once, with whatever their buffers hold."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(None)
+        self.size = size
+
+    def post(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Pending:
+        return Pending()
+
+
 def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock) -> tuple[float, float]:
-    """Forward and forward + backward ms of all ring steps of rank 0, its blocks at hand instead of on the wire."""
-    schedule = ring_schedule(layout, SPEC, 1, 0)
-    program = RingProgram.lower(schedule, SPEC, kernel, clock.device, sizes.dtype)
-    q, _, _, dout = random_tensors(sizes, layout.ring_len, 0, clock.device)
-    blocks = [random_tensors(sizes, 0, step.keys, clock.device)[1:3] for step in schedule.steps]
+    """Forward and forward + backward ms of all ring steps of rank 0."""
+    program = RingProgram.lower(ring_schedule(layout, SPEC, 1, 0), SPEC, kernel, clock.device, sizes.dtype)
+    q, k, v, dout = random_tensors(sizes, layout.ring_len, layout.ring_len, clock.device)
+    leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(layout.ring)
 
-    def forward() -> tuple[Tensor, Tensor]:
-        total = AttentionSum(q)
-        for launches, (k, v) in zip(program.launches, blocks, strict=True):
-            attend(kernel, launches, q, k, v, SPEC, total)
-        return total.result()
+    def forward() -> Tensor:
+        return RingAttention.apply(q, k, v, None, program, channel, None)
 
-    def step() -> None:
-        out, lse = forward()
-        saved = SavedAttention(dout, q, out.to(q.dtype), lse)
-        dq = torch.zeros_like(out)
-        for launches, (k, v) in zip(program.launches, blocks, strict=True):
-            dk, dv = torch.zeros_like(k, dtype=out.dtype), torch.zeros_like(v, dtype=out.dtype)
-            attend_backward(kernel, launches, saved, k, v, SPEC, dq, dk, dv)
-
-    return clock.milliseconds(forward), clock.milliseconds(step)
+    with torch.no_grad():
+        alone = clock.milliseconds(forward)
+    return alone, clock.milliseconds(lambda: torch.autograd.grad(forward(), leaves, dout))
 
 
 def time_sdpa(sizes: Sizes, tokens: int, clock: Clock) -> tuple[float, float]:
@@ -122,12 +130,9 @@ def time_sdpa(sizes: Sizes, tokens: int, clock: Clock) -> tuple[float, float]:
     def forward() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def step() -> None:
-        torch.autograd.grad(forward(), leaves, dout)
-
     with torch.no_grad():
         alone = clock.milliseconds(forward)
-    return alone, clock.milliseconds(step)
+    return alone, clock.milliseconds(lambda: torch.autograd.grad(forward(), leaves, dout))
 
 
 def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:

@@ -115,22 +115,25 @@ class RankPool:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
         call = pickle.dumps((fn, args))
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self._discard_workers()
         while len(self._workers) < world_size:
             self._workers.append(self._start_worker())
         workers = self._workers[:world_size]
         self._started += 1
         store = str(Path(self._folder.name) / f"store-{self._started}")
-        for rank, worker in enumerate(workers):
-            worker.connection.send(_Job(rank, world_size, store, timeout, tuple(sys.path), call))
-        replies = _collect(workers, timeout)
-        if all(rank in replies and replies[rank].ok for rank in range(world_size)):
-            for worker in workers:
-                worker.connection.send(None)  # every rank is done: only now may they close their connections
-            return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
         try:
-            raise _failure(fn, workers, replies, timeout)
-        finally:
+            for rank, worker in enumerate(workers):
+                worker.connection.send(_Job(rank, world_size, store, timeout, tuple(sys.path), call))
+            replies = _collect(workers, timeout)
+            if not all(rank in replies and replies[rank].ok for rank in range(world_size)):
+                raise _failure(fn, workers, replies, timeout)
+        except BaseException:  # an interrupt too: workers in the middle of a job are of no more use
             self._discard_workers()
+            raise
+        for worker in workers:
+            worker.connection.send(None)  # every rank is done: only now may they close their connections
+        return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
 
     def _start_worker(self) -> _Worker:
         assert self._folder is not None

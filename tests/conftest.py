@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from parallel.testing import RankPool
 
@@ -16,3 +17,10 @@ def ranks() -> Iterator[RankPool]:
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
     with RankPool(preload=("usp", "torch.distributed.fsdp", *models)) as pool:
         yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))

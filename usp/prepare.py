@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from attention import KERNEL_NAMES, AttentionSpec, select_kernel
 from parallel import ParallelDims
-from usp.config import DEVICES, TrainConfig
+from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.costs import ModelFacts
 from usp.data import PackedBatch, global_batches
 from usp.documents import open_source
@@ -58,6 +60,8 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     facts = None if model_config is None else model_facts(config.model, model_config)
     problems += violations(config, launch.world_size, facts)
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
+    if facts is not None and device is not None:
+        attempt(partial(_check_kernel, config, device, facts.head_dim))
     units = attempt(lambda: open_source(config.data, config.data_field))
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
     if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
@@ -89,14 +93,26 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     return Prepared(_resolved(config, dims, device), dims, device, model_config, facts, tokenizer, batches)
 
 
+def _check_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> None:
+    """Refuse a kernel that cannot serve this device, dtype and head size; unknown names are refused elsewhere."""
+    if config.attention_kernel in KERNEL_NAMES and config.dtype in DTYPES:
+        select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)
+
+
 def _begun(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
     """The same batches, the first of them read already."""
     return itertools.chain([next(batches)], batches)
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    dtype = str(_dtype(config, device)).removeprefix("torch.")
     return replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype)
+
+
+def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
 
 
 def _listed(problems: list[str]) -> str:

@@ -20,11 +20,16 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
 
     `facts` is None when the model itself could not be found: the rules about it are then left out.
     """
-    found = [*_choices(config), *_numbers(config)]
-    if not found:  # the rules below do arithmetic with these
-        found += [*_degrees(config, world_size), *_sequence(config)]
-        if facts is not None:
-            found += _heads(config, facts)
+    numbers = list(_numbers(config))
+    found = [*_choices(config), *numbers]
+    if numbers:  # the rules below do arithmetic with them
+        return found
+    if config.sp_order in SP_ORDERS:
+        found += _degrees(config, world_size)
+    if config.sp_layout in LAYOUTS:
+        found += _sequence(config)
+    if facts is not None:
+        found += _heads(config, facts)
     return found
 
 

@@ -70,7 +70,9 @@ def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec)
         capped = torch.tanh(scores / spec.softcap)
         scores, slope = spec.softcap * capped, 1 - capped**2
     if launch.causal:
-        scores = scores.masked_fill(~_visible(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf"))
+        scores = scores.masked_fill(
+            ~_visible(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf")
+        )
     if launch.mask is not None:
         # (A, B) for all runs, or (n, 1, A, B) with a dimension more for the groups
         scores = scores + (launch.mask if launch.mask.dim() == 2 else launch.mask.unsqueeze(1))

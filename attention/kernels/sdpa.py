@@ -52,11 +52,12 @@ class _DenseKernel(Kernel):
         assert isinstance(launch, DenseLaunch)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH))
         kv_heads = k.shape[1]
-        if not self.grouped_heads:
+        # Ops that sum over a group of heads in half precision lose digits with every token.
+        if not self.grouped_heads or q.dtype.itemsize < 4:
             k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
         dq, dk, dv = self._backward(dout, q, k, v, out, lse_nNA, launch, spec.score_scale(q.shape[-1]))
         if dk.shape[1] != kv_heads:
-            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=lse_nNA.dtype) for x in (dk, dv))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def _forward(self, q: Any, k: Any, v: Any, launch: DenseLaunch, scale: float) -> tuple[Tensor, Tensor]:

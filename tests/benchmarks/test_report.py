@@ -26,8 +26,22 @@ def test_a_record_survives_its_file_and_becomes_a_table(tmp_path: Path) -> None:
     assert text.endswith("- Of note.\n")
 
 
+def test_the_readme_s_section_is_replaced_and_the_rest_kept() -> None:
+    columns = ("u x r", "layout", "tokens", "heads", "dtype", "forward ms", "fwd + bwd ms")
+    columns += ("of yunchang", "of 1 process", "units sent")
+    standard = ("2 x 2", "zigzag", "4,096", "8/8", "float32", "1 / 2 / 3", "4 / 5 / 6", "0.80", "0.67", "2.12 / 3.00")
+    eight_ranks = ("4 x 2", *standard[1:])
+    machine = {"processor": "P", "cores": "2", "torch": "2", "date": "2026-01-01"}
+    record = Record("attention", "", "", machine, columns, (standard, eight_ranks), (), [])
+    text = readme("# A\n\n## Measured\n\nold\n\n## More\n\nend\n", record)
+    assert text.startswith("# A\n\n## Measured\n\n") and text.endswith("\n\n## More\n\nend\n")
+    assert "| 2 x 2 | 4,096 | 1 / 2 / 3 | 4 / 5 / 6 | 0.80 | 0.67 | 2.12 / 3.00 |" in text
+    assert "old" not in text and "4 x 2" not in text
+
+
 def test_the_documents_are_up_to_date() -> None:
     records = [Record.load(path) for path in sorted(RESULTS.glob("*.json"))]
     assert DOCUMENT.read_text() == document(records), "run `python -m benchmarks.report`"
-    attention = next(record for record in records if record.name == "attention")
-    assert README.read_text() == readme(README.read_text(), attention), "run `python -m benchmarks.report`"
+    for record in records:
+        if record.name == "attention":
+            assert README.read_text() == readme(README.read_text(), record), "run `python -m benchmarks.report`"

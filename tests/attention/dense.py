@@ -1,0 +1,68 @@
+"""The oracle: dense attention of the whole sequence on one process, from the definition of the mask."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def visible(
+    batch: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """(batch, query, key): whether the query sees the key, pair by pair from positions and document numbers."""
+    position = torch.arange(seq_len)
+    ahead = position.unsqueeze(0) - position.unsqueeze(1)  # how far the key lies ahead of the query
+    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    if causal:
+        seen &= ahead <= 0
+    for reach, distance in zip(window or (-1, -1), (-ahead, ahead), strict=True):
+        if reach >= 0:
+            seen &= distance <= reach
+    seen = seen.expand(batch, -1, -1).clone()
+    if cu_seqlens is not None:
+        for row, borders in enumerate(cu_seqlens.expand(batch, -1)):
+            document = torch.full((seq_len,), -1)
+            for number, (start, stop) in enumerate(pairwise(borders.tolist())):
+                document[start:stop] = number
+            seen[row] &= (document.unsqueeze(0) == document.unsqueeze(1)) & (document >= 0)
+    return seen
+
+
+def dense_attention(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    seen_BSS: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Differentiable; rows that see nothing are zero."""
+    group = q_BSNH.shape[2] // k_BSKH.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
+    scores = torch.einsum("bqnh,bknh->bnqk", q_BSNH, k) * (scale or q_BSNH.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen_BSS.unsqueeze(1), float("-inf"))
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = torch.exp(scores - top.masked_fill(top.isneginf(), 0.0))
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    return torch.einsum("bnqk,bknh->bqnh", weights[..., : seen_BSS.shape[-1]], v)
+
+
+def relative_l2(x: Tensor, exact: Tensor) -> float:
+    """|x - exact| / |exact|, in fp64."""
+    x, exact = x.double(), exact.double()
+    return float((x - exact).norm() / exact.norm())

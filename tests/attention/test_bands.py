@@ -1,0 +1,148 @@
+"""Tasks and schedules see each visible pair once, and nothing else, for random layouts and masks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import AttentionSpec, RingSchedule, SequenceLayout, Task, ring_schedule
+from attention.bands import _join, tight_task
+from attention.schedule import Message
+
+from .dense import visible
+from .strategies import layouts, specs
+
+
+def pairs(task: Task) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i in range(task.q_start, task.q_stop)
+        for j in range(task.k_start, task.k_stop)
+        if (task.lowest is None or i - j >= task.lowest) and (task.highest is None or i - j <= task.highest)
+    }
+
+
+limits = st.none() | st.integers(-8, 8)
+rectangles = st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(0, 8))
+
+
+@given(rectangles, limits, limits)
+def test_a_tight_task_has_a_visible_pair_in_every_row_and_column(rectangle, lowest, highest) -> None:
+    wanted = pairs(Task(*rectangle, lowest, highest))
+    task = tight_task(*rectangle, lowest, highest)
+    if task is None:
+        assert not wanted
+        return
+    assert pairs(task) == wanted
+    assert task.visible() == len(wanted)
+    assert {i for i, _ in wanted} == set(range(task.q_start, task.q_stop))
+    assert {j for _, j in wanted} == set(range(task.k_start, task.k_stop))
+    assert task.full == (len(wanted) == task.rows * task.columns)
+
+
+@given(rectangles, limits, limits, rectangles, limits, limits)
+def test_joined_tasks_see_the_pairs_of_both(r, low, high, other, other_low, other_high) -> None:
+    a, b = tight_task(*r, low, high), tight_task(*other, other_low, other_high)
+    if a is None or b is None or pairs(a) & pairs(b):
+        return
+    joined = _join(a, b)
+    assert joined is None or pairs(joined) == pairs(a) | pairs(b)
+
+
+def test_zigzag_causal_is_one_task_a_block() -> None:
+    layout = SequenceLayout("zigzag", 64, ring=4)
+    for rank in range(4):
+        steps = ring_schedule(layout, AttentionSpec(), 1, rank).steps
+        assert [len(step.tasks) for step in steps] == [1, 1, 1, 1]
+        assert steps[0].tasks[0].lowest == 0  # one triangle over both chunks
+        assert all(step.tasks[0].full for step in steps[1:])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
+    layout, batch = draw(layouts()), draw(st.integers(1, 2))
+    return layout, draw(specs(layout.seq_len, batch)), batch
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_a_schedule_sees_each_visible_pair_once_and_moves_each_needed_key_once(problem) -> None:
+    layout, spec, batch = problem
+    documents = None if spec.documents is None else torch.tensor(spec.documents)
+    seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, cu_seqlens=documents)
+    schedules = [ring_schedule(layout, spec, batch, rank) for rank in range(layout.ring)]
+    counted, needed = torch.zeros_like(seen, dtype=torch.int), 0
+    for rank, schedule in enumerate(schedules):
+        for step in schedule.steps:
+            keys = needed_keys(layout, seen, rank, step.owner)
+            if step.owner == rank:
+                keys = list(range(batch * layout.ring_len))
+            else:
+                needed += len(keys)
+            assert step.keys == len(keys)
+            for task in step.tasks:
+                for i, j in pairs(task):
+                    (row, query), (key_row, key) = (token(layout, r, x) for r, x in ((rank, i), (step.owner, keys[j])))
+                    assert row == key_row
+                    counted[row, query, key] += 1
+    assert torch.equal(counted, seen.int())
+    assert sum(s.tokens_sent for s in schedules) == needed == sum(s.grad_tokens_sent for s in schedules)
+    assert_messages_match(schedules)
+
+
+def token(layout: SequenceLayout, rank: int, local: int) -> tuple[int, int]:
+    """(row, global position) of a ring rank's local token."""
+    row, index = divmod(local, layout.ring_len)
+    return row, int(layout.positions(rank)[index])
+
+
+def needed_keys(layout: SequenceLayout, seen: torch.Tensor, q_rank: int, k_rank: int) -> list[int]:
+    """Local indices of the owner's keys that any query of `q_rank` sees."""
+    block = seen[:, layout.positions(q_rank)][:, :, layout.positions(k_rank)]
+    return block.any(1).flatten().nonzero().flatten().tolist()
+
+
+def assert_messages_match(schedules: list[RingSchedule]) -> None:
+    """What is sent at a step is what its peer expects at that step."""
+
+    def sizes(rank: int, messages: tuple[Message, ...], outgoing: bool) -> dict[tuple[int, int], int]:
+        ends = {((rank, m.peer) if outgoing else (m.peer, rank)): m.tokens for m in messages}
+        assert len(ends) == len(messages), "two messages between the same ranks at one step"
+        return ends
+
+    for index in range(len(schedules)):
+        sent, expected, returned, collected = {}, {}, {}, {}
+        for rank, schedule in enumerate(schedules):
+            step = schedule.steps[index]
+            sent |= sizes(rank, (*step.send_held, *step.send_own), True)
+            expected |= sizes(rank, step.receive, False)
+            returned |= sizes(rank, step.grad_send, True)
+            following = schedule.steps[index + 1].grad_receive if index + 1 < len(schedules) else ()
+            collected |= sizes(rank, (*step.grad_home, *following), False)
+        assert sent == expected
+        assert returned == collected
+
+
+def test_a_window_talks_to_neighbours_alone_and_documents_to_those_who_share_one() -> None:
+    layout = SequenceLayout("contiguous", 64, ring=8)
+    window = [ring_schedule(layout, AttentionSpec(window=(4, 0)), 1, rank) for rank in range(8)]
+    assert [s.tokens_sent for s in window] == [4] * 7 + [0]
+    assert all(m.peer == s.rank + 1 for s in window for step in s.steps for m in (*step.send_held, *step.send_own))
+    apart = AttentionSpec(documents=((0, 8, 16, 40, 64),))
+    assert [ring_schedule(layout, apart, 1, rank).tokens_sent for rank in range(8)] == [0, 0, 8, 16, 0, 8, 16, 0]
+
+
+def test_causal_traffic_in_units_of_a_full_ring() -> None:
+    def share(kind: str, ring: int) -> float:
+        layout = SequenceLayout(kind, 64 * ring, ring)
+        sent = sum(ring_schedule(layout, AttentionSpec(), 1, rank).tokens_sent for rank in range(ring))
+        return sent / (layout.seq_len * (ring - 1))
+
+    for ring in (2, 4, 8):
+        assert share("contiguous", ring) == 0.5
+        assert share("zigzag", ring) == 0.75
+        assert 0.95 < share("striped", ring) < 1
+    zigzag = ring_schedule(SequenceLayout("zigzag", 256, 4), AttentionSpec(), 1, 2)
+    assert zigzag.direction == -1  # rank j sends to j - 1, and to nobody else
+    assert {m.peer for step in zigzag.steps for m in (*step.send_held, *step.send_own)} == {1}

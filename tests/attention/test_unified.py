@@ -1,0 +1,159 @@
+"""The unified operator on every factoring of 1, 2, 4 and 8 ranks against dense fp64 attention, bytes included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import LAYOUTS
+from parallel import SP_ORDERS, ParallelDims, ParallelMesh
+from parallel.testing import RankPool, count_sent_bytes
+from usp import UnifiedSPAttention, shard_sequence
+
+from .dense import dense_attention, relative_l2, visible
+
+SEQ_LEN, HEAD_DIM = 96, 16
+DEGREES = [(u, n // u) for n in (1, 2, 4, 8) for u in (1, 2, 4, 8) if n % u == 0]
+# With one axis of degree 1 both nestings are the same ranks.
+GRIDS = [(u, r, order) for u, r in DEGREES for order in SP_ORDERS if order == "ring-outer" or min(u, r) > 1]
+HEADS = [(8, 8), (8, 2), (6, 3), (8, 1)]
+DIFFERENT_ROWS = "documents that differ by row"
+MASKS = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"window": (7, 0)},
+    "window wider than a rank": {"window": (60, -1)},
+    "two-sided window": {"causal": False, "window": (5, 9)},
+    "documents shorter and longer than a share": {"cu_seqlens": [0, 3, 50, 51, 52, 96]},
+    DIFFERENT_ROWS: {"cu_seqlens": [[0, 1, 2, 3, 4, 96], [0, 90, 90, 90, 90, 90]]},
+    "bidirectional documents": {"causal": False, "cu_seqlens": [0, 13, 14, 96]},
+    "empty rows and a window": {"window": (4, -1), "cu_seqlens": [0, 0, 30, 77]},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; `tolerance` bounds the relative L2 of out, dq, dk, dv (and dsinks)."""
+
+    layout: str
+    heads: tuple[int, int]
+    mask: str
+    batch: int
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-6
+    softcap: float | None = None
+    sinks: bool = False
+    seq_len: int = SEQ_LEN
+
+    def mask_arguments(self) -> dict:
+        mask = dict(MASKS[self.mask])
+        if "cu_seqlens" in mask:
+            mask["cu_seqlens"] = torch.tensor(mask["cu_seqlens"], dtype=torch.int32)
+        return mask
+
+
+def cases() -> list[Case]:
+    """Every layout, head count, mask and batch in fp32; some in bf16, fp64, with softcap and sinks, and long ones."""
+    fits = [(mask, batch) for mask, batch in product(MASKS, (1, 2)) if (mask, batch) != (DIFFERENT_ROWS, 1)]
+    every = [Case(layout, heads, mask, batch) for layout, heads, (mask, batch) in product(LAYOUTS, HEADS, fits)]
+    every += [Case("zigzag", (8, 2), mask, 2, torch.bfloat16, 1e-2) for mask in MASKS]
+    every += [Case("striped", (8, 2), mask, 2, torch.float64, 1e-13) for mask in MASKS]
+    every += [Case("zigzag", (8, 2), mask, 2, softcap=3.0, sinks=True) for mask in MASKS]
+    # Long enough for triangles that the CPU kernel cuts, chunked bands, and messages in several pieces.
+    every += [Case(layout, (8, 4), mask, 1, seq_len=2400) for layout in LAYOUTS for mask in ("causal", "window")]
+    return every
+
+
+def exact(case: Case) -> dict[str, list[Tensor]]:
+    """Inputs (q, k, v, dout; sinks) and what dense fp64 attention makes of them (out, dq, dk, dv; dsinks)."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(case.batch, case.seq_len, heads, HEAD_DIM) for heads in (*case.heads, case.heads[1], case.heads[0])]
+    shapes += [case.heads[:1]] if case.sinks else []
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
+    q, k, v, dout, *sinks = (x.double().clone() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v, *sinks)]
+    seen = visible(case.batch, case.seq_len, **case.mask_arguments())
+    out = dense_attention(q, k, v, seen, softcap=case.softcap, sinks=sinks[0] if sinks else None)
+    out.backward(dout)
+    return {"inputs": inputs, "results": [out.detach(), *(x.grad for x in leaves)]}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with `exact(case)` for each of `cases()`, computed once for all grids."""
+    path = tmp_path_factory.mktemp("oracle") / "exact.pt"
+    torch.save([exact(case) for case in cases()], path)
+    return path
+
+
+def grid_errors(dims: ParallelDims, oracle: Path) -> list[tuple[Case, float, int, int]]:
+    """Per case: the largest relative L2, the bytes counted on the wire and those that the plan predicts."""
+    mesh = ParallelMesh.create(dims)
+    known = torch.load(oracle, mmap=True, weights_only=True)
+    return [(case, *_run(case, mesh, **known[index])) for index, case in enumerate(cases())]
+
+
+def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Tensor]) -> tuple[float, int, int]:
+    q, k, v, dout = (shard_sequence(x, mesh, case.layout) for x in inputs[:4])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *inputs[4:])]
+    arguments = {**case.mask_arguments(), "softcap": case.softcap}
+    module = UnifiedSPAttention(mesh, case.layout)
+    with torch.no_grad():
+        module(*leaves[:3], **arguments)  # plans and agrees, which sends bytes of its own
+    with count_sent_bytes() as sent:
+        out = module(*leaves[:3], **arguments, sinks=leaves[3] if case.sinks else None)
+        out.backward(dout)
+    planned = module.wire_bytes(
+        batch=case.batch, seq_len=case.seq_len, num_heads=case.heads[0], num_kv_heads=case.heads[1],
+        head_dim=HEAD_DIM, dtype=case.dtype, **case.mask_arguments(),
+    )  # fmt: skip
+
+    found = [out.detach(), *(x.grad for x in leaves)]
+    assert all(x.dtype == case.dtype for x in found)
+    parts = [shard_sequence(x, mesh, case.layout) for x in results[:4]]
+    squares = torch.stack([(x.double() - y).square().sum() for x, y in zip(found, parts, strict=False)])
+    dist.all_reduce(squares, group=mesh.group("sp"))
+    errors = [float(square.sqrt() / whole.norm()) for square, whole in zip(squares, results, strict=False)]
+    if case.sinks:
+        total = found[4].clone()
+        dist.all_reduce(total, group=mesh.group("sp"))
+        errors.append(relative_l2(total, results[4]))
+    return max(errors), sent.total, planned.total
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "order"), GRIDS)
+def test_matches_dense_attention_and_its_own_byte_count(
+    ranks: RankPool, oracle: Path, ulysses: int, ring: int, order: str
+) -> None:
+    dims = ParallelDims(ring=ring, ulysses=ulysses, sp_order=order)
+    per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, timeout=600)
+    wrong = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows if not row[1] <= row[0].tolerance]
+    assert not wrong, "rank, case, relative L2:\n" + "\n".join(
+        f"{r}  {case}  {error:.2e}" for r, case, error, *_ in wrong
+    )
+    miscounted = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows if row[2] != row[3]]
+    assert not miscounted, "rank, case, sent, planned:\n" + "\n".join(map(str, miscounted))
+
+
+def zigzag_units(dims: ParallelDims) -> float:
+    """Sent bytes of a causal forward and backward, in units of batch x seq x hidden x itemsize (MHA, fp32)."""
+    mesh, seq_len, heads = ParallelMesh.create(dims), 256, 4
+    module = UnifiedSPAttention(mesh, "zigzag")
+    q, k, v = (torch.randn(1, seq_len // mesh.size("sp"), heads, HEAD_DIM, requires_grad=True) for _ in range(3))
+    module(q, k, v)
+    with count_sent_bytes() as sent:
+        module(q, k, v).sum().backward()
+    return sent.total / (seq_len * heads * HEAD_DIM * 4)
+
+
+def test_zigzag_causal_ring_of_four_sends_the_least_that_moving_keys_can(ranks: RankPool) -> None:
+    units = ranks.run(zigzag_units, 4, ParallelDims(ring=4))
+    # Each rank must receive 3/4 of what a full ring passes, K and V forward, K and V backward, and give as much back.
+    assert sum(units) / 4 == pytest.approx(3 * 0.75 * 2 * 3 / 4)
+    assert sum(units) / 4 <= 3.5

@@ -1,0 +1,83 @@
+"""The mesh on real ranks: coordinates, agreement, and FSDP's sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallel import ParallelDims, ParallelMesh, apply_fsdp
+from parallel.testing import RankError, RankPool
+
+AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "loss")
+
+
+def coordinates(dims: ParallelDims) -> dict[str, tuple[int, int]]:
+    mesh = ParallelMesh.create(dims)
+    assert all(dist.get_world_size(mesh.group(axis)) == mesh.size(axis) for axis in AXES)
+    return {axis: (mesh.rank(axis), mesh.size(axis)) for axis in AXES}
+
+
+def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
+    outer = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=2, dp_replicate=2))
+    assert [c["ring"][0] for c in outer] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [c["ulysses"][0] for c in outer] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [c["sp"] for c in outer] == [(rank % 4, 4) for rank in range(8)]
+    assert [c["batch"] for c in outer] == [(rank // 4, 2) for rank in range(8)]
+    assert [c["fsdp"] for c in outer] == [(rank % 4, 4) for rank in range(8)]
+    assert [c["loss"] for c in outer] == [(rank, 8) for rank in range(8)]
+    inner = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=4, sp_order="ulysses-outer"))
+    assert [c["ring"][0] for c in inner] == [0, 1] * 4
+    assert [c["ulysses"][0] for c in inner] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def disagree(axis: str) -> str:
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    mesh.agree("the same", "the plan", axis)
+    with pytest.raises(RuntimeError) as caught:
+        mesh.agree({"seq_len": 64 if dist.get_rank() else 32}, "the plan", axis)
+    return str(caught.value)
+
+
+def test_a_disagreement_is_the_same_error_on_every_rank(ranks: RankPool) -> None:
+    messages = ranks.run(disagree, 4, "loss")
+    assert len(set(messages)) == 1
+    assert "the plan must be the same on all ranks, but differs: rank 0: {'seq_len': 32}; rank 1:" in messages[0]
+
+
+def wrong_world() -> None:
+    ParallelMesh.create(ParallelDims(ring=3))
+
+
+def test_degrees_are_checked_before_any_group_is_made(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="ring=3 = 3 ranks must divide the world size 2"):
+        ranks.run(wrong_world, 2)
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ParallelMesh.create(ParallelDims())
+
+
+def summed_gradients(dims: ParallelDims) -> tuple[list[list[float]], list[list[float]]]:
+    """Gradients of a model whose loss is each rank's own input, by FSDP and by the sum over all inputs."""
+    mesh = ParallelMesh.create(dims)
+    torch.manual_seed(0)
+    model, alone = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    inputs = torch.arange(dist.get_world_size() * 6.0).view(-1, 6)
+    apply_fsdp(model, mesh, list(model))
+    model(inputs[dist.get_rank()]).square().sum().backward()
+    for row in inputs:
+        alone(row).square().sum().backward()
+    sharded = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [g.flatten().tolist() for g in sharded], [p.grad.flatten().tolist() for p in alone.parameters()]
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(ring=2, ulysses=2), ParallelDims(dp_replicate=2, ulysses=2)], ids=str)
+def test_fsdp_sums_gradients_over_every_rank(ranks: RankPool, dims: ParallelDims) -> None:
+    for sharded, alone in ranks.run(summed_gradients, 4, dims):
+        for found, wanted in zip(sharded, alone, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-4)
