@@ -24,6 +24,7 @@ setup(
         "safetensors",
         "tensorboard",
         "tomli; python_version < '3.11'",
+        "tomli; python_version < '3.11'",
         "tyro>=0.9",
     ],
     extras_require={
