@@ -6,9 +6,22 @@ failures, validate, hf, prepare, trainer, cli.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .batch import shard_batch
-from .hf.integrate import apply_unified_sp
 from .sequence import shard_sequence, unshard_sequence
 from .sp_attention import UnifiedSPAttention
 
+if TYPE_CHECKING:
+    from .hf.integrate import apply_unified_sp
+
 __all__ = ["UnifiedSPAttention", "apply_unified_sp", "shard_batch", "shard_sequence", "unshard_sequence"]
+
+
+def __getattr__(name: str) -> Any:
+    """`apply_unified_sp` on first use: importing transformers takes seconds, and the layer alone does not need it."""
+    if name == "apply_unified_sp":
+        from .hf.integrate import apply_unified_sp
+
+        return apply_unified_sp
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

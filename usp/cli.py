@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +22,7 @@ from tyro.conf import arg
 
 from usp.config import TrainConfig, config_from_mapping, config_to_mapping
 from usp.failures import INTERRUPTED, ConfigurationError, end, ending_of
-from usp.launch import Launch
+from usp.launch import Launch, stay_on_loopback
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,9 +41,10 @@ class CommandLine(TrainConfig):
     """A YAML or TOML file with these keys (the config.yaml of an earlier run, say). Flags override it."""
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
     launch = Launch.from_environment(environ)
+    stay_on_loopback(launch, environ)
     try:
         config = parse(argv, show_help=launch.rank == 0)
         from usp.trainer import train  # takes seconds to import: --help and a mistyped flag answer without it

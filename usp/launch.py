@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Launch:
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
         agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         asked = int(environ.get("OMP_NUM_THREADS", 0) or 0)
-        share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+        share = max(1, _cores() // local_world_size)
         return Launch(
             rank=int(environ["RANK"]) if launched else 0,
             world_size=int(environ["WORLD_SIZE"]) if launched else 1,
@@ -50,6 +51,13 @@ class Launch:
             agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
+
+
+def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:
+    """Let gloo listen on this host's loopback alone where all ranks are on it, unless `environ` names an interface."""
+    if launch.world_size == launch.local_world_size:
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def choose_device(device: str, launch: Launch) -> torch.device:
@@ -86,3 +94,8 @@ def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
+
+
+def _cores() -> int:
+    """Those this process may use, where the system can tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
