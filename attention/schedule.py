@@ -15,7 +15,6 @@ with packed documents only the ranks that share one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from .bands import Pieces, Task, block_tasks, rank_pieces
 from .intervals import Intervals, intersect, locate, size, subtract, union
@@ -74,7 +73,6 @@ class RingSchedule:
         return sum(m.tokens for step in self.steps for m in step.grad_send)
 
 
-@lru_cache(maxsize=64)
 def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int) -> RingSchedule:
     """Plan rank's part of the attention of `batch` rows over the ring. Pure: every rank derives matching plans.
 

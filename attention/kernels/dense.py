@@ -18,7 +18,7 @@ from ..bands import Task
 from .base import Launch
 
 CHUNK = 256  # rows of a ragged band that go together under one mask
-TINY = 128  # a task with no side longer is gathered with its like
+TINY = 32  # a task with no side longer is gathered with its like: the calls would cost more than the pairs
 SMALLEST_PAD = 16  # sides of gathered tasks are padded to this times a power of two
 
 
@@ -45,23 +45,26 @@ class DenseLowering:
 
     def lower(self, tasks: tuple[Task, ...]) -> tuple[Launch, ...]:
         tiny = [task for task in tasks if max(task.rows, task.columns) <= TINY]
-        if len(tiny) < 2:
-            tiny = []  # nothing to gather it with
-        large = [task for task in tasks if task not in set(tiny)]
+        large = [task for task in tasks if max(task.rows, task.columns) > TINY]
         return tuple(launch for task in large for launch in self._large(task)) + tuple(self._gathered(tiny))
 
     def _large(self, task: Task) -> Iterator[Launch]:
         if task.full:
             yield self._launch(task)
-        elif task.highest is None:
-            # Tight and limited below alone: the last row sees the last key, so a rectangle and a square triangle.
-            square = task.k_stop - task.rows
-            full = task.cut((task.q_start, task.q_stop), (task.k_start, square))
-            if full is not None:
-                yield self._launch(full)
-            triangle = task.cut((task.q_start, task.q_stop), (max(square, task.k_start), task.k_stop))
+        elif task.lowest is not None and task.highest is None:
+            # Limited below alone: the first row that sees the last key ends a square triangle on the right edge. Below
+            # that row and left of that square everything is visible.
+            columns = (task.k_start, task.k_stop)
+            last = task.k_stop + task.lowest
+            square = task.k_stop - (last - task.q_start)
+            below = task.cut((last, task.q_stop), columns)
+            left = task.cut((task.q_start, last), (task.k_start, square))
+            triangle = task.cut((task.q_start, last), (square, task.k_stop))
             assert triangle is not None and triangle.rows == triangle.columns
             yield from self._triangle(triangle)
+            for rectangle in (left, below):
+                if rectangle is not None:
+                    yield self._launch(rectangle)
         else:
             for start in range(task.q_start, task.q_stop, CHUNK):
                 yield from self._chunk(task, (start, start + CHUNK))
@@ -120,7 +123,7 @@ class DenseLowering:
             None if task.highest is None else task.highest - offset,
         )
         if key not in self.masks:
-            self.masks[key] = self._float_mask(_visible(*key))
+            self.masks[key] = self._float_mask(band_mask(*key))
         return self.masks[key]
 
     def _float_mask(self, visible: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ class DenseLowering:
             visible = torch.zeros(len(bucket), 1, rows, columns, dtype=torch.bool)
             for index, task in enumerate(bucket):
                 shifted = task.shift_keys(task.q_start - task.k_start)
-                visible[index, 0, : task.rows, : task.columns] = _visible(
+                visible[index, 0, : task.rows, : task.columns] = band_mask(
                     task.rows, task.columns, shifted.lowest, shifted.highest
                 )
             yield DenseLaunch(
@@ -159,7 +162,8 @@ def _padded(length: int) -> int:
     return SMALLEST_PAD << max(0, (length - 1) // SMALLEST_PAD).bit_length()
 
 
-def _visible(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:
+def band_mask(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:
+    """(rows, columns): where lowest <= row - column <= highest."""
     difference = torch.arange(rows).unsqueeze(1) - torch.arange(columns)
     visible = torch.ones(rows, columns, dtype=torch.bool)
     if lowest is not None:

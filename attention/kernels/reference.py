@@ -12,7 +12,7 @@ from ..accumulate import accumulate_dtype
 from ..bands import Task
 from ..spec import AttentionSpec
 from .base import Kernel, Launch
-from .dense import DenseLaunch, DenseLowering, _visible
+from .dense import DenseLaunch, DenseLowering, band_mask
 
 TILE = 1024  # rows and columns of scores held at once
 
@@ -71,7 +71,7 @@ def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec)
         scores, slope = spec.softcap * capped, 1 - capped**2
     if launch.causal:
         scores = scores.masked_fill(
-            ~_visible(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf")
+            ~band_mask(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf")
         )
     if launch.mask is not None:
         # (A, B) for all runs, or (n, 1, A, B) with a dimension more for the groups

@@ -64,5 +64,11 @@ def dense_attention(
 
 def relative_l2(x: Tensor, exact: Tensor) -> float:
     """|x - exact| / |exact|, in fp64."""
-    x, exact = x.double(), exact.double()
+    x, exact = x.detach().double(), exact.detach().double()
+    assert exact.norm() > 0, "nothing to be relative to"
     return float((x - exact).norm() / exact.norm())
+
+
+def worst(errors: list[float]) -> float:
+    """The largest; nan if any is, which Python's max would pass over."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
