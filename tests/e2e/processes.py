@@ -33,7 +33,7 @@ class Run:
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(script or ROOT / "train.py"), "--device", "cpu", *args],
-                cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True,
+                cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True, preexec_fn=_hear_ctrl_c,
             )  # fmt: skip
 
     def __enter__(self) -> Run:
@@ -64,6 +64,11 @@ class Run:
         exit_code = self.process.wait(timeout=LIMIT)
         assert self.members() == []
         return Ended(exit_code, self.out.read_text(), self.err.read_text())
+
+
+def _hear_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, tests included; children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _stats() -> dict[int, list[str]]:
