@@ -39,6 +39,7 @@ class Prepared:
     facts: ModelFacts
     tokenizer: Tokenizer
     batches: Iterator[PackedBatch]
+    kernel_choice: str
 
 
 def prepare(config: TrainConfig, launch: Launch) -> Prepared:
@@ -48,6 +49,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     without its field, or with ids that the model has no embedding for is refused before any rank communicates.
     """
     problems: list[str] = []
+    kernel_choice = ""
 
     def attempt(load: Callable[[], T]) -> T | None:
         try:
@@ -61,7 +63,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     problems += violations(config, launch.world_size, facts)
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
-        attempt(partial(_check_kernel, config, device, facts.head_dim))
+        kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
     units = attempt(lambda: open_source(config.data, config.data_field))
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
     if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
@@ -90,13 +92,18 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     )
     if batches is None:
         raise ConfigurationError(_listed(problems))
-    return Prepared(_resolved(config, dims, device), dims, device, model_config, facts, tokenizer, batches)
+    resolved = _resolved(config, dims, device)
+    return Prepared(resolved, dims, device, model_config, facts, tokenizer, batches, kernel_choice)
 
 
-def _check_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> None:
-    """Refuse a kernel that cannot serve this device, dtype and head size; unknown names are refused elsewhere."""
-    if config.attention_kernel in KERNEL_NAMES and config.dtype in DTYPES:
-        select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)
+def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> str:
+    """The line that names the kernel for this device, dtype and head size, and what was refused before it.
+
+    Raises ValueError for one that cannot serve them; unknown names are refused elsewhere.
+    """
+    if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
+        return ""
+    return select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)[1]
 
 
 def _begun(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:

@@ -225,6 +225,7 @@ class Trainer:
         parameters = count(sum(parameter.numel() for parameter in self.parameters))
         print(f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}")
         print(f"ranks: {self.mesh.size('loss')} ({dims}), layout {config.sp_layout}")
+        print(self.prepared.kernel_choice)
         rows = dims.batch * config.batch_size
         print(f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) a step")
         print(f"run: {self.folder}", flush=True)
