@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .layout import SequenceLayout
@@ -62,6 +63,13 @@ class Task:
         k_start, k_stop = max(self.k_start, columns[0]), min(self.k_stop, columns[1])
         return tight_task(q_start, q_stop, k_start, k_stop, self.lowest, self.highest)
 
+    @property
+    def relative_band(self) -> tuple[int | None, int | None]:
+        """(lowest, highest) with rows and columns counted from the rectangle's own corner."""
+        offset = self.q_start - self.k_start
+        lowest = None if self.lowest is None else self.lowest - offset
+        return lowest, None if self.highest is None else self.highest - offset
+
     def visible(self) -> int:
         """The number of visible (query, key) pairs."""
         return _visible(self.rows, self.columns, self.q_start - self.k_start, self.lowest, self.highest)
@@ -86,6 +94,15 @@ def tight_task(
     if highest is not None and highest >= q_stop - 1 - k_start:
         highest = None
     return Task(q_start, q_stop, k_start, k_stop, lowest, highest)
+
+
+def query_layers(tasks: Iterable[Task]) -> Iterator[tuple[int, Task]]:
+    """The tasks by their queries, each with the number of a layer in which no query row is twice."""
+    ends: list[int] = []  # where the last task of each layer ends
+    for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
+        layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
+        ends[layer : layer + 1] = [task.q_stop]
+        yield layer, task
 
 
 def _visible(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:

@@ -53,14 +53,23 @@ class HeadPlan:
 
     def kv_index(self, rank: int) -> tuple[int, ...] | None:
         """The local KV head of each local query head, where plain grouping would name the wrong one; else None."""
-        (q_start, q_stop), (kv_start, kv_stop) = self.q_ranges[rank], self.kv_ranges[rank]
+        (q_start, q_stop), (kv_start, _) = self.q_ranges[rank], self.kv_ranges[rank]
         index = tuple(head // self.group - kv_start for head in range(q_start, q_stop))
-        queries, keys = q_stop - q_start, kv_stop - kv_start
+        queries, keys = self.q_width(rank), self.kv_width(rank)
         if keys == 0 or (queries % keys == 0 and index == tuple(i // (queries // keys) for i in range(queries))):
             return None
         return index
 
+    def q_width(self, rank: int) -> int:
+        """Query heads of a rank."""
+        start, stop = self.q_ranges[rank]
+        return stop - start
+
+    def kv_width(self, rank: int) -> int:
+        """KV heads of a rank."""
+        start, stop = self.kv_ranges[rank]
+        return stop - start
+
     def width(self, rank: int) -> int:
         """Heads of q, k and v together that a rank receives."""
-        (q_start, q_stop), (kv_start, kv_stop) = self.q_ranges[rank], self.kv_ranges[rank]
-        return q_stop - q_start + 2 * (kv_stop - kv_start)
+        return self.q_width(rank) + 2 * self.kv_width(rank)

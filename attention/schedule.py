@@ -127,7 +127,7 @@ class _StepPlanner:
         keys = self.needs[here][owner]
         receive = _messages((behind, self._relayed(owner, t)), (owner, self._direct(owner, t)), within=keys)
         relayed_on = self._relayed(held_owner, t)
-        held = self.needs[here][held_owner] if t > 1 else ((0, 1 << 62),)
+        held = self.needs[here][held_owner] if t > 1 else None  # step 1 sends own tokens
         return Step(
             owner=owner,
             keys=size(keys),

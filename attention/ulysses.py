@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .accumulate import accumulate_dtype
 from .comm import Channel
-from .heads import HeadPlan, Range
+from .heads import HeadPlan
 
 
 class SeqToHeads(torch.autograd.Function):
@@ -33,15 +33,14 @@ class SeqToHeads(torch.autograd.Function):
         plan, channel = ctx.plan, ctx.channel
         widths = [plan.width(rank) for rank in range(plan.ulysses)]
         parts = _gather_heads(torch.cat((dq, dk, dv), dim=1), widths, ctx.batch, channel)
-        replicated = sum(stop - start for start, stop in plan.kv_ranges) > plan.num_kv_heads
+        replicated = sum(map(plan.kv_width, range(plan.ulysses))) > plan.num_kv_heads
         shape = parts[0].shape
         kv_dtype = accumulate_dtype(dk.dtype) if replicated else dk.dtype
         grad_q = dq.new_empty(*shape[:2], plan.num_heads, shape[-1])
         grad_k = torch.zeros(*shape[:2], plan.num_kv_heads, shape[-1], dtype=kv_dtype, device=dk.device)
         grad_v = torch.zeros_like(grad_k)
-        for part, heads, kv in zip(parts, plan.q_ranges, plan.kv_ranges, strict=True):
-            queries, keys = heads[1] - heads[0], kv[1] - kv[0]
-            part_q, part_k, part_v = part.split((queries, keys, keys), dim=2)
+        for rank, (part, heads, kv) in enumerate(zip(parts, plan.q_ranges, plan.kv_ranges, strict=True)):
+            part_q, part_k, part_v = _split(part, plan, rank)
             grad_q[:, :, slice(*heads)] = part_q
             grad_k[:, :, slice(*kv)] += part_k
             grad_v[:, :, slice(*kv)] += part_v
@@ -54,7 +53,9 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel):
         ctx.plan, ctx.channel = plan, channel
-        return torch.cat(_gather_heads(out, [_width(heads) for heads in plan.q_ranges], batch, channel), dim=2)
+        return torch.cat(
+            _gather_heads(out, [plan.q_width(rank) for rank in range(plan.ulysses)], batch, channel), dim=2
+        )
 
     @staticmethod
     def backward(ctx, dout):
@@ -62,13 +63,9 @@ class HeadsToSeq(torch.autograd.Function):
         return _scatter_heads(parts, ctx.channel), None, None, None
 
 
-def _width(heads: Range) -> int:
-    return heads[1] - heads[0]
-
-
-def _split(x_TwH: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys = _width(plan.q_ranges[rank]), _width(plan.kv_ranges[rank])
-    q, k, v = x_TwH.split((queries, keys, keys), dim=1)
+def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., w, H) of a rank's q, k and v heads -> the three."""
+    q, k, v = x.split((plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)), dim=-2)
     return q, k, v
 
 

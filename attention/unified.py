@@ -68,21 +68,16 @@ class UnifiedPlan:
     @property
     def idle(self) -> bool:
         """Whether this rank attends with no head: more ulysses ranks than query heads."""
-        start, stop = self.heads.q_ranges[self.ulysses_rank]
-        return start == stop
+        return self.heads.q_width(self.ulysses_rank) == 0
 
     def wire_bytes(self, head_dim: int, dtype: torch.dtype) -> WireBytes:
         """What this rank will send to others."""
         mine, others = self.ulysses_rank, [r for r in range(self.heads.ulysses) if r != self.ulysses_rank]
         per_head = self.batch * self.layout.local_len * head_dim * dtype.itemsize
-        q_width = self.heads.q_ranges[mine][1] - self.heads.q_ranges[mine][0]
-        widths = [self.heads.width(r) for r in others]
-        q_widths = [self.heads.q_ranges[r][1] - self.heads.q_ranges[r][0] for r in others]
         # Forward scatters q, k, v and gathers out; backward scatters dout and gathers dq, dk, dv.
-        forward = per_head * (sum(widths) + len(others) * q_width)
-        backward = per_head * (sum(q_widths) + len(others) * self.heads.width(mine))
-        kv_heads = self.heads.kv_ranges[mine][1] - self.heads.kv_ranges[mine][0]
-        per_token = 2 * kv_heads * head_dim
+        forward = per_head * (sum(map(self.heads.width, others)) + len(others) * self.heads.q_width(mine))
+        backward = per_head * (sum(map(self.heads.q_width, others)) + len(others) * self.heads.width(mine))
+        per_token = 2 * self.heads.kv_width(mine) * head_dim
         kv = self.ring.tokens_sent * per_token * dtype.itemsize
         grads = self.ring.grad_tokens_sent * per_token * accumulate_dtype(dtype).itemsize
         return WireBytes(forward + kv, backward + kv + grads)

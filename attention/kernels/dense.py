@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..accumulate import Rows
-from ..bands import Task
+from ..bands import Task, query_layers
 from .base import Launch
 
 CHUNK = 256  # rows of a ragged band that go together under one mask
@@ -115,13 +115,7 @@ class DenseLowering:
         return DenseLaunch(Rows.of(task.q_start, task.q_stop), Rows.of(task.k_start, task.k_stop), mask=mask)
 
     def _mask(self, task: Task) -> Tensor:
-        offset = task.q_start - task.k_start
-        key = (
-            task.rows,
-            task.columns,
-            None if task.lowest is None else task.lowest - offset,
-            None if task.highest is None else task.highest - offset,
-        )
+        key = (task.rows, task.columns, *task.relative_band)
         if key not in self.masks:
             self.masks[key] = self._float_mask(band_mask(*key))
         return self.masks[key]
@@ -133,18 +127,13 @@ class DenseLowering:
     def _gathered(self, tasks: list[Task]) -> Iterator[Launch]:
         """Tiny tasks of like size together, padded, never one query row twice in a launch."""
         buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
-        ends: list[int] = []  # per layer of disjoint query ranges, where its last one ends
-        for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
-            layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
-            ends[layer : layer + 1] = [task.q_stop]
+        for layer, task in query_layers(tasks):
             buckets[layer, _padded(task.rows), _padded(task.columns)].append(task)
         for (_, rows, columns), bucket in buckets.items():
             visible = torch.zeros(len(bucket), 1, rows, columns, dtype=torch.bool)
             for index, task in enumerate(bucket):
-                shifted = task.shift_keys(task.q_start - task.k_start)
-                visible[index, 0, : task.rows, : task.columns] = band_mask(
-                    task.rows, task.columns, shifted.lowest, shifted.highest
-                )
+                mask = band_mask(task.rows, task.columns, *task.relative_band)
+                visible[index, 0, : task.rows, : task.columns] = mask
             yield DenseLaunch(
                 self._padded_rows([(t.q_start, t.q_stop) for t in bucket], rows),
                 self._padded_rows([(t.k_start, t.k_stop) for t in bucket], columns),

@@ -52,8 +52,7 @@ def _options(launch, spec, q) -> dict:
     return {
         "softmax_scale": spec.score_scale(q.shape[-1]),
         "causal": False,  # the band says it all
-        "window_size_left": -1 if launch.left is None else launch.left,
-        "window_size_right": -1 if launch.right is None else launch.right,
+        **launch.windows,
         "softcap": spec.softcap or 0.0,
         "alibi_slopes": None,
     }

@@ -6,7 +6,7 @@ them (n, N, A, H); transposed views are enough, nothing is copied.
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -60,13 +60,11 @@ class _DenseKernel(Kernel):
             dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=lse_nNA.dtype) for x in (dk, dv))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def _forward(self, q: Any, k: Any, v: Any, launch: DenseLaunch, scale: float) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, launch: DenseLaunch, scale: float): ...
 
-    def _backward(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, launch: DenseLaunch, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def _backward(self, dout, q, k, v, out, lse, launch: DenseLaunch, scale: float): ...
 
 
 class CpuFlashKernel(_DenseKernel):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..accumulate import Rows
-from ..bands import Task
+from ..bands import Task, query_layers
 from ..spec import AttentionSpec
 from .base import Kernel, Launch
 
@@ -37,14 +37,19 @@ class VarlenLaunch(Launch):
     left: int | None
     right: int | None
 
+    @property
+    def windows(self) -> dict[str, int]:
+        """The band as flash-attention's keyword arguments, where -1 is no limit."""
+        return {
+            "window_size_left": -1 if self.left is None else self.left,
+            "window_size_right": -1 if self.right is None else self.right,
+        }
+
 
 def lower_varlen(tasks: tuple[Task, ...], device: torch.device) -> Iterator[VarlenLaunch]:
     """One launch per band and per layer of disjoint query ranges."""
     buckets: dict[tuple[int, int | None, int | None], list[Task]] = defaultdict(list)
-    ends: list[int] = []
-    for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
-        layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
-        ends[layer : layer + 1] = [task.q_stop]
+    for layer, task in query_layers(tasks):
         corner = task.q_stop - task.k_stop  # i - j at the bottom right; a tight task sees that pair or one left of it
         left = None if task.highest is None else task.highest - corner
         right = None if task.lowest is None else corner - task.lowest
@@ -118,21 +123,14 @@ class AtenFlashKernel(VarlenKernel):
 
     def _forward(self, q, k, v, launch, spec):
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, False, **_band(launch, spec, q)
-        )
+            q, k, v, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, False,
+            scale=spec.score_scale(q.shape[-1]), **launch.windows,
+        )  # fmt: skip
         return out, lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, spec):
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)  # random state of the dropout that is not used
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, unused, unused,
-            **_band(launch, spec, q),
+            scale=spec.score_scale(q.shape[-1]), **launch.windows,
         )  # fmt: skip
-
-
-def _band(launch: VarlenLaunch, spec: AttentionSpec, q: Tensor) -> dict:
-    return {
-        "scale": spec.score_scale(q.shape[-1]),
-        "window_size_left": -1 if launch.left is None else launch.left,
-        "window_size_right": -1 if launch.right is None else launch.right,
-    }
