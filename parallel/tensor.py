@@ -18,19 +18,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-# Style -> the kind of module it is for.
-_STYLES: Mapping[str, type[nn.Module]] = {
-    "colwise": nn.Linear,  # a rank computes some of the outputs
-    "rowwise": nn.Linear,  # a rank uses some of the inputs: its outputs are partial sums
-    "colwise_parameter": nn.Linear,  # divided like colwise; it is never called, its parameters are used elsewhere
-    "embedding_rowwise": nn.Embedding,  # a rank holds some of the vocabulary
-    "replicated_with_grad_allreduce": nn.Module,  # on all ranks, each of which computes a part of the gradient
-    "untouched": nn.Module,  # left as it is, with all below it
+# Style -> the kind of module it is for, and which of its sizes is divided over ranks.
+_STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
+    "colwise": (nn.Linear, "out_features"),
+    "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
+    "colwise_parameter": (nn.Linear, "out_features"),  # never called: its parameters are used elsewhere
+    "embedding_rowwise": (nn.Embedding, "num_embeddings"),
+    "replicated_with_grad_allreduce": (nn.Module, None),  # on all ranks, each of which has a part of the gradient
+    "untouched": (nn.Module, None),  # left as it is, with all below it
 }
 
 
@@ -50,13 +49,13 @@ def apply_tensor_parallel(
         token_dim: the dim of hidden states, outside of regions, that is sharded over the mesh; None: replicated.
 
     Raises:
-        ValueError: naming every style that is unknown or does not fit its module, every region that lacks its first or
-            last half, and parameters in a region that the plan does not name.
+        ValueError: naming every style that is unknown or does not fit its module, sizes that the ranks do not divide,
+            every region that lacks its first or last half, and parameters in a region that the plan does not name.
     """
     styles = _resolve(model, plan)
     regions = _regions(styles)
     untouched = tuple(f"{name}." for name, style in styles.items() if style == "untouched")
-    violations = _violations(model, styles, regions, untouched)
+    violations = _violations(model, mesh.size(), styles, regions, untouched)
     if violations:
         raise ValueError("; ".join(violations))
     outside: Placement = Replicate() if token_dim is None else Shard(token_dim)
@@ -82,11 +81,12 @@ def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
 def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The style of each module with parameters that the plan names."""
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
-    styles = {}
-    for name, module in model.named_modules():
-        if next(module.parameters(), None) is not None:
-            styles.update({name: style for pattern, style in patterns if pattern.fullmatch(name)})
-    return styles
+    return {
+        name: style
+        for name, module in model.named_modules()
+        for pattern, style in patterns
+        if pattern.fullmatch(name) and next(module.parameters(), None) is not None
+    }
 
 
 def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
@@ -99,15 +99,18 @@ def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _violations(
-    model: nn.Module, styles: Mapping[str, str], regions: Mapping[str, set[str]], untouched: tuple[str, ...]
+    model: nn.Module, ranks: int, styles: Mapping[str, str], regions: Mapping[str, set[str]], untouched: tuple[str, ...]
 ) -> list[str]:
     violations = []
     for name, style in styles.items():
-        kind, module = _STYLES.get(style), model.get_submodule(name)
-        if kind is None:
+        if style not in _STYLES:
             violations.append(f"{name}: {style!r} is not a style, which are {', '.join(_STYLES)}")
-        elif not isinstance(module, kind):
+            continue
+        (kind, size), module = _STYLES[style], model.get_submodule(name)
+        if not isinstance(module, kind):
             violations.append(f"{name}: {style!r} is for {kind.__name__}, and this is {type(module).__name__}")
+        elif size is not None and getattr(module, size) % ranks:
+            violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
     for region, halves in regions.items():
         if len(halves) == 1:
             violations.append(f"{region}: has {halves.pop()} linears alone, and needs both colwise and rowwise ones")
@@ -147,9 +150,7 @@ def _placement(style: str, parameter: str) -> Placement:
     return Shard(1) if style == "rowwise" else Shard(0)
 
 
-def _compute_locally(
-    module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh
-) -> None:
+def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:
     """During its forward a module sees local tensors in place of its parameters.
 
     Args:

@@ -17,7 +17,7 @@ def tp_violations(config: PretrainedConfig, tp: int, sequence_parallel: bool) ->
     """What about a model forbids dividing it over `tp` ranks; empty where nothing does. Pure."""
     if tp == 1:
         return ["--tp-sequence-parallel shards tokens over tp ranks: give --tp 2 or more"] if sequence_parallel else []
-    plan = getattr(config, "base_model_tp_plan", None)
+    plan = _shipped_plan(config)
     if not plan:
         return [f"tp={tp} needs a model type with a tensor-parallel plan, and {config.model_type!r} has none: use tp=1"]
     divided = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
@@ -58,25 +58,30 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         raise ValueError("; ".join(violations))
     if mesh.size("tp") == 1:
         return
-    tp_mesh = mesh.device_mesh("fsdp", "tp")["tp"]
-    plan = _without_experts(model.tp_plan)
+    tp_mesh = mesh.parameter_mesh("tp")
     base = model.base_model_prefix
+    plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
     plan |= {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
     apply_tensor_parallel(model, tp_mesh, plan, token_dim=_TOKEN_DIM if sequence_parallel else None)
-    norm = model.base_model.norm
+    norm = model.base_model.get_submodule("norm")
     if sequence_parallel and not isinstance(norm, nn.Identity):
         gather_output(norm, tp_mesh, _TOKEN_DIM)
+
+
+def _shipped_plan(config: PretrainedConfig) -> dict[str, str]:
+    return getattr(config, "base_model_tp_plan", None) or {}
 
 
 def _without_experts(plan: dict[str, str]) -> dict[str, str]:
     """The plan in which experts are untouched: they are divided over ep, and see each tp rank's own tokens."""
     experts = [name for name, style in plan.items() if style == _EXPERTS]
-    rest = {name: style for name, style in plan.items() if not name.startswith(tuple(experts))}
+    below = tuple(f"{name}." for name in experts)
+    rest = {name: style for name, style in plan.items() if not name.startswith(below)}
     return rest | dict.fromkeys(experts, "untouched")
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
-    return _EXPERTS in config.base_model_tp_plan.values()
+    return _EXPERTS in _shipped_plan(config).values()
 
 
 def _has_dense_mlp(config: PretrainedConfig) -> bool:
