@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from parallel.testing import RankPool, count_sent_bytes
@@ -19,7 +19,19 @@ from usp.hf.tensor import apply_tp, tp_violations
 from usp.loss import causal_lm_loss, global_token_count
 
 from .test_parity import largest_difference
-from .tiny import MAX_NORM, ROWS, SEQ_LEN, SIZES, STEPS, optimiser, packed_batch, tiny_model, train_alone
+from .tiny import (
+    CONFIGS,
+    MAX_NORM,
+    ROWS,
+    SEQ_LEN,
+    SIZES,
+    STEPS,
+    VOCAB,
+    optimiser,
+    packed_batch,
+    tiny_model,
+    train_alone,
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,62 @@ def error_of_a_middle_stage() -> float:
 def test_a_middle_stage_takes_and_gives_shards_of_tokens(ranks: RankPool) -> None:
     for error in ranks.run(error_of_a_middle_stage, 2):
         assert error < 1e-5
+
+
+EXPERTS = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2
+    ),
+}
+
+
+def error_of_a_layer_of_experts(family: str) -> float:
+    """Of its output and every gradient, relative, where the gradients of experts are summed by hand."""
+    mesh = ParallelMesh.create(ParallelDims(tp=2))
+    torch.manual_seed(0)
+    models = [AutoModelForCausalLM.from_config(EXPERTS[family](), attn_implementation="eager") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    apply_tp(models[0], mesh, sequence_parallel=True)
+    layers = [decoder_layers(model)[0] for model in models]
+    hidden, weight = torch.rand(2, ROWS, SEQ_LEN, SIZES["hidden_size"])
+    context = {
+        "position_embeddings": models[1].base_model.rotary_emb(hidden, torch.arange(SEQ_LEN).expand(ROWS, -1)),
+        "attention_mask": torch.full((SEQ_LEN, SEQ_LEN), -torch.inf).triu(1).expand(ROWS, 1, -1, -1),
+    }
+    own = [x.chunk(2, 1)[mesh.rank("tp")] for x in (hidden, weight)]
+    found, wanted = layers[0](own[0], **context), layers[1](hidden, **context)
+    (found * own[1]).sum().backward()
+    (wanted * weight).sum().backward()
+    pairs = [(found, wanted.chunk(2, 1)[mesh.rank("tp")])]
+    for (name, p), alone in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+        assert isinstance(p, DTensor) != ("experts" in name)
+        if not isinstance(p, DTensor):
+            dist.all_reduce(p.grad)
+        pairs.append((p.grad.full_tensor() if isinstance(p, DTensor) else p.grad, alone.grad))
+    return torch.stack([(f - w).norm() / w.norm() for f, w in pairs]).max().item()
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_left_alone_and_see_each_ranks_tokens(ranks: RankPool, family: str) -> None:
+    for error in ranks.run(error_of_a_layer_of_experts, 2, family):
+        assert error < 1e-5
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama-tied"]())
+    names = [name for name, _ in model.named_parameters()]
+    apply_tp(model, ParallelMesh.create(ParallelDims(tp=2)), sequence_parallel=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight.to_local().shape == (VOCAB // 2, SIZES["hidden_size"])
+
+
+def test_a_model_on_the_meta_device_stays_there_with_tied_weights(ranks: RankPool) -> None:
+    ranks.run(on_meta, 2)
 
 
 def test_what_tp_cannot_divide_is_named_with_numbers() -> None:
