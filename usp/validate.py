@@ -114,7 +114,8 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.batch_size % config.micro_batches:
         yield (
             f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
-            f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches {_divisors(config.batch_size)}"
+            f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
+            f"{_divisors(config.batch_size)}"
         )
     least = {"1f1b": 1, "interleaved-1f1b": config.pp, "zero-bubble": 2 * config.pp}[config.pp_schedule]
     if config.pp > 1 and (config.micro_batches < config.pp or config.micro_batches % least):
@@ -164,7 +165,8 @@ def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     if config.tp_sequence_parallel and local % config.tp:
         yield (
             f"--tp = {config.tp} must divide the {local} tokens of a sequence-parallel rank (--seq-len "
-            f"{config.seq_len} / {config.sp_ring * config.sp_ulysses}), which --tp-sequence-parallel shares: change --seq-len"
+            f"{config.seq_len} / {config.sp_ring * config.sp_ulysses}), which --tp-sequence-parallel shares: change "
+            f"--seq-len"
         )
     if facts.num_experts and not config.tp_sequence_parallel:
         yield (
