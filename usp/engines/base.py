@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from usp.hf.stage import CausalLMStage
+
 MicroBatch = Mapping[str, Tensor]  # input_ids, position_ids, shift_labels, cu_seqlens: see `usp.shard_batch`
 
 BETAS = (0.9, 0.95)
@@ -16,6 +18,8 @@ BETAS = (0.9, 0.95)
 
 class Engine(Protocol):
     """Trains the stages of this rank. Every rank calls every method, in the same order."""
+
+    stages: Sequence[CausalLMStage]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
         """Add the step's gradients up; gives this rank's share of the loss, float32, 0-dim, detached.
@@ -28,6 +32,9 @@ class Engine(Protocol):
 
         A norm that is not finite leaves the weights as they were.
         """
+
+    def sent_bytes(self, micro_batches: int) -> int | None:
+        """Bytes that this rank sends in a step to keep weights and gradients sharded; None where nobody counts them."""
 
     def state(self) -> dict[str, Tensor]:
         """Weights and optimiser state under names that no layout and no engine changes.
