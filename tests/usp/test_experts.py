@@ -20,6 +20,7 @@ from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, ep_violations, expert_modules, router_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, matmul_parameters
+from usp.hf.tensor import apply_tp
 from usp.loss import causal_lm_loss, global_token_count
 
 from .tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch, tiny_model, train_alone
@@ -29,6 +30,8 @@ GRIDS = [
     ("mixtral", ParallelDims(ep=2, ulysses=2, ring=2)),
     ("qwen3_moe", ParallelDims(ep=2, ulysses=2, ring=2)),
     ("mixtral", ParallelDims(ep=2, ulysses=2, dp_replicate=2)),
+    ("mixtral", ParallelDims(ep=2, ulysses=2, tp=2)),
+    ("qwen3_moe", ParallelDims(ep=2, ring=2, tp=2)),
     ("qwen3_moe", ParallelDims(ep=4, ulysses=2, ring=2, dp_shard=2)),
 ]
 
@@ -108,7 +111,11 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model(family), mesh)
     apply_ep(model, mesh)
-    balance = RouterBalance(model, mesh, COEFFICIENT)
+    if dims.tp > 1:
+        apply_tp(model, mesh, sequence_parallel=True)
+        head = model.lm_head  # never called where the vocabulary is divided; here it makes whole logits
+        head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight.full_tensor())
+    balance = RouterBalance(model, mesh, COEFFICIENT, tp_sequence_parallel=dims.tp > 1)
     if broken.balance:
         balance.loss_group = dist.new_subgroups(1)[0]
         balance.coefficient /= mesh.size("loss")

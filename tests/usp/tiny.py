@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 97, 4, 64, 10, 0.5
+VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -28,6 +28,9 @@ SIZES = {
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama-tied": lambda: LlamaConfig(
+        **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
