@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 SIZES = {
@@ -24,6 +34,17 @@ CONFIGS = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
+    # its first layer is dense, and its experts choose three of eight
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        head_dim=8,
+        mlp_only_layers=[0],
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -49,9 +70,13 @@ def packed_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-def train_alone(family: str) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy."""
+def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy.
+
+    The auxiliary loss of a mixture of experts is that of the whole batch, and part of the loss.
+    """
     model = tiny_model(family)
+    routers = {"output_router_logits": True} if aux_loss_coefficient else {}
     optimizer, history = optimiser(model), []
     for step in range(STEPS):
         batch = packed_batch(step)
@@ -65,10 +90,16 @@ def train_alone(family: str) -> list[tuple[float, float]]:
         if window is not None:
             masks["sliding_attention"] = _float(seen & (distance < window))
         starts = torch.stack([cu.long()[doc] for cu, doc in zip(batch["cu_seqlens"], document, strict=True)])
-        mask = masks if family.startswith("qwen") else masks["sliding_attention"]
-        out = model(input_ids=batch["input_ids"], position_ids=position - starts, attention_mask=mask, use_cache=False)
+        mask = masks if family in ("qwen2", "qwen3") else masks["sliding_attention"]
+        inputs = {"input_ids": batch["input_ids"], "position_ids": position - starts, "attention_mask": mask}
+        out = model.model(**inputs, **routers, use_cache=False)
+        logits = model.lm_head(out.last_hidden_state)
         targets = batch["labels"][:, 1:].masked_fill(document[:, 1:] != document[:, :-1], -100)
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+        if aux_loss_coefficient:
+            chosen = model.config.num_experts_per_tok
+            balance = load_balancing_loss_func(out.router_logits, model.config.num_experts, chosen)
+            loss = loss + aux_loss_coefficient * balance
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
