@@ -12,7 +12,7 @@ SP_ORDERS: tuple[str, ...] = get_args(SpOrder)
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each mesh axis has; their product is the world size.
+    """How many ranks each mesh axis has; their product, ep left out, is the world size.
 
     Attributes:
         pp: pipeline stages.
@@ -21,6 +21,8 @@ class ParallelDims:
         ring: sequence-parallel ranks that pass keys and values around (point-to-point, overlaps with compute).
         ulysses: sequence-parallel ranks that exchange heads for tokens (all-to-all, blocks).
         tp: tensor-parallel ranks.
+        ep: expert-parallel ranks. They are no ranks of their own: ep regroups the dp_shard x ring x ulysses x tp ranks
+            of a pipeline stage and replica, which all hold different tokens, into efsdp x ep.
         sp_order: which of ring and ulysses is nested outside. The inner one has neighbouring ranks, which share the
             fastest links.
 
@@ -34,12 +36,13 @@ class ParallelDims:
     ring: int = 1
     ulysses: int = 1
     tp: int = 1
+    ep: int = 1
     sp_order: str = "ring-outer"
 
     def __post_init__(self) -> None:
         violations = [
             f"{axis}={degree} must be at least 1{' (or -1 for the rest)' if axis == 'dp_shard' else ''}"
-            for axis, degree in self.degrees().items()
+            for axis, degree in (*self.degrees().items(), ("ep", self.ep))
             if degree < 1 and (axis, degree) != ("dp_shard", -1)
         ]
         if self.sp_order not in SP_ORDERS:
@@ -49,7 +52,7 @@ class ParallelDims:
 
     def degrees(self) -> dict[str, int]:
         """Degree per mesh axis, outermost first."""
-        values = {axis: degree for axis, degree in asdict(self).items() if axis != "sp_order"}
+        values = asdict(self)
         sp = ("ring", "ulysses") if self.sp_order == "ring-outer" else ("ulysses", "ring")
         return {axis: values[axis] for axis in ("pp", "dp_replicate", "dp_shard", *sp, "tp")}
 
@@ -63,12 +66,28 @@ class ParallelDims:
         """Ranks, or groups of sp x tp x pp ranks, that see different data. Needs resolved degrees."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which an expert's parameters are sharded. Needs resolved degrees."""
+        return self.dp_shard * self.sp * self.tp // self.ep
+
     def resolve(self, world_size: int) -> ParallelDims:
         """The same degrees with dp_shard=-1 filled in.
 
         Raises:
-            ValueError: if the degrees do not multiply to `world_size`.
+            ValueError: if the degrees do not multiply to `world_size`, or ep does not divide the ranks it regroups.
         """
+        dims = self._fill(world_size)
+        regrouped = dims.dp_shard * dims.sp * dims.tp
+        if regrouped % dims.ep:
+            fitting = ", ".join(str(ep) for ep in range(1, regrouped + 1) if regrouped % ep == 0)
+            raise ValueError(
+                f"ep={dims.ep} must divide the dp_shard={dims.dp_shard} x ring={dims.ring} x ulysses={dims.ulysses} x "
+                f"tp={dims.tp} = {regrouped} ranks that it regroups: use ep={fitting}"
+            )
+        return dims
+
+    def _fill(self, world_size: int) -> ParallelDims:
         others = {axis: degree for axis, degree in self.degrees().items() if axis != "dp_shard"}
         product = math.prod(others.values())
         asked = " x ".join(f"{axis}={degree}" for axis, degree in others.items() if degree > 1) or "1"
@@ -88,4 +107,5 @@ class ParallelDims:
         return self
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={degree}" for axis, degree in self.degrees().items() if degree != 1) or "one rank"
+        degrees = {**self.degrees(), "ep": self.ep}
+        return " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1) or "one rank"

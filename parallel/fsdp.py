@@ -1,38 +1,102 @@
-"""Parameters, gradients and optimiser state sharded over dp_shard x sp with FSDP2 (ZeRO-3)."""
+"""Data-parallel state sharded over dp_shard x sp with FSDP2: ZeRO stages 0 to 3 (arXiv 1910.02054, section 5).
+
+    stage   sharded between steps      whole on each rank during a step    gradients cross the wire
+    0       nothing                    everything                          once a step
+    1       all                        parameters, gradients               once a step
+    2       all                        parameters                          every micro-batch
+    3       all                        one block's parameters at a time    every micro-batch
+
+Sequence-parallel ranks hold parts of the same sequences, so they shard parameters like data-parallel ones. Between
+steps FSDP2 keeps parameters sharded in stages 1 and 2 too: the gather that ZeRO makes after the optimiser happens at
+the next forward, in the same number of bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from .mesh import ParallelMesh
 
+ZERO_STAGES = (0, 1, 2, 3)
+
 
 def apply_fsdp(
-    model: nn.Module, mesh: ParallelMesh, blocks: Iterable[nn.Module], *, param_dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    mesh: ParallelMesh,
+    blocks: Iterable[nn.Module],
+    *,
+    param_dtype: torch.dtype = torch.float32,
+    zero: int = 3,
+    experts: Collection[nn.Module] = (),
 ) -> nn.Module:
     """Shard a model in place: each of `blocks` (the repeated layers) is gathered on its own, the rest with the root.
 
-    Sequence-parallel ranks hold parts of the same sequences, so they shard parameters like data-parallel ones.
-    Gradients are SUMMED over all ranks, in fp32: divide the loss by the number of tokens of all ranks.
+    Gradients are SUMMED over all ranks, in fp32: divide the loss by the number of tokens of all ranks. Parameters that
+    are DTensors over tp or ep already are sharded on top of that.
 
     Args:
         param_dtype: dtype of parameters and activations in forward and backward; the sharded originals and the
             reduction stay fp32.
+        zero: the ZeRO stage, 0 to 3.
+        experts: modules inside the blocks whose parameters belong to expert-parallel ranks: they are sharded over
+            efsdp instead of fsdp.
+
+    Raises:
+        ValueError: for stage 0 with experts where ep or tp is above 1.
     """
+    if zero == 0 and experts and mesh.size("ep") * mesh.size("tp") > 1:
+        raise ValueError(
+            f"zero=0 keeps experts on every rank of dp x sp, but ep={mesh.size('ep')} x tp={mesh.size('tp')} ranks "
+            f"share them: use zero=1"
+        )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    replicated = mesh.size("dp_replicate") > 1
-    shards = mesh.device_mesh("dp_replicate", "fsdp") if replicated else mesh.device_mesh("fsdp")
+    shards = mesh.device_mesh("loss", "alone") if zero == 0 else _shards(mesh, "fsdp", mesh.parameter_mesh)
+    expert_shards = shards if zero == 0 else _shards(mesh, "efsdp", mesh.expert_mesh)
+    for module in experts:
+        ranks = expert_shards.size(-1)
+
+        def placement(parameter: nn.Parameter, ranks: int = ranks) -> Shard:
+            return Shard(0 if _local_rows(parameter) >= ranks else 1)  # fewer experts than ranks: share their rows
+
+        fully_shard(
+            module, mesh=expert_shards, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=placement
+        )
     for block in blocks:
-        fully_shard(block, mesh=shards, mp_policy=policy)
-    fully_shard(model, mesh=shards, mp_policy=policy)
-    assert isinstance(model, FSDPModule)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP2 averages by default. gloo has no pre-multiplied sum, so the factor 1 must be a plain sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)  # its backward comes first anyway
+    for sharded in _fsdp_modules(model):
+        # FSDP2 averages by default. gloo has no pre-multiplied sum, so the factor 1 must be a plain sum.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def before_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
+    """Say what the next forward and backward of a sharded model keep whole, and what they reduce.
+
+    Stages 0 and 1 add gradients up whole and reduce them once; stages 2 and 3 scatter them each time and sum over
+    dp_replicate once. Parameters stay whole between micro-batches in stages 1 and 2.
+    """
+    for module in _fsdp_modules(model):
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last or zero >= 2, recurse=False)
+        module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or zero == 3, recurse=False)
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _shards(mesh: ParallelMesh, axis: str, view: Callable[..., DeviceMesh]) -> DeviceMesh:
+    return view("dp_replicate", axis) if mesh.size("dp_replicate") > 1 else view(axis)
+
+
+def _local_rows(parameter: nn.Parameter) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).size(0)

@@ -18,7 +18,10 @@ _DERIVED_AXES = {
     "fsdp": ("dp_shard", "ring", "ulysses"),  # what parameters are sharded over
     "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),  # what token counts are summed over
 }
-_VIEWS = (("pp", "batch", "sp", "tp"), ("pp", "dp_replicate", "fsdp", "tp"), ("pp", "loss", "tp"))
+_PARAMETERS = ("pp", "dp_replicate", "fsdp", "tp")
+_EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
+_REPLICAS = ("pp", "loss", "alone", "tp")  # alone: one rank, the shards of what is not sharded
+_VIEWS = (("pp", "batch", "sp", "tp"), _PARAMETERS, _REPLICAS, _EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class ParallelMesh:
     """The ranks of a `ParallelDims` grid, as torch device meshes: the finest, then the views with derived axes.
 
     Axes: pp, dp_replicate, dp_shard, ring, ulysses, tp (nesting: `ParallelDims.degrees`). Derived: sp = ring x
-    ulysses, batch = dp_replicate x dp_shard, fsdp = dp_shard x sp, loss = batch x sp.
+    ulysses, batch = dp_replicate x dp_shard, fsdp = dp_shard x sp, loss = batch x sp, and for expert parameters
+    efsdp x ep = fsdp x tp.
     """
 
     dims: ParallelDims
@@ -44,13 +48,13 @@ class ParallelMesh:
         if not dist.is_initialized():
             raise RuntimeError("ParallelMesh.create needs torch.distributed.init_process_group to have been called")
         dims = dims.resolve(dist.get_world_size())
-        degrees = dims.degrees()
+        degrees = {**dims.degrees(), "ep": dims.ep, "efsdp": dims.efsdp, "alone": 1}
 
         def view(axes: tuple[str, ...]) -> DeviceMesh:
             sizes = [math.prod(degrees[a] for a in _DERIVED_AXES.get(axis, (axis,))) for axis in axes]
             return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=axes)
 
-        return ParallelMesh(dims, device_type, (view(tuple(degrees)), *map(view, _VIEWS)))
+        return ParallelMesh(dims, device_type, (view(tuple(dims.degrees())), *map(view, _VIEWS)))
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """The torch mesh of some axes that one view has, such as ("ring", "ulysses") or ("dp_replicate", "fsdp").
@@ -63,6 +67,17 @@ class ParallelMesh:
                 return view[axes]
         known = "; ".join(", ".join(view.mesh_dim_names or ()) for view in self.views)
         raise ValueError(f"axes {', '.join(axes)} must be of one view of the mesh: {known}")
+
+    def parameter_mesh(self, *axes: str) -> DeviceMesh:
+        """The torch mesh of some of pp, dp_replicate, fsdp, tp, of one root: DTensors over several need that."""
+        return self._view(_PARAMETERS)[axes]
+
+    def expert_mesh(self, *axes: str) -> DeviceMesh:
+        """The torch mesh of some of pp, dp_replicate, efsdp, ep, of one root: where expert parameters live."""
+        return self._view(_EXPERTS)[axes]
+
+    def _view(self, axes: tuple[str, ...]) -> DeviceMesh:
+        return next(view for view in self.views if view.mesh_dim_names == axes)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""

@@ -32,7 +32,8 @@ else:
 
 @dataclass(frozen=True)
 class CommandLine(TrainConfig):
-    """Train a causal language model with its sequence split over a Ulysses x Ring mesh.
+    """Train a causal language model with its sequences split over a Ulysses x Ring mesh, inside data, tensor, pipeline
+    and expert parallelism.
 
     For example, on 8 ranks: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
     """

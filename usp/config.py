@@ -18,6 +18,9 @@ from attention import KERNEL_NAMES, LAYOUTS
 from parallel import SP_ORDERS
 from usp.presets import PRESETS
 
+PP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zero-bubble")
+ENGINES = ("fsdp2", "deepspeed")
+AC_MODES = ("none", "attention-saved", "full")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -31,7 +34,8 @@ def _one_of(choices: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a causal language model with its sequence split over a Ulysses x Ring mesh.
+    """Train a causal language model with its sequences split over a Ulysses x Ring mesh, inside data, tensor, pipeline
+    and expert parallelism.
 
     Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
     """
@@ -48,6 +52,20 @@ class TrainConfig:
     """Data-parallel degree whose ranks also share the parameters (FSDP). -1 takes the ranks that are left."""
     dp_replicate: int = 1
     """Data-parallel degree whose ranks each keep a whole copy of the sharded parameters (HSDP)."""
+    tp: int = 1
+    """Tensor-parallel degree: ranks that share every matrix. Best inside one host; heads are divided by it first."""
+    tp_sequence_parallel: bool = False
+    """Between matrices, share the tokens over the tensor-parallel ranks too (Megatron's sequence parallelism)."""
+    pp: int = 1
+    """Pipeline-parallel degree: groups of ranks that each hold some of the layers."""
+    pp_schedule: Annotated[str, _one_of(PP_SCHEDULES)] = "1f1b"
+    """Order of the micro-batches in the pipeline. The last two give each rank two stages, for a smaller bubble."""
+    ep: int = 1
+    """Expert-parallel degree: over how many of the dp_shard x ring x ulysses x tp ranks experts are spread."""
+    zero: int = 3
+    """ZeRO stage: 0 shards nothing over dp x sp, 1 the optimiser, 2 gradients too, 3 parameters too."""
+    engine: Annotated[str, _one_of(ENGINES)] = "fsdp2"
+    """What shards and updates the weights: torch's FSDP2, or DeepSpeed (needs the deepspeed extra)."""
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
@@ -61,6 +79,8 @@ class TrainConfig:
     """Tokens per sequence, over all ranks that share it."""
     batch_size: int = 1
     """Sequences per data-parallel rank and step."""
+    micro_batches: int = 1
+    """Parts of batch_size that pass one after another: gradient accumulation, and what fills a pipeline."""
     steps: int = 100
     """Optimiser steps."""
     learning_rate: float = 3e-3
@@ -71,8 +91,19 @@ class TrainConfig:
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. inf: never clip."""
+    router_aux_loss_coef: float = -1.0
+    """Weight of the load-balancing loss of mixtures of experts. -1: what the model's configuration says."""
     seed: int = 0
     """Fixes the initial weights and the order of the data."""
+
+    ac: Annotated[str, _one_of(AC_MODES)] = "none"
+    """Activation checkpointing: recompute layers in the backward; attention-saved keeps attention's results."""
+    ac_offload: bool = False
+    """Keep what activation checkpointing keeps in the host's memory."""
+    loss_chunk: int = 2048
+    """Tokens whose logits exist at a time, on each rank."""
+    mlp_tile: int = 0
+    """Tokens that pass through an MLP at a time, recomputed in the backward. 0: all of a rank's tokens at once."""
 
     dtype: Annotated[str, _one_of(DTYPES)] = "auto"
     """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
@@ -82,9 +113,21 @@ class TrainConfig:
     """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
 
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
-    """The run's folder: configuration, metrics, TensorBoard, checkpoint."""
+    """The run's folder: configuration, metrics, TensorBoard, checkpoints, and the trained model."""
     log_every: int = 10
     """Print a line every this many steps. metrics.jsonl holds every step."""
+    checkpoint_every: int = 100
+    """Write a checkpoint to resume from every this many steps, and after the last. 0: never."""
+    keep_checkpoints: int = 2
+    """How many of them to keep, the newest."""
+    resume: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """Continue a run from its newest checkpoint (or the one named), on the same or another layout and world size."""
+    hang_timeout: float = 600.0
+    """Seconds without progress after which the run stops and names what hangs where. 0: wait for ever."""
+    profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""
+    """Steps to trace; the traces go to the run's folder, for chrome://tracing or Perfetto."""
+    wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
+    """Log to this Weights & Biases project too (needs wandb)."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -131,7 +174,7 @@ def flag(name: str) -> str:
 
 def _convert(value: Any, kind: type) -> Any:
     """`value` as `kind`, where that loses nothing. YAML reads 3e-4 as a string, so strings may hold a float."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) != (kind is bool):
         raise TypeError
     if kind is float and isinstance(value, (int, float, str)):
         return float(value)
@@ -141,4 +184,4 @@ def _convert(value: Any, kind: type) -> Any:
 
 
 def _kind(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "a string"}[kind]
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]

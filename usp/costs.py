@@ -43,6 +43,8 @@ class ModelFacts:
     """The numbers of a causal language model that configuration checks and FLOPs need.
 
     windows: for each layer, how many positions back a query sees, itself included; 0 means all of them.
+    num_experts: of each mixture-of-experts layer; 0 for a dense model.
+    tied: whether the output head is the embedding.
     """
 
     name: str
@@ -51,6 +53,9 @@ class ModelFacts:
     head_dim: int
     vocab_size: int
     windows: tuple[int, ...]
+    intermediate_size: int = 0
+    num_experts: int = 0
+    tied: bool = False
 
 
 def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:

@@ -33,3 +33,16 @@ def causal_lm_loss(logits: Tensor, shift_labels: Tensor, global_tokens: Tensor |
         logits.flatten(0, 1).float(), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     return total / global_tokens
+
+
+def vocab_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    shift_labels: Tensor,
+    *,
+    global_tokens: int,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """To be replaced by the chunked, vocabulary-parallel one."""
+    return causal_lm_loss(hidden @ weight.T, shift_labels, global_tokens)

@@ -7,11 +7,11 @@ come together, so that a run is put right in one go.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
-from parallel import SP_ORDERS, ParallelDims
-from usp.config import DEVICES, DTYPES, TrainConfig, flag, nearest
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims
+from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PP_SCHEDULES, TrainConfig, flag, nearest
 from usp.costs import ModelFacts
 
 
@@ -20,46 +20,62 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
 
     `facts` is None when the model itself could not be found: the rules about it are then left out.
     """
-    numbers = list(_numbers(config))
-    found = [*_choices(config), *numbers]
-    if numbers:  # the rules below do arithmetic with them
-        return found
-    if config.sp_order in SP_ORDERS:
-        found += _degrees(config, world_size)
-    if config.sp_layout in LAYOUTS:
-        found += _sequence(config)
-    if facts is not None:
-        found += _heads(config, facts)
+    alone = dict((*_choices(config), *_numbers(config)))
+    found = list(alone.values())
+    for rule, reads in RULES:
+        if not set(reads) & set(alone):  # do no arithmetic with what is wrong by itself
+            found += rule(config, world_size)
+    for model_rule, reads in MODEL_RULES:
+        if facts is not None and not set(reads) & set(alone):
+            found += model_rule(config, facts)
     return found
 
 
-def _choices(config: TrainConfig) -> Iterator[str]:
+def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
     for name, choices in (
         ("sp_layout", LAYOUTS),
         ("sp_order", SP_ORDERS),
+        ("pp_schedule", PP_SCHEDULES),
+        ("engine", ENGINES),
+        ("ac", AC_MODES),
         ("attention_kernel", KERNEL_NAMES),
         ("dtype", DTYPES),
         ("device", DEVICES),
     ):
         value = getattr(config, name)
         if value not in choices:
-            yield f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
+            yield name, f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
+    if config.zero not in ZERO_STAGES:
+        yield "zero", f"--zero = {config.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
 
 
-def _numbers(config: TrainConfig) -> Iterator[str]:
+AT_LEAST_ONE = (
+    *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "seq_len", "batch_size", "micro_batches"),
+    *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
+)
+NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed", "mlp_tile", "checkpoint_every", "hang_timeout")
+
+
+def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Each number's own range."""
-    for name in ("sp_ulysses", "sp_ring", "dp_replicate", "seq_len", "batch_size", "steps", "log_every"):
+    for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
-            yield f"{flag(name)} = {getattr(config, name)} must be at least 1"
+            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 1"
     if config.dp_shard != -1 and config.dp_shard < 1:
-        yield f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the ranks that are left"
-    for name in ("warmup_steps", "weight_decay", "seed"):
+        yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the ranks that are left"
+    for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0:
-            yield f"{flag(name)} = {getattr(config, name)} must not be negative"
+            yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
     if not 0 < config.learning_rate < math.inf:
-        yield f"--learning-rate = {config.learning_rate} must be positive and finite"
+        yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
     if not config.max_grad_norm > 0:
-        yield f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
+        yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
+    coefficient = config.router_aux_loss_coef
+    if coefficient != -1 and not 0 <= coefficient < math.inf:
+        yield (
+            "router_aux_loss_coef",
+            f"--router-aux-loss-coef = {coefficient} must not be negative, or -1 for the model's own",
+        )
 
 
 def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -72,15 +88,18 @@ def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
 def parallel_dims(config: TrainConfig) -> ParallelDims:
     """The degrees that `config` asks for, dp_shard still -1 where it is to take the rest."""
     return ParallelDims(
+        pp=config.pp,
         dp_replicate=config.dp_replicate,
         dp_shard=config.dp_shard,
         ring=config.sp_ring,
         ulysses=config.sp_ulysses,
+        tp=config.tp,
+        ep=config.ep,
         sp_order=config.sp_order,
     )
 
 
-def _sequence(config: TrainConfig) -> Iterator[str]:
+def _sequence(config: TrainConfig, world_size: int) -> Iterator[str]:
     multiple = SequenceLayout.multiple_of(config.sp_layout, config.sp_ring, config.sp_ulysses)
     if config.seq_len % multiple:
         below = config.seq_len // multiple * multiple
@@ -91,17 +110,152 @@ def _sequence(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if config.sp_ulysses > facts.num_heads:
-        ranks = config.sp_ulysses * config.sp_ring
-        ulysses = max(degree for degree in range(1, facts.num_heads + 1) if ranks % degree == 0)
+def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.batch_size % config.micro_batches:
         yield (
-            f"--sp-ulysses = {config.sp_ulysses} leaves a rank without a head: {facts.name} has {facts.num_heads} "
-            f"query heads, and each Ulysses rank needs at least one. Use 1 to {facts.num_heads}; for the same "
-            f"{ranks} ranks, --sp-ulysses {ulysses} --sp-ring {ranks // ulysses}"
+            f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
+            f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
+            f"{_divisors(config.batch_size)}"
+        )
+    least = {"1f1b": 1, "interleaved-1f1b": config.pp, "zero-bubble": 2 * config.pp}[config.pp_schedule]
+    if config.pp > 1 and (config.micro_batches < config.pp or config.micro_batches % least):
+        needed = _above(max(config.micro_batches, config.pp), least)
+        yield (
+            f"--micro-batches = {config.micro_batches} does not fill --pp {config.pp} with --pp-schedule "
+            f"{config.pp_schedule}: use --micro-batches {needed}, and a --batch-size that it divides"
+        )
+    if config.pp == 1 and config.pp_schedule != "1f1b":
+        yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
+
+
+def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.ac_offload and config.ac == "none":
+        yield "--ac-offload moves what activation checkpointing keeps, but --ac is none: use --ac full"
+    if config.tp_sequence_parallel and config.tp == 1:
+        yield "--tp-sequence-parallel shares tokens over tensor-parallel ranks, but --tp is 1: give --tp, or drop it"
+
+
+def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.engine != "deepspeed":
+        return
+    for name in ("tp", "pp", "ep", "dp_replicate"):
+        if getattr(config, name) > 1:
+            yield (
+                f"{flag(name)} = {getattr(config, name)} is not served by --engine deepspeed, whose ZeRO spans "
+                f"--dp-shard x sp alone: use {flag(name)} 1, or --engine fsdp2"
+            )
+
+
+def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if config.tp == 1:
+        return
+    parts = {
+        "query heads": facts.num_heads,
+        "key-value heads": facts.num_kv_heads,
+        "MLP columns (intermediate_size)": 0 if facts.num_experts else facts.intermediate_size,
+        "ids (vocab_size)": facts.vocab_size,
+    }
+    for what, number in parts.items():
+        if number % config.tp:
+            yield (
+                f"--tp = {config.tp} must divide the {number} {what} of {facts.name}: use --tp "
+                f"{_divisors(number, most=config.tp)}"
+            )
+    local = config.seq_len // (config.sp_ring * config.sp_ulysses)
+    if config.tp_sequence_parallel and local % config.tp:
+        yield (
+            f"--tp = {config.tp} must divide the {local} tokens of a sequence-parallel rank (--seq-len "
+            f"{config.seq_len} / {config.sp_ring * config.sp_ulysses}), which --tp-sequence-parallel shares: change "
+            f"--seq-len"
+        )
+    if facts.num_experts and not config.tp_sequence_parallel:
+        yield (
+            f"--tp = {config.tp} with the mixture of experts {facts.name} needs --tp-sequence-parallel, so that every "
+            f"rank routes tokens of its own"
+        )
+
+
+def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if config.pp == 1:
+        return
+    stages = config.pp * (1 if config.pp_schedule == "1f1b" else 2)
+    layers = len(facts.windows)
+    if stages > layers:
+        yield (
+            f"--pp = {config.pp} with --pp-schedule {config.pp_schedule} makes {stages} stages, but {facts.name} has "
+            f"{layers} layers, and each stage needs one: use --pp {max(1, layers * config.pp // stages)} or less"
+        )
+    if facts.tied:
+        yield (
+            f"--pp = {config.pp} would put the embedding and the output head of {facts.name} on different ranks, but "
+            f"they are one matrix (tie_word_embeddings): use --pp 1"
+        )
+
+
+def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if not facts.num_experts:
+        if config.ep > 1:
+            yield f"--ep = {config.ep} spreads experts, and {facts.name} has none: use --ep 1"
+        if config.router_aux_loss_coef > 0:
+            yield (
+                f"--router-aux-loss-coef = {config.router_aux_loss_coef} balances experts, and {facts.name} has none: "
+                f"drop it"
+            )
+        return
+    if facts.num_experts % config.ep:
+        yield (
+            f"--ep = {config.ep} must divide the {facts.num_experts} experts of {facts.name}: use --ep "
+            f"{_divisors(facts.num_experts, most=config.ep)}"
+        )
+    if config.zero == 0 and config.ep * config.tp > 1:
+        yield (
+            f"--zero 0 keeps every expert on every rank, but --ep {config.ep} x --tp {config.tp} ranks share them: use "
+            f"--zero 1"
+        )
+    if config.mlp_tile:
+        yield f"--mlp-tile = {config.mlp_tile} cuts dense MLPs, and those of {facts.name} are experts: drop it"
+
+
+def _above(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def _divisors(number: int, most: int | None = None) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, most or number) + 1) if number % d == 0)
+
+
+def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    left = facts.num_heads // config.tp
+    if facts.num_heads % config.tp == 0 and config.sp_ulysses > left:
+        ranks = config.sp_ulysses * config.sp_ring
+        ulysses = max(degree for degree in range(1, left + 1) if ranks % degree == 0)
+        after = f"{left} query heads" if config.tp == 1 else f"{facts.num_heads} / tp {config.tp} = {left} query heads"
+        yield (
+            f"--sp-ulysses = {config.sp_ulysses} leaves a rank without a head: {facts.name} has {after}, and each "
+            f"Ulysses rank needs at least one. Use 1 to {left}; for the same {ranks} ranks, --sp-ulysses {ulysses} "
+            f"--sp-ring {ranks // ulysses}"
         )
     if facts.num_heads % facts.num_kv_heads:
         yield (
             f"{facts.name} has {facts.num_heads} query heads over {facts.num_kv_heads} key-value heads: every "
             f"key-value head must serve the same number of query heads. Change the model's num_key_value_heads"
         )
+
+
+_SP = ("sp_ring", "sp_ulysses")
+_DEGREES = (*_SP, "dp_shard", "dp_replicate", "tp", "pp", "ep")
+# Each rule with the fields that it reads.
+RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]], ...] = (
+    (_degrees, (*_DEGREES, "sp_order")),
+    (_sequence, (*_SP, "sp_layout", "seq_len")),
+    (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
+    (_switches, ("ac", "tp")),
+    (_engine, (*_DEGREES, "engine")),
+)
+MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (
+    (_heads, (*_SP, "tp")),
+    (_tensor, (*_SP, "tp", "seq_len")),
+    (_pipeline, ("pp", "pp_schedule")),
+    (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "mlp_tile")),
+)

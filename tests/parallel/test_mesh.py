@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelDims, ParallelMesh, apply_fsdp
+from parallel import ZERO_STAGES, ParallelDims, ParallelMesh, apply_fsdp, before_micro_batch, clip_grad_norm
 from parallel.testing import RankError, RankPool
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "loss")
@@ -31,6 +31,18 @@ def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
     inner = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=4, sp_order="ulysses-outer"))
     assert [c["ring"][0] for c in inner] == [0, 1] * 4
     assert [c["ulysses"][0] for c in inner] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def expert_coordinates(dims: ParallelDims) -> tuple[int, int, int]:
+    mesh = ParallelMesh.create(dims)
+    return mesh.rank("efsdp"), mesh.rank("ep"), mesh.size("efsdp")
+
+
+def test_ep_regroups_the_ranks_that_hold_different_tokens(ranks: RankPool) -> None:
+    found = ranks.run(expert_coordinates, 8, ParallelDims(pp=2, ulysses=2, tp=2, ep=2))
+    assert found == [(rank % 4 // 2, rank % 2, 2) for rank in range(8)]
+    with pytest.raises(ValueError, match=r"ep=3 must divide .* = 8 ranks that it regroups: use ep=1, 2, 4, 8"):
+        ParallelDims(ulysses=4, tp=2, ep=3).resolve(8)
 
 
 def disagree(axis: str) -> str:
@@ -61,23 +73,32 @@ def test_a_mesh_needs_a_process_group() -> None:
         ParallelMesh.create(ParallelDims())
 
 
-def summed_gradients(dims: ParallelDims) -> tuple[list[list[float]], list[list[float]]]:
+def summed_gradients(dims: ParallelDims, zero: int, micro_batches: int) -> tuple[list[list[float]], list[list[float]]]:
     """Gradients of a model whose loss is each rank's own input, by FSDP and by the sum over all inputs."""
     mesh = ParallelMesh.create(dims)
     torch.manual_seed(0)
     model, alone = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
     alone.load_state_dict(model.state_dict())
-    inputs = torch.arange(dist.get_world_size() * 6.0).view(-1, 6)
-    apply_fsdp(model, mesh, list(model))
-    model(inputs[dist.get_rank()]).square().sum().backward()
-    for row in inputs:
-        alone(row).square().sum().backward()
+    inputs = torch.arange(dist.get_world_size() * micro_batches * 6.0).view(-1, micro_batches, 6) / 10
+    apply_fsdp(model, mesh, list(model), zero=zero)
+    for number, row in enumerate(inputs[dist.get_rank()], start=1):
+        before_micro_batch(model, zero, last=number == micro_batches)
+        model(row).square().sum().backward()
+    alone(inputs).square().sum().backward()
+    norm = clip_grad_norm(model.parameters(), float("inf"), mesh)
+    wanted = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    assert norm == pytest.approx(wanted, rel=1e-5)
+    clip_grad_norm(model.parameters(), wanted / 2, mesh)
     sharded = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return [g.flatten().tolist() for g in sharded], [p.grad.flatten().tolist() for p in alone.parameters()]
+    return [g.flatten().tolist() for g in sharded], [(p.grad / 2).flatten().tolist() for p in alone.parameters()]
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("zero", ZERO_STAGES)
 @pytest.mark.parametrize("dims", [ParallelDims(ring=2, ulysses=2), ParallelDims(dp_replicate=2, ulysses=2)], ids=str)
-def test_fsdp_sums_gradients_over_every_rank(ranks: RankPool, dims: ParallelDims) -> None:
-    for sharded, alone in ranks.run(summed_gradients, 4, dims):
+def test_gradients_are_summed_over_ranks_and_micro_batches_and_clipped_by_their_norm(
+    ranks: RankPool, dims: ParallelDims, zero: int, micro_batches: int
+) -> None:
+    for sharded, alone in ranks.run(summed_gradients, 4, dims, zero, micro_batches):
         for found, wanted in zip(sharded, alone, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)

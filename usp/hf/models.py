@@ -70,6 +70,9 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        intermediate_size=config.intermediate_size,
+        num_experts=getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0,
+        tied=bool(config.tie_word_embeddings),
     )
 
 

@@ -1,0 +1,59 @@
+"""What one pipeline stage of a causal language model computes: from ids or hidden states to hidden states or the loss.
+
+    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> vocabulary loss   last stage
+
+The model is the unchanged transformers one, with the layers of other stages taken out. Its head is never called: the
+loss takes the head's weight, so that the logits of all tokens never exist. Without pipeline parallelism one stage is
+first and last.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from parallel import ParallelMesh
+from usp.loss import vocab_loss
+
+
+class CausalLMStage(nn.Module):
+    """A stage of `model`, and the root module that the engine shards.
+
+    Args:
+        first, last: whether the stage takes ids, and whether it gives the loss.
+        loss_chunk: tokens whose logits exist at a time.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, mesh: ParallelMesh, *, first: bool = True, last: bool = True, loss_chunk: int
+    ) -> None:
+        super().__init__()
+        self.model, self.first, self.last, self.loss_chunk = model, first, last, loss_chunk
+        self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+
+    def forward(
+        self, x: Tensor, *, position_ids: Tensor, shift_labels: Tensor, global_tokens: int, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Hidden states, or on the last stage this rank's share of the loss, in fp32.
+
+        Args:
+            x: (B, S) ids on the first stage, else hidden states (B, S, H).
+            position_ids, shift_labels, cu_seqlens: as `shard_batch` gives them.
+            global_tokens: targets of the whole step, over all ranks and micro-batches.
+        """
+        inputs = {"input_ids": x} if self.first else {"inputs_embeds": x}
+        backbone = self.model.base_model
+        hidden = backbone(**inputs, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=False).last_hidden_state
+        if not self.last:
+            return hidden
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        return vocab_loss(
+            hidden,
+            head.weight,
+            shift_labels,
+            global_tokens=global_tokens,
+            chunk_tokens=self.loss_chunk,
+            group=self.tp_group,
+        )
