@@ -1,7 +1,7 @@
 """From a prepared run to an engine with the stages that this rank trains.
 
-    on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> recomputation
-    then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
+on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> recomputation
+then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from parallel import ParallelMesh, apply_fsdp
-from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
 from usp.engines.base import Engine
+from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
+from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.models import empty_model
@@ -29,13 +30,27 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
 
     Raises ValueError for a model that cannot be divided as asked.
     """
-    config = prepared.config
+    config, dtype = prepared.config, getattr(torch, prepared.config.dtype)
     stages = [build_stage(prepared, mesh)]
     for stage in stages:
-        shard_stage(stage, prepared, mesh)
+        if config.engine == "fsdp2":
+            apply_fsdp(
+                stage,
+                mesh,
+                decoder_layers(stage.model),
+                param_dtype=dtype,
+                zero=config.zero,
+                experts=expert_modules(stage.model),
+            )
         fill_stage(stage, prepared)
-    return Fsdp2Engine(
-        stages, mesh, zero=config.zero, learning_rate=config.learning_rate, weight_decay=config.weight_decay
+    kind = Fsdp2Engine if config.engine == "fsdp2" else DeepSpeedEngine
+    return kind(
+        stages,
+        mesh,
+        zero=config.zero,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        param_dtype=dtype,
     )
 
 
@@ -46,8 +61,23 @@ def build_stage(prepared: Prepared, mesh: ParallelMesh) -> CausalLMStage:
     apply_unified_sp(model, mesh, layout=config.sp_layout, kernel=config.attention_kernel)
     apply_ep(model, mesh)
     apply_tp(model, mesh, config.tp_sequence_parallel)
-    layers = decoder_layers(model)
-    if config.mlp_tile:
-        apply_tiled_mlp(layers, config.mlp_tile)
-    apply_activation_checkpointing(layers, config.ac, model.unified_sp, config.ac_offload)
-    return CausalLMStage(model, mesh, loss_chunk=config.loss_chunk)
+    coefficient = aux_loss_coefficient(prepared.model_config, config.router_aux_loss_coef)
+    balance = None
+    if coefficient:
+        balance = RouterBalance(
+            model,
+            mesh,
+            coefficient,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+            micro_batches=config.micro_batches,
+        )
+    return CausalLMStage(model, mesh, loss_chunk=config.loss_chunk, balance=balance)
+
+
+def fill_stage(stage: CausalLMStage, prepared: Prepared) -> None:
+    """Give the stage memory and its first weights: a checkpoint folder's, or random ones that the seed fixes."""
+    stage.to_empty(device=prepared.device)
+    if prepared.config.model in PRESETS:
+        initialise(stage.model, prepared.config.seed)
+    else:
+        load_weights(stage.model, Path(prepared.config.model).expanduser())

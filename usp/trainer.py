@@ -37,6 +37,7 @@ from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, lost_peer
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
+from usp.hf.weights import save_weights
 from usp.launch import Launch, process_group
 from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, peak_memory

@@ -238,7 +238,9 @@ def _load(device_type: str) -> Any:
         with _own_errors_only():
             import deepspeed
     except ImportError as error:
-        raise RuntimeError("engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'") from error
+        raise RuntimeError(
+            "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
+        ) from error
     if device_type == "cpu":
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -105,6 +105,8 @@ def _gathered(parameter: nn.Parameter) -> int:
     """Elements of a parameter once it is gathered over data-parallel ranks: the part that tp or ep gives this rank."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
-    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, parameter.placements, strict=True)
+    axes = zip(
+        parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, parameter.placements, strict=True
+    )
     parts = (size for name, size, placement in axes if name in ("tp", "ep") and not placement.is_replicate())
     return parameter.numel() // math.prod(parts)

@@ -122,3 +122,9 @@ def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Pat
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = True  # off while sequences are sharded; whoever loads the checkpoint generates with it
     config.save_pretrained(folder)
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model in float32 on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
