@@ -10,10 +10,10 @@ from torch import Tensor
 from parallel.expert import DispatchPlan, grouped_linear, mix_experts, plan_dispatch
 from parallel.testing import RankPool, count_sent_bytes
 
-EXPERTS, TOKENS, TOP_K, HIDDEN, OUT = 4, 5, 2, 8, 12
+EXPERTS, TOKENS, TOP_K, HIDDEN = 4, 5, 2, 8
 
 
-def inputs(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(rank: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """A rank's tokens, distinct choices and weights. "empty": only experts of the first half; "one": one rank's."""
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(TOKENS + rank, HIDDEN, generator=generator, dtype=torch.float64)
@@ -26,12 +26,12 @@ def inputs(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def matrices() -> Tensor:
-    return torch.randn(EXPERTS, OUT, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    return torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
 
 
 def mixed(kind: str) -> dict[str, Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    tokens, choices, weights = inputs(rank, world, kind)
+    tokens, choices, weights = inputs(rank, kind)
     weights.requires_grad_()
     own = matrices().chunk(world)[rank].clone().requires_grad_()
     group = dist.group.WORLD
@@ -44,24 +44,24 @@ def mixed(kind: str) -> dict[str, Tensor]:
             weights,
             num_experts=EXPERTS,
             group=group,
-            experts=lambda rows, counts: grouped_linear(rows, own, counts),
+            experts=lambda x, rows_of_expert: grouped_linear(x, own, rows_of_expert),
         )
-    widths = (HIDDEN * 8, OUT * 8)
-    others = [peer for peer in range(world) if peer != rank]
-    expected = sum(widths[0] * plan.send_splits[p] + widths[1] * plan.receive_splits[p] for p in others)
-    assert sent.total == expected + len(others) * EXPERTS // world * 8  # and the counts, int64
-    out.square().sum().backward()
+    rows, counts = plan.sent_bytes(rank, row_bytes=HIDDEN * 8), (world - 1) * EXPERTS // world * 8  # in int64
+    assert sent.total == rows + counts
+    with count_sent_bytes() as sent:
+        out.square().sum().backward()
+    assert sent.total == rows
     grads = {"tokens": tokens.grad, "weights": weights.grad, "experts": own.grad}
     return {"out": out.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
 
 
 def dense(world: int, kind: str) -> dict[str, Tensor]:
     """Every expert on every token, one process."""
-    each = [inputs(rank, world, kind) for rank in range(world)]
+    each = [inputs(rank, kind) for rank in range(world)]
     tokens, choices, weights = (torch.cat(parts).detach() for parts in zip(*each, strict=True))
     all_matrices = matrices().requires_grad_()
     results = torch.einsum("th,eoh->teo", tokens.requires_grad_(), all_matrices)
-    chosen = results.gather(1, choices.unsqueeze(2).expand(-1, -1, OUT))
+    chosen = results.gather(1, choices.unsqueeze(2).expand(-1, -1, HIDDEN))
     out = (chosen * weights.requires_grad_().unsqueeze(2)).sum(dim=1)
     out.square().sum().backward()
     return {"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad, "experts": all_matrices.grad}
