@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from parallel import ParallelMesh, apply_fsdp
-from usp.engines.base import Engine
+from usp.engines.base import AdamW, Engine
 from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
@@ -43,13 +43,12 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
                 experts=expert_modules(stage.model),
             )
         fill_stage(stage, prepared)
-    kind = Fsdp2Engine if config.engine == "fsdp2" else DeepSpeedEngine
+    kind: type[Fsdp2Engine] | type[DeepSpeedEngine] = Fsdp2Engine if config.engine == "fsdp2" else DeepSpeedEngine
     return kind(
         stages,
         mesh,
         zero=config.zero,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
+        optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
         param_dtype=dtype,
     )
 

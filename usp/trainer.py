@@ -20,7 +20,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from usp.launch import Launch, process_group
 from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, peak_memory
 from usp.prepare import Prepared, prepare
+from usp.sp_attention import UnifiedSPAttention
 
 FINAL_LEARNING_RATE = 0.1  # of the peak
 
@@ -103,7 +104,7 @@ class Trainer:
         self._agree(batch.digest(), f"the data of step {number}")
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
-        share = self.engine.forward_backward(_split(local, self.config.micro_batches), tokens)
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), tokens)
 
         sent = self._attention_sent() - sent_before
         total_loss, total_sent = self._sum([share.item(), sent])
@@ -136,7 +137,7 @@ class Trainer:
         return shard_batch(whole, self.mesh, layout=self.config.sp_layout)
 
     def _attention_sent(self) -> int:
-        return sum(stage.model.unified_sp.sent_bytes for stage in self.engine.stages)
+        return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
 
     def _agree(self, value: object, what: str) -> None:
         try:
@@ -211,7 +212,7 @@ class Trainer:
         return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every, out=sys.stdout)
 
 
-def _split(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
+def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
     """Rows of the batch in `parts` equal micro-batches."""
     pieces = {key: value.chunk(parts) for key, value in batch.items()}
     return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import run_ranks

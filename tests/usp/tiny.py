@@ -17,6 +17,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
+LEARNING_RATE, ADAM_EPS = 3e-3, 1e-5
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -28,6 +29,7 @@ SIZES = {
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama-deep": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 4}),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
@@ -55,7 +57,10 @@ def tiny_model(family: str, implementation: str = "eager") -> PreTrainedModel:
 
 def optimiser(model: torch.nn.Module) -> torch.optim.AdamW:
     # With the default eps the first steps are the sign of gradients near zero, and rounding decides that.
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
 
 
 def packed_batch(step: int) -> dict[str, Tensor]:

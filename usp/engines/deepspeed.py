@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
-from usp.engines.base import MicroBatch, adamw
+from usp.engines.base import AdamW, MicroBatch
 from usp.hf.stage import CausalLMStage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,26 +51,24 @@ class DeepSpeedEngine:
         mesh: ParallelMesh,
         *,
         zero: int,
-        learning_rate: float,
-        weight_decay: float,
+        optimizer: AdamW,
         param_dtype: torch.dtype = torch.float32,
     ) -> None:
         _check(mesh, zero, param_dtype)
         self.stage, self.mesh, self.zero = stages[0], mesh, zero
         self.parameters = dict(self.stage.named_parameters())
         self.deepspeed = _load(mesh.device_type)
-        optimizer = adamw(self.parameters.values(), learning_rate, weight_decay)
+        self.optimizer = optimizer.over(self.parameters.values())
         with _own_errors_only():
             self.engine, *_ = self.deepspeed.initialize(
                 model=self.stage,
-                optimizer=optimizer,
+                optimizer=self.optimizer,
                 config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()]),
                 dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
             )
         if zero == 3:  # the loss takes the head's weight without calling the head
             head = cast(nn.Linear, self.stage.model.get_output_embeddings())
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
-        self.optimizer = optimizer
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
         share = torch.zeros((), device=self.mesh.device_type)

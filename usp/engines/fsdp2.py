@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
 from usp.costs import fsdp_sent_bytes
-from usp.engines.base import MicroBatch, adamw
+from usp.engines.base import AdamW, MicroBatch
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
@@ -33,12 +33,11 @@ class Fsdp2Engine:
         *,
         zero: int,
         param_dtype: torch.dtype,
-        learning_rate: float,
-        weight_decay: float,
+        optimizer: AdamW,
     ) -> None:
         self.stages, self.mesh, self.zero, self.itemsize = stages, mesh, zero, param_dtype.itemsize
         self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
-        self.optimizer = adamw(self.parameters.values(), learning_rate, weight_decay)
+        self.optimizer = optimizer.over(self.parameters.values())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
         (stage,) = self.stages

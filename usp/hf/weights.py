@@ -1,6 +1,7 @@
 """Stand-in."""
 
 from __future__ import annotations
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -25,7 +26,12 @@ def _copy(model, whole):
 
 def initialise(model, seed):
     torch.manual_seed(seed)
-    _copy(model, AutoModelForCausalLM.from_config(model.config, dtype=torch.float32, attn_implementation="eager"))
+    _copy(
+        model,
+        AutoModelForCausalLM.from_config(
+            __import__("copy").deepcopy(model.config), dtype=torch.float32, attn_implementation="eager"
+        ),
+    )
 
 
 def load_weights(model, folder):
