@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
-LEARNING_RATE, ADAM_EPS = 3e-3, 1e-5
+LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -30,7 +30,6 @@ SIZES = {
 DEEP = SIZES | {"num_hidden_layers": 4}  # layers for four pipeline stages
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
-    "llama-deep": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 4}),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
@@ -78,10 +77,10 @@ def packed_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[float, float]]:
+def train_alone(family: str, aux_loss_coefficient: float = 0.0, parts: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy.
 
-    The auxiliary loss of a mixture of experts is that of the whole batch, and part of the loss.
+    The auxiliary loss of a mixture of experts is the mean of those of `parts` of the batch, and part of the loss.
     """
     model = tiny_model(family)
     routers = {"output_router_logits": True} if aux_loss_coefficient else {}
@@ -106,8 +105,10 @@ def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[fl
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
         if aux_loss_coefficient:
             chosen = model.config.num_experts_per_tok
-            balance = load_balancing_loss_func(out.router_logits, model.config.num_experts, chosen)
-            loss = loss + aux_loss_coefficient * balance
+            by_part = zip(*(logits.chunk(parts) for logits in out.router_logits), strict=True)
+            for router_logits in by_part:
+                balance = load_balancing_loss_func(router_logits, model.config.num_experts, chosen)
+                loss = loss + aux_loss_coefficient * balance / parts
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
