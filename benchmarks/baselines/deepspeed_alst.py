@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from parallel.testing import RankPool
 from usp.engines.deepspeed import load_deepspeed
@@ -27,6 +27,7 @@ from usp.engines.deepspeed import load_deepspeed
 VERSION = "0.19.8"
 PATCHES = {
     "gloo alone": "on a CPU no operator is compiled: gloo carries all collectives, as it does ours",
+    "summed gradients": "ZeRO-3 averages gradients over sequence-parallel ranks too: the loss is multiplied by them",
 }
 
 
@@ -56,7 +57,9 @@ def build(
     with ids.device:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     rows, seq_len = ids.shape
-    mpu = ulysses.register_with_transformers(model, "sdpa", ranks, rows, seq_length=seq_len, seq_length_is_variable=False)
+    mpu = ulysses.register_with_transformers(
+        model, "sdpa", ranks, rows, seq_length=seq_len, seq_length_is_variable=False
+    )
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = deepspeed.initialize(
@@ -76,10 +79,10 @@ def build(
 
     def step() -> tuple[float, float]:
         logits = engine(input_ids=ids[:, own], position_ids=positions, use_cache=False).logits
-        # DeepSpeed averages over data-parallel and sums over sequence-parallel ranks, here all.
         share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         share = share / (rows * (seq_len - 1))
-        engine.backward(share)
+        # ZeRO 1 and 2 average over data-parallel and sum over sequence-parallel ranks; ZeRO-3 averages over all.
+        engine.backward(share * ranks if zero == 3 else share)
         engine.step()
         total = share.detach()
         dist.all_reduce(total)
@@ -91,9 +94,9 @@ def build(
 # The check that the peer is set up right
 
 
-def _config() -> LlamaConfig:
+def _config() -> PreTrainedConfig:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 257}
-    return LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
+    return AutoConfig.for_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=4)
 
 
 def _ids() -> Tensor:

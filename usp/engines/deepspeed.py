@@ -241,7 +241,9 @@ def load_deepspeed(device_type: str) -> Any:
         with _own_errors_only():
             import deepspeed
     except ImportError as error:
-        raise RuntimeError("engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'") from error
+        raise RuntimeError(
+            "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
+        ) from error
     # DeepSpeed calls torch's collectives by older names, once a rank and collective: nothing that a user could change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device_type == "cpu":
