@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from attention import KERNEL_NAMES, AttentionSpec, select_kernel
 from parallel import ParallelDims
 from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.costs import ModelFacts
-from usp.data import PackedBatch, global_batches
+from usp.data import BatchStream
 from usp.documents import open_source
 from usp.failures import ConfigurationError
 from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
@@ -46,7 +45,7 @@ class Prepared:
     parameters: int
     matmul_parameters: int
     tokenizer: Tokenizer
-    batches: Iterator[PackedBatch]
+    batches: BatchStream
     kernel_choice: str
 
 
@@ -86,19 +85,10 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
 
     dims = parallel_dims(config).resolve(launch.world_size)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = attempt(
-        lambda: _begun(
-            global_batches(
-                units,
-                tokenizer,
-                rows=rows,
-                seq_len=config.seq_len,
-                seed=config.seed,
-                vocab_size=facts.vocab_size,
-            )
-        )
+    batches = BatchStream(
+        units, tokenizer, rows=rows, seq_len=config.seq_len, seed=config.seed, vocab_size=facts.vocab_size
     )
-    if batches is None:
+    if attempt(batches.peek) is None:
         raise ConfigurationError(_listed(problems))
     resolved = _resolved(config, dims, device)
     model = empty_model(model_config)
@@ -124,11 +114,6 @@ def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> 
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""
     return select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)[1]
-
-
-def _begun(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
-    """The same batches, the first of them read already."""
-    return itertools.chain([next(batches)], batches)
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:
