@@ -1,7 +1,7 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
 sp_axes, sequence, sp_attention, batch, loss, tokenizer, presets, config, costs, documents, data, metrics, launch,
-failures, validate, hf, prepare, trainer, cli.
+failures, signals, stacks, watchdog, profiling, validate, hf, prepare, trainer, cli.
 """
 
 from __future__ import annotations
