@@ -2,7 +2,7 @@
 
 Knows torch alone: process groups, layouts and kernels are arguments. Each file imports only earlier ones:
 
-intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, ring, ulysses, unified.
+intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from .bands import Task, block_tasks, rank_pieces
 from .comm import Channel
 from .heads import HeadPlan
+from .keep import Keep, KeepResults, compute_now
 from .kernels.base import Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
@@ -24,6 +25,8 @@ __all__ = [
     "AttentionSpec",
     "Channel",
     "HeadPlan",
+    "Keep",
+    "KeepResults",
     "Kernel",
     "RingProgram",
     "RingSchedule",
@@ -34,6 +37,7 @@ __all__ = [
     "WireBytes",
     "block_tasks",
     "check_kernel_name",
+    "compute_now",
     "rank_pieces",
     "ring_schedule",
     "select_kernel",

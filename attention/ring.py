@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending
+from .keep import Keep
 from .kernels.base import Kernel, Launch, SavedAttention, attend, attend_backward
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
@@ -41,21 +43,25 @@ class RingProgram:
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index)` -> out_TNH. `sinks` are logits that join each
-    row's softmax without a value (None for none); `kv_index` names the KV head of each query head where plain grouping
-    does not (heads.py).
+    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index, keep)` -> out_TNH. `sinks` are logits that
+    join each row's softmax without a value (None for none); `kv_index` names the KV head of each query head where plain
+    grouping does not (heads.py).
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None):
-        total = AttentionSum(q)
-        for launches, block in _blocks(program, channel, k, v):
-            attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
-        out, lse = total.result()
-        if sinks is not None:
-            joined = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out, lse = out * torch.exp(lse - joined).unsqueeze(-1), joined
-        out = out.to(q.dtype)
+    def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None, keep: Keep):
+        def attention() -> tuple[Tensor, Tensor]:
+            total = AttentionSum(q)
+            for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
+                with record_function(_step_name(program, index, "compute")):
+                    attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
+            out, lse = total.result()
+            if sinks is not None:
+                joined = torch.logaddexp(lse, sinks.to(lse.dtype))
+                out, lse = out * torch.exp(lse - joined).unsqueeze(-1), joined
+            return out.to(q.dtype), lse
+
+        out, lse = keep(("ring attention", q.shape, k.shape), attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.program, ctx.channel, ctx.kv_index = program, channel, kv_index
         return out
@@ -67,23 +73,31 @@ class RingAttention(torch.autograd.Function):
         saved = SavedAttention(dout, q, out, lse)
         dq = GradientSum(q)
         grads = _GradientRing(program.schedule, channel, k)
-        for step, (launches, block) in zip(program.schedule.steps, _blocks(program, channel, k, v), strict=True):
-            dk, dv = grads.block(step)
-            block_k, block_v = _select_heads(block, kv_index)
-            if kv_index is None:
-                attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, dk, dv)
-            else:
-                selected = GradientSum(block_k), GradientSum(block_v)
-                attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, *selected)
-                for total, part in zip((dk, dv), selected, strict=True):
-                    total.total.index_add_(1, kv_index, part.total)
-            grads.pass_on(step)
+        for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
+            step = program.schedule.steps[index]
+            with record_function(_step_name(program, index, "compute")):
+                dk, dv = grads.block(step)
+                block_k, block_v = _select_heads(block, kv_index)
+                if kv_index is None:
+                    attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, dk, dv)
+                else:
+                    selected = GradientSum(block_k), GradientSum(block_v)
+                    attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, *selected)
+                    for total, part in zip((dk, dv), selected, strict=True):
+                        total.total.index_add_(1, kv_index, part.total)
+            with record_function(_step_name(program, index, "wait for gradients")):
+                grads.pass_on(step)
         dk, dv = grads.finish()
         dsinks = None
         if sinks is not None:
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
-        return dq.total.to(q.dtype), dk.total.to(k.dtype), dv.total.to(v.dtype), dsinks, None, None, None
+        return dq.total.to(q.dtype), dk.total.to(k.dtype), dv.total.to(v.dtype), dsinks, None, None, None, None
+
+
+def _step_name(program: RingProgram, index: int, what: str) -> str:
+    """How a trace shows it."""
+    return f"ring step {index + 1}/{len(program.schedule.steps)}: {what}"
 
 
 def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -101,7 +115,8 @@ def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
         incoming = None if last else _Incoming(steps[index + 1], channel, own, held, like=k)
         yield launches, block
         if incoming is not None:
-            held = incoming.wait()
+            with record_function(_step_name(program, index, "wait")):
+                held = incoming.wait()
             block = (held[:, 0], held[:, 1])
 
 

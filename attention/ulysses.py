@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from .accumulate import accumulate_dtype
 from .comm import Channel
 from .heads import HeadPlan
+from .keep import Keep
 
 
 class SeqToHeads(torch.autograd.Function):
-    """`apply(q_BSNH, k_BSKH, v_BSKH, plan, channel)` -> q_TwH, k_TwH, v_TwH of this rank's heads."""
+    """`apply(q_BSNH, k_BSKH, v_BSKH, plan, channel, keep)` -> q_TwH, k_TwH, v_TwH of this rank's heads."""
 
     @staticmethod
-    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel):
+    def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
-        parts = [
-            torch.cat((q[:, :, slice(*heads)], k[:, :, slice(*kv)], v[:, :, slice(*kv)]), dim=2)
-            for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)
-        ]
-        return _split(_scatter_heads(parts, channel), plan, channel.rank)
+
+        def exchange() -> tuple[Tensor, Tensor, Tensor]:
+            parts = [
+                torch.cat((q[:, :, slice(*heads)], k[:, :, slice(*kv)], v[:, :, slice(*kv)]), dim=2)
+                for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)
+            ]
+            return _split(_scatter_heads(parts, channel), plan, channel.rank)
+
+        return keep(("sequence to heads", q.shape, k.shape), exchange)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
@@ -44,23 +50,27 @@ class SeqToHeads(torch.autograd.Function):
             grad_q[:, :, slice(*heads)] = part_q
             grad_k[:, :, slice(*kv)] += part_k
             grad_v[:, :, slice(*kv)] += part_v
-        return grad_q, grad_k.to(dk.dtype), grad_v.to(dv.dtype), None, None
+        return grad_q, grad_k.to(dk.dtype), grad_v.to(dv.dtype), None, None, None
 
 
 class HeadsToSeq(torch.autograd.Function):
-    """`apply(out_TwH, plan, batch, channel)` -> out_BSNH: every head of this rank's tokens."""
+    """`apply(out_TwH, plan, batch, channel, keep)` -> out_BSNH: every head of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel):
+    def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel = plan, channel
-        return torch.cat(
-            _gather_heads(out, [plan.q_width(rank) for rank in range(plan.ulysses)], batch, channel), dim=2
-        )
+        widths = [plan.q_width(rank) for rank in range(plan.ulysses)]
+
+        def exchange() -> tuple[Tensor]:
+            return (torch.cat(_gather_heads(out, widths, batch, channel), dim=2),)
+
+        (gathered,) = keep(("heads to sequence", out.shape), exchange)
+        return gathered
 
     @staticmethod
     def backward(ctx, dout):
         parts = [dout[:, :, slice(*heads)] for heads in ctx.plan.q_ranges]
-        return _scatter_heads(parts, ctx.channel), None, None, None
+        return _scatter_heads(parts, ctx.channel), None, None, None, None
 
 
 def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,11 +82,12 @@ def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor
 def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:
     """parts[rank] (B, S, w_rank, H), this rank's tokens of each rank's heads -> (T, w, H), all tokens of ours."""
     batch, tokens, width, head_dim = parts[channel.rank].shape
-    received = channel.all_to_all(
-        torch.cat([part.flatten() for part in parts]),
-        [part.numel() for part in parts],
-        [parts[channel.rank].numel()] * channel.size,
-    )
+    with record_function("ulysses all-to-all: seq to heads"):
+        received = channel.all_to_all(
+            torch.cat([part.flatten() for part in parts]),
+            [part.numel() for part in parts],
+            [parts[channel.rank].numel()] * channel.size,
+        )
     by_source = received.view(channel.size, batch, tokens, width, head_dim)
     return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, width, head_dim)
 
@@ -87,8 +98,9 @@ def _gather_heads(x_TwH: Tensor, widths: list[int], batch: int, channel: Channel
     tokens = all_tokens // (batch * channel.size)
     by_rank = x_TwH.reshape(batch, channel.size, tokens, width, head_dim).transpose(0, 1)
     per_head = batch * tokens * head_dim
-    received = channel.all_to_all(
-        by_rank.reshape(-1), [per_head * width] * channel.size, [per_head * w for w in widths]
-    )
+    with record_function("ulysses all-to-all: heads to seq"):
+        received = channel.all_to_all(
+            by_rank.reshape(-1), [per_head * width] * channel.size, [per_head * w for w in widths]
+        )
     parts = received.split([per_head * w for w in widths])
     return [part.view(batch, tokens, w, head_dim) for part, w in zip(parts, widths, strict=True)]

@@ -21,6 +21,7 @@ from torch import Tensor
 from .accumulate import accumulate_dtype
 from .comm import Channel
 from .heads import HeadPlan
+from .keep import Keep, compute_now
 from .layout import SequenceLayout
 from .ring import RingAttention, RingProgram
 from .schedule import RingSchedule, ring_schedule
@@ -93,15 +94,17 @@ def unified_attention(
     ulysses: Channel,
     ring: Channel,
     sinks: Tensor | None = None,
+    keep: Keep = compute_now,
 ) -> Tensor:
     """Exact attention of this rank's queries over the whole sequence; differentiable. Returns (B, S, N, H).
 
     `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits that join every row's softmax without a
     value; their gradient on a rank is that rank's share, to be summed over all.
+    `keep` is what becomes of the results when a checkpointed layer runs twice (keep.py).
     """
     batch = q_BSNH.shape[0]
     if ulysses.size > 1:
-        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses)
+        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses, keep)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     if plan.idle:
@@ -110,7 +113,7 @@ def unified_attention(
         index = plan.heads.kv_index(plan.ulysses_rank)
         kv_index = None if index is None else torch.tensor(index, device=q.device)
         own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
-        out = RingAttention.apply(q, k, v, own_sinks, program, ring, kv_index)
+        out = RingAttention.apply(q, k, v, own_sinks, program, ring, kv_index, keep)
     if ulysses.size > 1:
-        return HeadsToSeq.apply(out, plan.heads, batch, ulysses)
+        return HeadsToSeq.apply(out, plan.heads, batch, ulysses, keep)
     return out.unflatten(0, (batch, -1))

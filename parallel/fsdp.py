@@ -14,6 +14,7 @@ the next forward, in the same number of bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -65,7 +66,11 @@ def apply_fsdp(
             return Shard(0 if _local_rows(parameter) >= ranks else 1)  # fewer experts than ranks: share their rows
 
         fully_shard(
-            module, mesh=expert_shards, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=placement
+            module,
+            mesh=expert_shards,
+            mp_policy=replace(policy, cast_forward_inputs=False),  # routing weights are and stay float32
+            reshard_after_forward=zero == 3,
+            shard_placement_fn=placement,
         )
     for block in blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)

@@ -91,6 +91,6 @@ class ParallelMesh:
         """The process group of this rank along an axis."""
         return self.device_mesh(axis).get_group()
 
-    def agree(self, value: object, what: str, axis: str = "loss") -> None:
-        """Raise RuntimeError on every rank of the axis if `repr(value)` differs between them. Collective."""
-        agree(value, [self.group(axis)], what, self.device_type)
+    def agree(self, value: object, what: str, axes: tuple[str, ...] = ("pp", "loss", "tp")) -> None:
+        """Raise RuntimeError on every rank if `repr(value)` differs between the ranks of the axes. Collective."""
+        agree(value, [self.group(axis) for axis in axes], what, self.device_type)

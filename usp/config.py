@@ -89,6 +89,12 @@ class TrainConfig:
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean of gradients."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the mean of their squares."""
+    adam_eps: float = 1e-8
+    """What AdamW adds to the root of that mean."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. inf: never clip."""
     router_aux_loss_coef: float = -1.0

@@ -86,16 +86,20 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
 
 
-def fsdp_sent_bytes(*, block: int, root: int, itemsize: int, ranks: int, replicas: int) -> int:
-    """Bytes that one rank sends in a step to keep sharded parameters in use.
+def fsdp_sent_bytes(
+    *, block: int, root: int, itemsize: int, ranks: int, replicas: int, zero: int, micro_batches: int
+) -> int:
+    """Bytes that one rank sends in a step to keep parameters sharded as ZeRO stage `zero` does with FSDP2.
 
-    Parameters of the blocks are gathered for the forward and again for the backward, those of the root once, each
-    in `itemsize` bytes; gradients are scattered over the `ranks` that share a copy, and then summed over `replicas`
-    copies, in float32.
+    Gathers, in `itemsize` bytes: in stage 3 the blocks' parameters for every forward and every backward and the
+    root's once a micro-batch, in stages 1 and 2 all of them once a step. Gradients, in float32, are scattered over the
+    `ranks` that share a copy (stages 2 and 3: every micro-batch), then summed over the `replicas` once a step.
 
     Args:
         block, root: parameter counts, over all blocks together and of the rest.
     """
     shard = (block + root) * 4 // ranks
-    gathered = (2 * block + root) * itemsize * (ranks - 1) // ranks
-    return gathered + shard * (ranks - 1) + 2 * shard * (replicas - 1) // replicas
+    blocks, roots = (2 * micro_batches, micro_batches) if zero == 3 else (1, 1)
+    gathered = (blocks * block + roots * root) * itemsize * (ranks - 1) // ranks
+    scattered = shard * (ranks - 1) * (micro_batches if zero >= 2 else 1)
+    return gathered + scattered + 2 * shard * (replicas - 1) // replicas

@@ -18,7 +18,7 @@ from usp.costs import ModelFacts
 from usp.data import PackedBatch, global_batches
 from usp.documents import open_source
 from usp.failures import ConfigurationError
-from usp.hf.models import ModelConfig, load_model_config, model_facts
+from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device
 from usp.metrics import METRICS_FILE
@@ -30,13 +30,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start. `config` holds no `auto` and no -1 any more; `batches` are global batches, without end."""
+    """A run that can start.
+
+    Attributes:
+        config: without any `auto` or -1.
+        parameters: of the whole model; matmul_parameters: those that multiply a token.
+        batches: global batches, without end.
+    """
 
     config: TrainConfig
     dims: ParallelDims
     device: torch.device
     model_config: ModelConfig
     facts: ModelFacts
+    parameters: int
+    matmul_parameters: int
     tokenizer: Tokenizer
     batches: Iterator[PackedBatch]
     kernel_choice: str
@@ -93,7 +101,19 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     if batches is None:
         raise ConfigurationError(_listed(problems))
     resolved = _resolved(config, dims, device)
-    return Prepared(resolved, dims, device, model_config, facts, tokenizer, batches, kernel_choice)
+    model = empty_model(model_config)
+    return Prepared(
+        config=resolved,
+        dims=dims,
+        device=device,
+        model_config=model_config,
+        facts=facts,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        matmul_parameters=matmul_parameters(model),
+        tokenizer=tokenizer,
+        batches=batches,
+        kernel_choice=kernel_choice,
+    )
 
 
 def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> str:

@@ -37,6 +37,16 @@ def _positions(longest: int, theta: float = 1e4) -> dict[str, Any]:
     return {"max_position_embeddings": longest, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
+def _experts(number: int, chosen: int, intermediate: int) -> dict[str, Any]:
+    """Of Qwen3-MoE; Mixtral's experts are as wide as its `intermediate_size`."""
+    return {
+        "num_experts": number,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": intermediate,
+        "norm_topk_prob": True,
+    }
+
+
 _TINY = _sizes(128, 352, 2, 8, 4, vocab=BYTE_VOCAB) | _positions(131072) | {"pad_token_id": 0, "eos_token_id": BYTE_EOS}
 
 PRESETS: dict[str, Preset] = {
@@ -44,6 +54,10 @@ PRESETS: dict[str, Preset] = {
     "qwen2-tiny": Preset("qwen2", _TINY),
     "qwen3-tiny": Preset("qwen3", _TINY),
     "mistral-tiny": Preset("mistral", _TINY | {"sliding_window": 1024}),
+    "mixtral-tiny": Preset(
+        "mixtral", _TINY | {"num_local_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    ),
+    "qwen3-moe-tiny": Preset("qwen3_moe", _TINY | _experts(16, 4, intermediate=96) | {"output_router_logits": True}),
     "llama2-7b": Preset(
         "llama",
         _sizes(4096, 11008, 32, 32, 32, vocab=32000)
@@ -63,5 +77,18 @@ PRESETS: dict[str, Preset] = {
         _sizes(4096, 14336, 32, 32, 8, vocab=32000)
         | _positions(32768)
         | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "mixtral-8x7b": Preset(
+        "mixtral",
+        _sizes(4096, 14336, 32, 32, 8, vocab=32000)
+        | _positions(32768, theta=1e6)
+        | {"rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.02, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "qwen3-30b-a3b": Preset(
+        "qwen3_moe",
+        _sizes(2048, 6144, 48, 32, 4, vocab=151936)
+        | _positions(40960, theta=1e6)
+        | _experts(128, 8, intermediate=768)
+        | {"head_dim": 128},
     ),
 }

@@ -6,6 +6,8 @@ B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query a
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -18,10 +20,12 @@ from attention import (
     AttentionSpec,
     Channel,
     HeadPlan,
+    Keep,
     RingProgram,
     UnifiedPlan,
     WireBytes,
     check_kernel_name,
+    compute_now,
     select_kernel,
     unified_attention,
 )
@@ -58,6 +62,7 @@ class UnifiedSPAttention(nn.Module):
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
         self._logged: set[str] = set()
         self.calls = 0
+        self._keep: Keep = compute_now
 
     def forward(
         self,
@@ -98,10 +103,19 @@ class UnifiedSPAttention(nn.Module):
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
-        plan, program = self._prepare(spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
-        return unified_attention(
-            q, k, v, plan=plan, program=program, ulysses=self._ulysses, ring=self._ring, sinks=sinks
-        )
+        call = (spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
+        plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
+        channels = {"ulysses": self._ulysses, "ring": self._ring}
+        return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
+
+    @contextmanager
+    def keeping(self, keep: Keep) -> Iterator[None]:
+        """Inside, calls hand their steps to `keep`: `KeepResults` in a checkpoint's first pass, then its replay."""
+        outside, self._keep = self._keep, keep
+        try:
+            yield
+        finally:
+            self._keep = outside
 
     def wire_bytes(
         self,

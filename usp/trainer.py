@@ -1,14 +1,16 @@
-"""One training run, from a configuration to a checkpoint.
+"""One training run, from a configuration to a trained model.
 
-    prepare -> process group -> mesh -> model -> apply_unified_sp -> apply_fsdp -> AdamW -> steps -> checkpoint
+    prepare -> process group -> mesh -> engine with its stages -> steps, checkpoints -> model
 
-RUN/                      what rank 0 writes
-    config.yaml           the resolved configuration; train.py --config takes it
-    metrics.jsonl         every step
-    tensorboard/          the same
-    checkpoint/           the trained weights, for transformers' from_pretrained
-    tokenizer/            where the tokenizer is bytes; another one is in the checkpoint
-    last-good/            only when loss or gradient were not finite: a checkpoint from before that step
+RUN/                          what a run leaves
+    config.yaml               the resolved configuration; train.py --config takes it
+    metrics.jsonl             every step
+    tensorboard/              the same
+    checkpoints/step-N/       weights, optimiser, data position: --resume continues from the newest
+    profile/                  traces of the steps that --profile names
+    model/                    the trained weights, for transformers' from_pretrained
+    tokenizer/                where the tokenizer is bytes; another one is in model/
+    last-good/                only when loss or gradient were not finite: the weights from before that step
 """
 
 from __future__ import annotations
@@ -23,25 +25,25 @@ from typing import NoReturn, cast
 import torch
 import torch.distributed as dist
 import yaml
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelMesh, apply_fsdp
+from parallel import ParallelMesh
 from usp.batch import shard_batch
+from usp.build import build_engine
 from usp.config import TrainConfig, config_to_mapping
-from usp.costs import fsdp_sent_bytes, peak_flops, training_flops
+from usp.costs import peak_flops, training_flops
 from usp.data import PackedBatch
+from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, lost_peer
-from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.models import build_model, gather_weights, hide_progress_bars, matmul_parameters, save_checkpoint
+from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
+from usp.hf.weights import save_weights
 from usp.launch import Launch, process_group
-from usp.loss import causal_lm_loss, global_token_count
+from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, peak_memory
 from usp.prepare import Prepared, prepare
 from usp.sp_attention import UnifiedSPAttention
 
-BETAS = (0.9, 0.95)
 FINAL_LEARNING_RATE = 0.1  # of the peak
 
 
@@ -76,21 +78,14 @@ class Trainer:
         self.is_writer = dist.get_rank() == 0
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
         self._agree((config, prepared.model_config.to_dict()), "the configuration")
-        self.model = build_model(config.model, prepared.model_config, seed=config.seed, device=self.device)
-        self.matmul_parameters = matmul_parameters(self.model)
-        self.fsdp_bytes = self._fsdp_bytes()
         try:
-            apply_unified_sp(self.model, self.mesh, layout=config.sp_layout, kernel=config.attention_kernel)
+            self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.attention = cast(UnifiedSPAttention, self.model.unified_sp)
-        apply_fsdp(self.model, self.mesh, decoder_layers(self.model), param_dtype=getattr(torch, config.dtype))
-        self.parameters = list(self.model.parameters())
-        self.optimizer = _adamw(self.parameters, config)
         self.folder = _run_folder(config, self.device)
 
     def run(self) -> None:
-        """Every step, then the checkpoint."""
+        """Every step, then the trained model."""
         if self.is_writer:
             self._begin_folder()
         with self._log() as log:
@@ -98,52 +93,39 @@ class Trainer:
                 record = self.step(number)
                 if log is not None:
                     log.record(record)
-        self._save("checkpoint")
+        self._save("model")
         if self.is_writer:
-            print(f"checkpoint: {self.folder / 'checkpoint'}", flush=True)
+            print(f"model: {self.folder / 'model'}", flush=True)
 
     def step(self, number: int) -> StepRecord:
         """Optimiser step `number` (from 1): from a batch to new weights."""
-        begin, sent_before = time.perf_counter(), self.attention.sent_bytes
+        begin, sent_before = time.perf_counter(), self._attention_sent()
         batch = next(self.prepared.batches)
         self._agree(batch.digest(), f"the data of step {number}")
         local = self._local_part(batch)
+        tokens = int(global_token_count(local["shift_labels"], self.mesh))
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), tokens)
 
-        tokens = global_token_count(local["shift_labels"], self.mesh)
-        logits = self.model(
-            input_ids=local["input_ids"],
-            position_ids=local["position_ids"],
-            cu_seqlens=local["cu_seqlens"],
-            use_cache=False,
-        ).logits
-        loss = causal_lm_loss(logits, local["shift_labels"], tokens)
-        loss.backward()
-
-        sent = self.attention.sent_bytes - sent_before
-        total_loss, total_sent = self._sum(_float64([loss.item(), sent], self.device)).tolist()
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        if not (math.isfinite(total_loss) and math.isfinite(grad_norm)):
-            self._stop(number, total_loss, grad_norm)
+        sent = self._attention_sent() - sent_before
+        total_loss, total_sent = self._sum([share.item(), sent])
         rate = learning_rate(number, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm = self.engine.step(rate, self.config.max_grad_norm) if math.isfinite(total_loss) else math.nan
+        if not math.isfinite(norm):
+            self._stop(number, total_loss, norm)
 
         seconds = time.perf_counter() - begin
         return StepRecord(
             step=number,
             loss=total_loss,
-            grad_norm=grad_norm,
+            grad_norm=norm,
             learning_rate=rate,
             tokens=batch.ids.numel(),
             seconds=seconds,
             tokens_per_second=batch.ids.numel() / seconds,
             mfu=self._mfu(batch, seconds),
             memory_bytes=peak_memory(self.device),
-            attention_sent_bytes=round(total_sent / self.mesh.size("loss")),
-            fsdp_sent_bytes=self.fsdp_bytes,
+            attention_sent_bytes=round(total_sent / (self.mesh.size("loss") * self.mesh.size("pp"))),
+            fsdp_sent_bytes=self.engine.sent_bytes(self.config.micro_batches),
         )
 
     def _local_part(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -154,6 +136,9 @@ class Trainer:
         whole = {"input_ids": ids, "labels": ids, "cu_seqlens": rows.cu_seqlens}
         return shard_batch(whole, self.mesh, layout=self.config.sp_layout)
 
+    def _attention_sent(self) -> int:
+        return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
+
     def _agree(self, value: object, what: str) -> None:
         try:
             self.mesh.agree(value, what=what)
@@ -162,18 +147,21 @@ class Trainer:
                 raise
             raise RanksDisagree(str(error)) from error
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks that hold different tokens."""
-        dist.all_reduce(value, group=self.mesh.group("loss"))
-        return value
+    def _sum(self, values: list[float]) -> list[float]:
+        """The sums over all ranks that hold different tokens or layers."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        for axis in ("pp", "loss"):
+            dist.all_reduce(total, group=self.mesh.group(axis))
+        return total.tolist()
 
     def _stop(self, number: int, loss: float, grad_norm: float) -> NoReturn:
         """Keep the weights that the last step left, if they are finite, and raise TrainingDiverged on every rank."""
-        local = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
+        weights = (weight for stage in self.engine.stages for weight in stage.parameters())
+        local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
         broken = sum(int((~torch.isfinite(part)).sum()) for part in local)
         if number == 1:
             kept = "No step came before, so nothing was saved: the weights it started from or the data are broken"
-        elif self._sum(_float64([broken], self.device)).item():
+        elif self._sum([broken])[0]:
             kept = f"Step {number - 1} left weights that are not finite, so nothing was saved"
         else:
             self._save("last-good")
@@ -187,21 +175,9 @@ class Trainer:
 
     def _save(self, name: str) -> None:
         """Write weights and tokenizer to a folder of the run; it is whole when rank 0 returns."""
-        weights = gather_weights(self.model)
+        save_weights(self.engine, self.mesh, self.folder / name)
         if self.is_writer:
-            save_checkpoint(self.model, weights, self.folder / name)
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
-
-    def _fsdp_bytes(self) -> int:
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        block = sum(parameter.numel() for parameter in decoder_layers(self.model).parameters())
-        return fsdp_sent_bytes(
-            block=block,
-            root=total - block,
-            itemsize=getattr(torch, self.config.dtype).itemsize,
-            ranks=self.mesh.size("fsdp"),
-            replicas=self.mesh.size("dp_replicate"),
-        )
 
     def _mfu(self, batch: PackedBatch, seconds: float) -> float | None:
         """The part of the devices' bfloat16 peak that this step used; None for float32 and unknown devices."""
@@ -211,20 +187,20 @@ class Trainer:
             return None
         flops = training_flops(
             self.prepared.facts,
-            matmul_parameters=self.matmul_parameters,
+            matmul_parameters=self.prepared.matmul_parameters,
             tokens=batch.ids.numel(),
             cu_seqlens=batch.cu_seqlens,
         )
-        return flops / (seconds * peak * self.mesh.size("loss"))
+        return flops / (seconds * peak * dist.get_world_size())
 
     def _begin_folder(self) -> None:
         """Make the run's folder with its configuration, and say what is about to run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         config, dims = self.config, self.prepared.dims
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(config), sort_keys=False))
-        parameters = count(sum(parameter.numel() for parameter in self.parameters))
+        parameters = count(self.prepared.parameters)
         print(f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}")
-        print(f"ranks: {self.mesh.size('loss')} ({dims}), layout {config.sp_layout}")
+        print(f"ranks: {dist.get_world_size()} ({dims}), layout {config.sp_layout}")
         print(self.prepared.kernel_choice)
         rows = dims.batch * config.batch_size
         print(f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) a step")
@@ -236,15 +212,10 @@ class Trainer:
         return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every, out=sys.stdout)
 
 
-def _float64(values: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def _adamw(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
+def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
+    """Rows of the batch in `parts` equal micro-batches."""
+    pieces = {key: value.chunk(parts) for key, value in batch.items()}
+    return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
 
 
 def _run_folder(config: TrainConfig, device: torch.device) -> Path:

@@ -68,6 +68,11 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
     if not 0 < config.learning_rate < math.inf:
         yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 0 and below 1"
+    if not 0 < config.adam_eps < math.inf:
+        yield "adam_eps", f"--adam-eps = {config.adam_eps} must be positive and finite"
     if not config.max_grad_norm > 0:
         yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
     coefficient = config.router_aux_loss_coef

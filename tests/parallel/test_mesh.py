@@ -47,9 +47,9 @@ def test_ep_regroups_the_ranks_that_hold_different_tokens(ranks: RankPool) -> No
 
 def disagree(axis: str) -> str:
     mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
-    mesh.agree("the same", "the plan", axis)
+    mesh.agree("the same", "the plan", (axis,))
     with pytest.raises(RuntimeError) as caught:
-        mesh.agree({"seq_len": 64 if dist.get_rank() else 32}, "the plan", axis)
+        mesh.agree({"seq_len": 64 if dist.get_rank() else 32}, "the plan", (axis,))
     return str(caught.value)
 
 

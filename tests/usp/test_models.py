@@ -25,7 +25,15 @@ TINY = [name for name in PRESETS if "tiny" in name]
 
 @pytest.mark.parametrize(
     ("preset", "billions"),
-    [("llama2-7b", 6.738), ("llama3-8b", 8.030), ("qwen2-7b", 7.616), ("qwen3-8b", 8.191), ("mistral-7b", 7.242)],
+    [
+        ("llama2-7b", 6.738),
+        ("llama3-8b", 8.030),
+        ("qwen2-7b", 7.616),
+        ("qwen3-8b", 8.191),
+        ("mistral-7b", 7.242),
+        ("mixtral-8x7b", 46.703),
+        ("qwen3-30b-a3b", 30.532),
+    ],
 )
 def test_a_real_geometry_has_the_published_number_of_parameters(preset: str, billions: float) -> None:
     with torch.device("meta"):

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
+LEARNING_RATE, ADAM_EPS = 3e-3, 1e-5
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -18,12 +29,24 @@ SIZES = {
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama-deep": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 4}),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
+    # its first layer is dense, and its experts choose three of eight
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        head_dim=8,
+        mlp_only_layers=[0],
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -34,7 +57,10 @@ def tiny_model(family: str, implementation: str = "eager") -> PreTrainedModel:
 
 def optimiser(model: torch.nn.Module) -> torch.optim.AdamW:
     # With the default eps the first steps are the sign of gradients near zero, and rounding decides that.
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
 
 
 def packed_batch(step: int) -> dict[str, Tensor]:
@@ -49,9 +75,13 @@ def packed_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-def train_alone(family: str) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy."""
+def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy.
+
+    The auxiliary loss of a mixture of experts is that of the whole batch, and part of the loss.
+    """
     model = tiny_model(family)
+    routers = {"output_router_logits": True} if aux_loss_coefficient else {}
     optimizer, history = optimiser(model), []
     for step in range(STEPS):
         batch = packed_batch(step)
@@ -65,10 +95,16 @@ def train_alone(family: str) -> list[tuple[float, float]]:
         if window is not None:
             masks["sliding_attention"] = _float(seen & (distance < window))
         starts = torch.stack([cu.long()[doc] for cu, doc in zip(batch["cu_seqlens"], document, strict=True)])
-        mask = masks if family.startswith("qwen") else masks["sliding_attention"]
-        out = model(input_ids=batch["input_ids"], position_ids=position - starts, attention_mask=mask, use_cache=False)
+        mask = masks if family in ("qwen2", "qwen3") else masks["sliding_attention"]
+        inputs = {"input_ids": batch["input_ids"], "position_ids": position - starts, "attention_mask": mask}
+        out = model.model(**inputs, **routers, use_cache=False)
+        logits = model.lm_head(out.last_hidden_state)
         targets = batch["labels"][:, 1:].masked_fill(document[:, 1:] != document[:, :-1], -100)
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+        if aux_loss_coefficient:
+            chosen = model.config.num_experts_per_tok
+            balance = load_balancing_loss_func(out.router_logits, model.config.num_experts, chosen)
+            loss = loss + aux_loss_coefficient * balance
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

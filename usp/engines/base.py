@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-MicroBatch = Mapping[str, Tensor]  # input_ids, position_ids, shift_labels, cu_seqlens: see `usp.shard_batch`
+from usp.hf.stage import CausalLMStage
 
-BETAS = (0.9, 0.95)
+MicroBatch = Mapping[str, Tensor]  # input_ids, position_ids, shift_labels, cu_seqlens: see `usp.shard_batch`
 
 
 class Engine(Protocol):
     """Trains the stages of this rank. Every rank calls every method, in the same order."""
+
+    stages: Sequence[CausalLMStage]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
         """Add the step's gradients up; gives this rank's share of the loss, float32, 0-dim, detached.
@@ -29,6 +32,9 @@ class Engine(Protocol):
         A norm that is not finite leaves the weights as they were.
         """
 
+    def sent_bytes(self, micro_batches: int) -> int | None:
+        """Bytes that this rank sends in a step to keep weights and gradients sharded; None where nobody counts them."""
+
     def state(self) -> dict[str, Tensor]:
         """Weights and optimiser state under names that no layout and no engine changes.
 
@@ -40,18 +46,22 @@ class Engine(Protocol):
         """Continue from `state`: what `state()` gave, its tensors filled from a checkpoint."""
 
 
-def adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only.
+@dataclass(frozen=True)
+class AdamW:
+    """What the optimiser is; its learning rate comes with every step."""
 
-    Parameters are grouped by the mesh they lie on, because one multi-tensor update cannot span several.
-    """
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in parameters:
-        decay = weight_decay if parameter.ndim >= 2 else 0.0
-        key = (decay, _mesh_key(parameter))
-        groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
-    return torch.optim.AdamW(list(groups.values()), lr=learning_rate, betas=BETAS)
+    weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
 
+    def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        """torch's AdamW that decays matrices only.
 
-def _mesh_key(parameter: nn.Parameter) -> object:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+        Parameters are grouped by the mesh they lie on, because one multi-tensor update cannot span several.
+        """
+        groups: dict[Any, dict[str, Any]] = {}
+        for parameter in parameters:
+            decay = self.weight_decay if parameter.ndim >= 2 else 0.0
+            key = (decay, parameter.device_mesh if isinstance(parameter, DTensor) else None)
+            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
+        return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps)

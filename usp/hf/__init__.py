@@ -1,4 +1,4 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-integrate, tensor, models, tokenizers.
+integrate, experts, balance, tensor, models, stage, tokenizers.
 """

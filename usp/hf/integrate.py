@@ -23,9 +23,16 @@ from ..sp_attention import UnifiedSPAttention
 
 NAME = "unified_sp"
 # Families whose every layer is one self-attention through the registry, with causal or sliding-window masks.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 # Keyword arguments that reach the attention function and do not change what it computes.
-_NEUTRAL = {"cache_position", "output_hidden_states", "position_ids", "return_dict", "use_cache"}
+_NEUTRAL = {
+    "cache_position",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
 
 
 def apply_unified_sp(
@@ -113,6 +120,11 @@ class _ForwardGuard:
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True asks for weights that are never formed")
+        if kwargs.get("output_router_logits"):
+            violations.append(
+                "output_router_logits=True asks for an auxiliary loss over this rank's tokens alone: set it to False, "
+                "and add the share of usp.hf.balance.RouterBalance"
+            )
         ids, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
         position_ids = kwargs.get("position_ids")
         if ids is None and embedded is None:

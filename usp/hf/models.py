@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from usp.config import nearest
 from usp.costs import ModelFacts
+from usp.hf.experts import expert_modules
 from usp.hf.integrate import FAMILIES
 from usp.presets import PRESETS
 
@@ -94,10 +95,20 @@ def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torc
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """How many weights multiply every token: all but the input embedding, a tied output head included."""
+    """How many weights multiply a token: all but the input embedding, a tied output head included.
+
+    Of a layer's experts, as many as a token chooses.
+    """
     total = sum(parameter.numel() for parameter in model.parameters())
+    for experts in expert_modules(model):
+        total -= _idle_weights(experts, model.config)
     embedding = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
     return total if model.config.tie_word_embeddings else total - embedding
+
+
+def _idle_weights(experts: nn.Module, config: PretrainedConfig) -> int:
+    weights = sum(parameter.numel() for parameter in experts.parameters())
+    return weights // config.num_experts * (config.num_experts - config.num_experts_per_tok)
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:
@@ -111,3 +122,9 @@ def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Pat
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     config.use_cache = True  # off while sequences are sharded; whoever loads the checkpoint generates with it
     config.save_pretrained(folder)
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model in float32 on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

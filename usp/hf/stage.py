@@ -9,12 +9,13 @@ first and last.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
+from usp.hf.balance import RouterBalance
 from usp.loss import vocab_loss
 
 
@@ -24,32 +25,53 @@ class CausalLMStage(nn.Module):
     Args:
         first, last: whether the stage takes ids, and whether it gives the loss.
         loss_chunk: tokens whose logits exist at a time.
+        balance: what counts the choices of the model's routers, where their auxiliary loss is part of the loss.
     """
 
     def __init__(
-        self, model: PreTrainedModel, mesh: ParallelMesh, *, first: bool = True, last: bool = True, loss_chunk: int
+        self,
+        model: PreTrainedModel,
+        mesh: ParallelMesh,
+        *,
+        first: bool = True,
+        last: bool = True,
+        loss_chunk: int,
+        balance: RouterBalance | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.first, self.last, self.loss_chunk = model, first, last, loss_chunk
+        self.model, self.first, self.last, self.loss_chunk, self.balance = model, first, last, loss_chunk, balance
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
     def forward(
-        self, x: Tensor, *, position_ids: Tensor, shift_labels: Tensor, global_tokens: int, cu_seqlens: Tensor | None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        chosen: Tensor | None = None,
+        *,
+        position_ids: Tensor,
+        shift_labels: Tensor,
+        global_tokens: int,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Hidden states, or on the last stage this rank's share of the loss, in fp32.
 
         Args:
             x: (B, S) ids on the first stage, else hidden states (B, S, H).
+            chosen: with `balance`, what the stage before gave beside its hidden states.
             position_ids, shift_labels, cu_seqlens: as `shard_batch` gives them.
             global_tokens: targets of the whole step, over all ranks and micro-batches.
         """
-        inputs = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        backbone = self.model.base_model
-        hidden = backbone(**inputs, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=False).last_hidden_state
+        if self.balance is not None:
+            self.balance.open(chosen)
+        options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        if hasattr(self.model.config, "output_router_logits"):
+            options["output_router_logits"] = False  # would keep every layer's, and `balance` counts them as they come
+        hidden = self.model.base_model(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
+        if self.balance is not None:
+            chosen = self.balance.close()
         if not self.last:
-            return hidden
+            return hidden if chosen is None else (hidden, chosen)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        return vocab_loss(
+        loss = vocab_loss(
             hidden,
             head.weight,
             shift_labels,
@@ -57,3 +79,4 @@ class CausalLMStage(nn.Module):
             chunk_tokens=self.loss_chunk,
             group=self.tp_group,
         )
+        return loss if self.balance is None or chosen is None else loss + self.balance.share(chosen)

@@ -1,0 +1,182 @@
+"""Expert parallelism: tokens travel to the ranks that hold the experts they chose, and their results travel back.
+
+    rows, one for each (token, choice), sorted by expert
+      -> counts: how many rows each expert gets, a small all-to-all -> DispatchPlan
+      -> dispatch: an all-to-all with those splits; the rows from all ranks, sorted by this rank's experts
+      -> experts, each on its own rows
+      -> combine: the all-to-all backwards -> each token's results, weighted and summed at home
+
+GShard (arXiv 2006.16668, section 2) without a capacity: no token is dropped, so the splits are uneven.
+
+T tokens of this rank, K choices of each, H hidden size, R = T * K rows at home, G rows received, E experts, O and I the
+output and input sizes of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """How many rows go where, seen from one rank of an expert-parallel group.
+
+    Attributes:
+        sent: for each rank of the group, this rank's rows for each of that rank's experts.
+        received: for each rank of the group, its rows for each of this rank's experts.
+    """
+
+    sent: tuple[tuple[int, ...], ...]
+    received: tuple[tuple[int, ...], ...]
+
+    @property
+    def send_splits(self) -> list[int]:
+        """Rows that this rank sends to each rank."""
+        return [sum(rows) for rows in self.sent]
+
+    @property
+    def receive_splits(self) -> list[int]:
+        """Rows that this rank gets from each rank."""
+        return [sum(rows) for rows in self.received]
+
+    @property
+    def rows_of_expert(self) -> list[int]:
+        """Rows that each of this rank's experts gets, from all ranks together."""
+        return [sum(rows) for rows in zip(*self.received, strict=True)]
+
+    def sent_bytes(self, rank: int, row_bytes: int) -> int:
+        """Bytes that `rank`, whose plan this is, sends to others in dispatch and combine; a backward sends as many."""
+        splits = zip(self.send_splits, self.receive_splits, strict=True)
+        return row_bytes * sum(sum(both) for peer, both in enumerate(splits) if peer != rank)
+
+
+def plan_dispatch(counts_E: Tensor, group: dist.ProcessGroup) -> DispatchPlan:
+    """The plan of this rank, from its row count for every expert. Collective over the group: E numbers each."""
+    ranks = dist.get_world_size(group)
+    assert counts_E.numel() % ranks == 0, f"{counts_E.numel()} experts over {ranks} ranks"
+    received_E = counts_E
+    if ranks > 1:
+        received_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(received_E, counts_E, group=group)
+    sent, received = torch.stack((counts_E, received_E)).view(2, ranks, -1).tolist()
+    return DispatchPlan(tuple(map(tuple, sent)), tuple(map(tuple, received)))
+
+
+def mix_experts(
+    tokens_TH: Tensor,
+    choices_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    experts: Callable[[Tensor, Sequence[int]], Tensor],
+) -> Tensor:
+    """The weighted sum of what the chosen experts make of each token, (T, H). Collective over the group.
+
+    Differentiable, and in a fixed order of summation. The backward is collective too, and every rank enters it however
+    few rows its experts get.
+
+    Args:
+        choices_TK: the experts of each token, over all ranks of the group; rank r holds those from
+            r * num_experts / ranks on.
+        experts: (rows of this rank's experts sorted by expert, how many each gets) -> as many rows. It is called with
+            no rows at all too, and must tie its parameters to the result then as well.
+    """
+    top_k = choices_TK.shape[1]
+    choices_R = choices_TK.flatten()
+    order_R = choices_R.argsort(stable=True)
+    home_R = order_R.argsort()
+    plan = plan_dispatch(torch.bincount(choices_R, minlength=num_experts), group)
+    rows_RH = _Gather.apply(tokens_TH, order_R, home_R, top_k)
+    results_GH = experts(dispatch(rows_RH, plan, group), plan.rows_of_expert)
+    chosen_RH = _Gather.apply(combine(results_GH, plan, group), home_R, order_R, 1)
+    chosen_TKH = chosen_RH.view(*choices_TK.shape, -1)
+    return (chosen_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
+
+
+def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
+    """Rows sorted by expert over the whole group -> (G, H), all ranks' rows for this rank's experts, sorted by them."""
+    rows = _all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch")
+    parts = rows.split([count for source in plan.received for count in source])
+    ranks, own = len(plan.received), len(plan.received[0])
+    return torch.cat([parts[source * own + expert] for expert in range(own) for source in range(ranks)])
+
+
+def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `dispatch`: every row goes back to the rank and place it came from."""
+    parts = rows_GH.split([count for expert in zip(*plan.received, strict=True) for count in expert])
+    ranks, own = len(plan.received), len(plan.received[0])
+    rows = torch.cat([parts[expert * ranks + source] for source in range(ranks) for expert in range(own)])
+    return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
+
+
+def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+    """Each expert's matrix on its own rows, which lie one expert after another: (G, O).
+
+    One grouped multiplication where torch has it, otherwise one multiplication for each expert. The gradient of an
+    expert without rows is zero.
+    """
+    if _has_grouped_mm(weight_EOI):
+        ends = torch.tensor(rows_of_expert, device=rows_GI.device).cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=ends)
+    parts = zip(rows_GI.split(list(rows_of_expert)), weight_EOI.unbind(), strict=True)
+    return torch.cat([torch.nn.functional.linear(part, matrix) for part, matrix in parts])
+
+
+def _has_grouped_mm(weight_EOI: Tensor) -> bool:
+    """Whether torch multiplies such matrices in groups: rows in steps of 16 bytes, no float64, compute capability 8."""
+    aligned = all(size * weight_EOI.element_size() % 16 == 0 for size in weight_EOI.shape[1:])
+    capable = not weight_EOI.is_cuda or torch.cuda.get_device_capability(weight_EOI.device) >= (8, 0)
+    return aligned and capable and weight_EOI.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, name: str) -> Tensor:
+    if dist.get_world_size(group) == 1:
+        return x
+    return _AllToAll.apply(x, send, receive, group, name)
+
+
+class _AllToAll(torch.autograd.Function):
+    """`apply(rows, rows for each rank, rows from each rank, group, name)` -> the rows sent here, in rank order."""
+
+    @staticmethod
+    def forward(ctx, x, send: list[int], receive: list[int], group: dist.ProcessGroup, name: str):
+        ctx.splits = send, receive, group, name
+        return _exchange(x, send, receive, group, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send, receive, group, name = ctx.splits
+        return _exchange(grad, receive, send, group, f"{name} (backward)"), None, None, None, None
+
+
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, name: str) -> Tensor:
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    with record_function(f"expert all-to-all: {name}"):
+        dist.all_to_all_single(received, x.contiguous(), receive, send, group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    """`apply(x, index, inverse, repeats)` -> x[index // repeats], each row of x `repeats` times in a new order.
+
+    `inverse` undoes the permutation `index`. Indexing's own backward would add rows up in any order.
+    """
+
+    @staticmethod
+    def forward(ctx, x, index: Tensor, inverse: Tensor, repeats: int):
+        ctx.save_for_backward(inverse)
+        ctx.repeats = repeats
+        return x[index // repeats]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        rows = grad[inverse]
+        return rows.view(-1, ctx.repeats, *rows.shape[1:]).sum(dim=1), None, None, None
