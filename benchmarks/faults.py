@@ -41,12 +41,15 @@ STEP_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: at which step, of which rank's process, and how long until the next new step was on record."""
+    """One kill: after which step, of which rank, and how long until the continued run told its first steps.
+
+    recovered_seconds is None where the next kill came before that.
+    """
 
     step: int
     while_starting: bool
     rank: int
-    recovered_seconds: float
+    recovered_seconds: float | None
     checkpoints_read: int
 
 
@@ -92,6 +95,11 @@ class Launched:
         lines = file.read_text().splitlines() if file.exists() else []
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
 
+    def told(self) -> int:
+        """Which file the metrics are in: a continued run makes a new one."""
+        file = self.run / "metrics.jsonl"
+        return file.stat().st_ino if file.exists() else 0
+
     def ended(self) -> bool:
         return self.process.poll() is not None
 
@@ -132,26 +140,27 @@ def disturb(launched: Launched, kills: int, steps: int, seed: int, deadline: flo
     """Kill ranks of a run until it has been hit `kills` times."""
     chance = random.Random(seed)
     targets = sorted(chance.randrange(1, steps - 2) for _ in range(kills))
-    restarted = False
     for number, target in enumerate(targets):
-        while_starting = restarted and number % 4 == 3
-        before = 0 if while_starting else target
-        while launched.step() < before:
+        while_starting, next_while_starting = number % 4 == 3, number % 4 == 2 and number + 1 < kills
+        while not while_starting and launched.step() < target:
             _still_there(launched, deadline, number)
         time.sleep(chance.uniform(0, START_SECONDS if while_starting else STEP_SECONDS))
-        ranks = launched.ranks()
-        while not ranks:
+        while not (ranks := launched.ranks()):
             _still_there(launched, deadline, number)
-            ranks = launched.ranks()
-        rank = chance.randrange(len(ranks))
-        step, begin = launched.step(), time.monotonic()
-        os.kill(ranks[rank], signal.SIGKILL)
-        restarted = True
+        victim = chance.randrange(len(ranks))
+        step, told, begin = launched.step(), launched.told(), time.monotonic()
+        os.kill(ranks[victim], signal.SIGKILL)
         read = read_checkpoints(launched.run)
-        following = number + 1 < kills and (number + 1) % 4 == 3
-        while not following and launched.step() in (0, step) or set(launched.ranks()) & set(ranks):
+        while set(launched.ranks()) & set(ranks):
             _still_there(launched, deadline, number + 1)
-        yield Kill(step, while_starting, rank, time.monotonic() - begin, read + read_checkpoints(launched.run))
+        if not next_while_starting:
+            while launched.told() == told:  # a continued run begins with a metrics file of its own
+                _still_there(launched, deadline, number + 1)
+            first = launched.step()
+            while launched.step() == first:
+                _still_there(launched, deadline, number + 1)
+        seconds = None if next_while_starting else time.monotonic() - begin
+        yield Kill(step, while_starting, victim, seconds, read + read_checkpoints(launched.run))
 
 
 def _still_there(launched: Launched, deadline: float, kills: int) -> None:
@@ -194,7 +203,7 @@ def record_of(
     kills: list[Kill], differing: list[str], options: argparse.Namespace, seconds: dict[str, float]
 ) -> Record:
     """The answer as a table: one row for each kill."""
-    recovered = [kill.recovered_seconds for kill in kills if not kill.while_starting]
+    recovered = [kill.recovered_seconds for kill in kills if kill.recovered_seconds is not None]
     result = "bit-identical" if not differing else f"DIFFERENT: {', '.join(differing)}"
     data: list[dict[str, Any]] = [{**vars(kill)} for kill in kills]
     data.append({"identical": not differing, "differing": differing, **seconds})
@@ -210,7 +219,7 @@ def record_of(
                 str(kill.step),
                 "while ranks start" if kill.while_starting else "in a step",
                 str(kill.rank),
-                f"{kill.recovered_seconds:.1f} s",
+                "killed before" if kill.recovered_seconds is None else f"{kill.recovered_seconds:.1f} s",
                 str(kill.checkpoints_read),
             )
             for number, kill in enumerate(kills, start=1)
