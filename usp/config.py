@@ -15,10 +15,9 @@ from typing import Annotated, Any, get_type_hints
 from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
-from parallel import SP_ORDERS
+from parallel import PP_SCHEDULES, SP_ORDERS
 from usp.presets import PRESETS
 
-PP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zero-bubble")
 ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "attention-saved", "full")
 DTYPES = ("auto", "float32", "bfloat16")

@@ -27,14 +27,17 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+DEEP = SIZES | {"num_hidden_layers": 4}  # layers for four pipeline stages
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-deep": lambda: LlamaConfig(**SIZES | {"num_hidden_layers": 4}),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
+    "llama-deep": lambda: LlamaConfig(**DEEP),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen2-deep": lambda: Qwen2Config(**DEEP, use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     # its first layer is dense, and its experts choose three of eight

@@ -1,4 +1,4 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-integrate, experts, balance, tensor, models, stage, tokenizers.
+pipeline, integrate, experts, balance, tensor, models, weights, stage, tokenizers.
 """
