@@ -113,27 +113,26 @@ class Launched:
 
 def read_checkpoints(run: Path) -> int:
     """Read every byte of every whole checkpoint of a run; how many. Raises when one is unreadable."""
-    count = 0
-    for index in sorted((run / "checkpoints").glob("step-*/checkpoint.json")):
-        if not index.parent.name.removeprefix("step-").isdigit():
-            continue  # being written or removed
-        try:
-            read_checkpoint(index.parent)
-            count += 1
-        except FileNotFoundError:
-            if index.parent.exists():
-                raise
-    return count
+    folders = [path.parent for path in (run / "checkpoints").glob("step-*/checkpoint.json")]
+    return sum(read_checkpoint(folder) for folder in sorted(folders) if folder.name.removeprefix("step-").isdigit())
 
 
-def read_checkpoint(folder: Path) -> None:
-    tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
-    files: dict[str, dict[str, torch.Tensor]] = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    for name, tensor in tensors.items():
-        for box in tensor["boxes"]:
-            key = f"{name}@{','.join(map(str, box['offset']))}"
-            found = list(files[box["file"]][key].shape)
-            assert found == box["shape"], f"{folder}: {key} has the shape {found}, not {box['shape']}"
+def read_checkpoint(folder: Path, tries: int = 3) -> bool:
+    """Whether a checkpoint is still there, and then whole; a run may remove or replace it while it is read."""
+    try:
+        tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
+        boxes = [(name, box) for name, tensor in tensors.items() for box in tensor["boxes"]]
+        files = {name: load_file(folder / name) for name in {box["file"] for _, box in boxes}}
+        for name, box in boxes:
+            part = files[box["file"]][f"{name}@{','.join(map(str, box['offset']))}"]
+            assert list(part.shape) == box["shape"], f"{folder}: {name} has the shape {part.shape}, not {box['shape']}"
+    except Exception:
+        if not folder.exists():
+            return False
+        if tries == 1:
+            raise
+        return read_checkpoint(folder, tries - 1)
+    return True
 
 
 def disturb(launched: Launched, kills: int, steps: int, seed: int, deadline: float) -> Iterator[Kill]:
