@@ -22,7 +22,7 @@ from tyro.conf import arg
 
 from usp.config import TrainConfig, config_from_mapping, config_to_mapping
 from usp.failures import INTERRUPTED, ConfigurationError, end, ending_of
-from usp.launch import Launch, stay_on_loopback
+from usp.launch import Launch, meet, stay_on_loopback
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +44,7 @@ class CommandLine(TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
-    launch = Launch.from_environment(environ)
+    launch = meet(Launch.from_environment(environ))
     stay_on_loopback(launch, environ)
     try:
         config = parse(argv, show_help=launch.rank == 0)
