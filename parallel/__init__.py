@@ -7,16 +7,19 @@ testing.
 from __future__ import annotations
 
 from .agree import agree
+from .checkpoint import Checkpointer, latest
 from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .mesh import ParallelMesh
+from .safetensors_storage import read_extra
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
 
 __all__ = [
     "PP_SCHEDULES",
     "SP_ORDERS",
     "ZERO_STAGES",
+    "Checkpointer",
     "ParallelDims",
     "ParallelMesh",
     "agree",
@@ -24,8 +27,10 @@ __all__ = [
     "before_micro_batch",
     "bubble_fraction",
     "clip_grad_norm",
+    "latest",
     "micro_batch_violation",
     "rank_stages",
+    "read_extra",
     "stage_layers",
     "stages_per_rank",
 ]

@@ -7,10 +7,12 @@ then                 stage with the loss -> FSDP2 -> memory -> weights, each ran
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
+from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
 from usp.engines.base import AdamW, Engine
 from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
@@ -25,6 +27,7 @@ from usp.hf.tensor import apply_tp
 from usp.hf.weights import initialise, load_weights
 from usp.prepare import Prepared
 from usp.presets import PRESETS
+from usp.sp_attention import UnifiedSPAttention
 
 
 def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
@@ -66,6 +69,10 @@ def build_stage(index: int, prepared: Prepared, mesh: ParallelMesh) -> CausalLMS
     apply_unified_sp(model, mesh, layout=config.sp_layout, kernel=config.attention_kernel)
     apply_ep(model, mesh)
     apply_tp(model, mesh, config.tp_sequence_parallel)
+    if config.mlp_tile:
+        apply_tiled_mlp(decoder_layers(model), config.mlp_tile)
+    attention = cast(UnifiedSPAttention, model.unified_sp)
+    apply_activation_checkpointing(decoder_layers(model), config.ac, attention, config.ac_offload)
     coefficient = aux_loss_coefficient(prepared.model_config, config.router_aux_loss_coef)
     balance = None
     if coefficient:

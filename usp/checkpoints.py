@@ -65,8 +65,12 @@ class TrainingState:
         return TrainingState(**{name: extra[name] for name in names})
 
 
-def resume_violations(saved: TrainingState, config: TrainConfig, model: Mapping[str, Any]) -> list[str]:
+def resume_violations(
+    saved: TrainingState, config: TrainConfig, model: Mapping[str, Any], finished_too: bool = False
+) -> list[str]:
     """What keeps a run of `config`, its model of the configuration `model`, from continuing `saved`; one message each.
+
+    finished_too: a run whose steps are all done may be continued, to its end.
 
     Layout, number of ranks, engine, batch and schedule may differ. The data, seq_len and seed must not, which
     `BatchStream.load_state_dict` sees to.
@@ -77,7 +81,7 @@ def resume_violations(saved: TrainingState, config: TrainConfig, model: Mapping[
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint: {values}: use that model")
-    if saved.step >= config.steps:
+    if saved.step >= config.steps and not finished_too:
         found.append(
             f"{flag('steps')} = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; "
             f"use at least {saved.step + 1}"

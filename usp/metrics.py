@@ -29,7 +29,8 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. loss and grad_norm are global; bytes are the mean over ranks; memory is this rank's peak so far."""
+    """One step. loss and grad_norm are global; bytes are the mean over ranks (FSDP's
+    None where nobody counts them); memory is this rank's peak so far."""
 
     step: int
     loss: float
@@ -41,15 +42,15 @@ class StepRecord:
     mfu: float | None
     memory_bytes: int
     attention_sent_bytes: int
-    fsdp_sent_bytes: int
+    fsdp_sent_bytes: int | None
 
     def line(self) -> str:
         """The record for a person."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP"
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention + "
-            f"{size(self.fsdp_sent_bytes)} FSDP"
+            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import RankPool, run_ranks
 from usp import apply_unified_sp, shard_batch
-from usp.engines.base import Engine
+from usp.engines.base import AdamW, Engine
 from usp.engines.fsdp2 import Fsdp2Engine
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.loss import global_token_count
 
-from .tiny import MAX_NORM, ROWS, STEPS, optimiser, packed_batch, tiny_model, train_alone
+from .tiny import ADAM_EPS, MAX_NORM, ROWS, STEPS, packed_batch, tiny_model, train_alone
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the package deepspeed is not installed: pip install -e '.[deepspeed]'"
@@ -35,9 +36,8 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
     """An engine whose AdamW is the one of `train_alone`."""
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model("llama"), mesh, LAYOUT)
-    plain = {key: value for key, value in optimiser(model).param_groups[0].items() if key != "params"}
     stage = CausalLMStage(model, mesh, loss_chunk=16)
-    options: dict[str, Any] = {"zero": zero, "learning_rate": plain["lr"], "weight_decay": 0.1}
+    options: dict[str, Any] = {"zero": zero, "optimizer": AdamW(0.1, eps=ADAM_EPS), "param_dtype": dtype}
     if name == "fsdp2":
         apply_fsdp(stage, mesh, decoder_layers(model), param_dtype=dtype, zero=zero)
         engine: Any = Fsdp2Engine([stage], mesh, **options)
@@ -45,9 +45,7 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
         from usp.engines.deepspeed import DeepSpeedEngine
 
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        engine = DeepSpeedEngine([stage], mesh, **options, param_dtype=dtype)
-    for group in engine.optimizer.param_groups:
-        group.update(plain)
+        engine = DeepSpeedEngine([stage], mesh, **options)
     return engine, mesh
 
 
@@ -145,7 +143,7 @@ def refused() -> str:
 
     mesh = ParallelMesh.create(ParallelDims(dp_replicate=2))
     with pytest.raises(ValueError) as caught:
-        DeepSpeedEngine([], mesh, zero=0, learning_rate=0.1, weight_decay=0.0, param_dtype=torch.bfloat16)
+        DeepSpeedEngine([], mesh, zero=0, optimizer=AdamW(0.1), param_dtype=torch.bfloat16)
     return str(caught.value)
 
 

@@ -17,6 +17,7 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config, model_facts
 from usp.loss import global_token_count
 from usp.prepare import Prepared
+from usp.resume import Start
 from usp.tokenizer import BYTES
 from usp.trainer import split_rows
 from usp.validate import parallel_dims, violations
@@ -92,7 +93,7 @@ def prepared_for(config: TrainConfig) -> Prepared:
     facts = model_facts(config.model, model_config)
     assert violations(config, dist.get_world_size(), facts) == []
     dims = parallel_dims(config).resolve(dist.get_world_size())
-    return Prepared(config, dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "")
+    return Prepared(config, dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "", Start(), None)
 
 
 def train(config: TrainConfig) -> list[tuple[float, float]]:
