@@ -16,11 +16,12 @@ from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
+from usp.hf.initialise import initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.models import empty_model
 from usp.hf.stage import CausalLMStage
 from usp.hf.tensor import apply_tp
-from usp.hf.weights import initialise, load_weights
+from usp.hf.weights import load_weights
 from usp.prepare import Prepared
 from usp.presets import PRESETS
 

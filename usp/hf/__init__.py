@@ -1,4 +1,5 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-integrate, experts, balance, tensor, models, stage, tokenizers.
+integrate, experts, balance, tensor, models, stage, disk, initialise, weights, export,
+tokenizers.
 """
