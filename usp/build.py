@@ -18,7 +18,7 @@ from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
 from usp.hf.initialise import initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.models import empty_model
+from usp.hf.models import empty_model, materialise
 from usp.hf.stage import CausalLMStage
 from usp.hf.tensor import apply_tp
 from usp.hf.weights import load_weights
@@ -77,7 +77,7 @@ def build_stage(prepared: Prepared, mesh: ParallelMesh) -> CausalLMStage:
 
 def fill_stage(stage: CausalLMStage, prepared: Prepared) -> None:
     """Give the stage memory and its first weights: a checkpoint folder's, or random ones that the seed fixes."""
-    stage.to_empty(device=prepared.device)
+    materialise(stage, prepared.device)
     if prepared.config.model in PRESETS:
         initialise(stage.model, prepared.config.seed)
     else:

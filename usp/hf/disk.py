@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from parallel.boxes import Box
+from usp.hf.models import kept_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
@@ -56,12 +57,6 @@ _MIXTURES = {
     "mixtral": _Words("block_sparse_moe", gate="w1", up="w3", down="w2"),
     "qwen3_moe": _Words("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
 }
-
-
-def kept_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the name it is kept under: its own, or for tied ones that of the first."""
-    first: dict[nn.Parameter, str] = {}
-    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[DiskTensor]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from parallel.boxes import Box, local_box, local_part
-from usp.hf.disk import INDEX, DiskTensor, disk_tensors, file_names, kept_names, plan_files
-from usp.hf.models import empty_model
+from usp.hf.disk import INDEX, DiskTensor, disk_tensors, file_names, plan_files
+from usp.hf.models import empty_model, kept_names
 
 T = TypeVar("T")
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel.boxes import local_box, local_part
-from usp.hf.disk import kept_names
-from usp.hf.models import empty_model
+from usp.hf.models import empty_model, kept_names
 
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel, seed: int) -> None:
-    """Fill parameters and buffers of a model, or of a pipeline stage of it, after `to_empty`.
+    """Fill parameters and buffers of a model, or of a pipeline stage of it, after `materialise`.
 
     Parameters may be plain or DTensors. Tied parameters get the values that transformers gives the first of them.
     Random states stay as they are. A rank draws every module of which it holds a part, so time does not fall with the

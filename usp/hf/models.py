@@ -83,6 +83,25 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give an empty model, or a stage of it, memory without values. What modules share stays shared.
+
+    `to_empty` alone would leave tied parameters two.
+    """
+    kept = kept_names(model)
+    model.to_empty(device=device)
+    for name, first in kept.items():
+        if name != first:
+            prefix, _, last = name.rpartition(".")
+            model.get_submodule(prefix)._parameters[last] = model.get_parameter(first)
+
+
+def kept_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the name it is kept under: its own, or for tied ones that of the first."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 def matmul_parameters(model: PreTrainedModel) -> int:
     """How many weights multiply a token: all but the input embedding, a tied output head included.
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from parallel.boxes import local_box, local_part
-from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, kept_names, read_headers
+from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
 from usp.hf.initialise import fill_buffers
-from usp.hf.models import empty_model
+from usp.hf.models import empty_model, kept_names
 
 _ROWS_AT_A_TIME = 4096
 
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `to_empty`.
+    """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `materialise`.
 
     Parameters may be plain or DTensors, of any dtype; a rank reads the parts that it holds, and nothing is
     communicated. Buffers are computed, and the model gets the folder's generation configuration where it has one.
