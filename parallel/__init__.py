@@ -1,7 +1,7 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, stages, agree, mesh, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint, wire, memory,
-testing.
+dims, stages, agree, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint, wire,
+memory, testing.
 """
 
 from __future__ import annotations

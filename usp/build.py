@@ -19,12 +19,13 @@ from usp.engines.fsdp2 import Fsdp2Engine
 from usp.engines.pipeline import HandedOver, PipelineRunner
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
+from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.models import empty_model
+from usp.hf.models import empty_model, materialise
 from usp.hf.pipeline import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.hf.tensor import apply_tp
-from usp.hf.weights import initialise, load_weights
+from usp.hf.weights import load_weights
 from usp.prepare import Prepared
 from usp.presets import PRESETS
 from usp.sp_attention import UnifiedSPAttention
@@ -87,9 +88,14 @@ def build_stage(index: int, prepared: Prepared, mesh: ParallelMesh) -> CausalLMS
 
 
 def fill_stage(stage: CausalLMStage, prepared: Prepared) -> None:
-    """Give the stage memory and its first weights: a checkpoint folder's, or random ones that the seed fixes."""
-    stage.to_empty(device=prepared.device)
-    if prepared.config.model in PRESETS:
+    """Give the stage memory and its first weights: a model folder's, or random ones that the seed fixes.
+
+    A run that continues reads its weights later, from its checkpoint.
+    """
+    materialise(stage, prepared.device)
+    if prepared.saved is not None:
+        fill_buffers(stage.model)
+    elif prepared.config.model in PRESETS:
         initialise(stage.model, prepared.config.seed)
     else:
         load_weights(stage.model, Path(prepared.config.model).expanduser())

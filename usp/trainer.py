@@ -37,9 +37,9 @@ from usp.costs import peak_flops, training_flops
 from usp.data import PackedBatch
 from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
+from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
-from usp.hf.weights import save_weights
 from usp.launch import Launch, outlast, process_group
 from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory
@@ -241,7 +241,10 @@ class Trainer:
 
     def _export(self, name: str) -> None:
         """Write weights and tokenizer to a folder of the run; it is whole when rank 0 returns."""
-        save_weights(self.engine, self.mesh, self.folder / name)
+        state = self.engine.state()
+        weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+        model = self.engine.stages[0].model
+        save_weights(weights, self.folder / name, config=model.config, generation_config=model.generation_config)
         if self.is_writer:
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 

@@ -1,4 +1,4 @@
-"""Causal language models: presets made from a transformers configuration, local checkpoint folders, and saving.
+"""Causal language models by a preset's name or a local checkpoint folder: their configuration, facts, and empty model.
 
 Nothing is ever downloaded and no code out of a checkpoint is ever run: a model is a preset's name or a folder on
 this machine, its class is one that transformers ships, and its weights are safetensors.
@@ -6,12 +6,12 @@ this machine, its class is one that transformers ships, and its weights are safe
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -77,21 +77,29 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     )
 
 
-def build_model(model: str, config: PretrainedConfig, *, seed: int, device: torch.device) -> PreTrainedModel:
-    """The model in float32 on `device`: a folder's weights, or random ones that `seed` fixes on every rank alike."""
-    torch.manual_seed(seed)
-    if model in PRESETS:
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        Path(model).expanduser(),
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
-    return cast(PreTrainedModel, loaded.to(device))
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model in float32 on the meta device, with a configuration of its own."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give an empty model, or a stage of it, memory without values. What modules share stays shared.
+
+    `to_empty` alone would leave tied parameters two.
+    """
+    kept = kept_names(model)
+    model.to_empty(device=device)
+    for name, first in kept.items():
+        if name != first:
+            prefix, _, last = name.rpartition(".")
+            model.get_submodule(prefix)._parameters[last] = model.get_parameter(first)
+
+
+def kept_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the name it is kept under: its own, or for tied ones that of the first."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
@@ -109,22 +117,3 @@ def matmul_parameters(model: PreTrainedModel) -> int:
 def _idle_weights(experts: nn.Module, config: PretrainedConfig) -> int:
     weights = sum(parameter.numel() for parameter in experts.parameters())
     return weights // config.num_experts * (config.num_experts - config.num_experts_per_tok)
-
-
-def gather_weights(model: nn.Module) -> dict[str, Any]:
-    """The full weights in host memory on rank 0, nothing elsewhere. Every rank must call it."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-def save_checkpoint(model: PreTrainedModel, weights: dict[str, Any], folder: Path) -> None:
-    """Write gathered `weights` as safetensors that `AutoModelForCausalLM.from_pretrained(folder)` loads."""
-    model.save_pretrained(folder, state_dict=weights)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    config.use_cache = True  # off while sequences are sharded; whoever loads the checkpoint generates with it
-    config.save_pretrained(folder)
-
-
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model in float32 on the meta device."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,42 +1,69 @@
-"""Stand-in."""
+"""Weights out of transformers' safetensors folders, each rank reading the boxes that it holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from parallel.boxes import local_box, local_part
+from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
+from usp.hf.initialise import fill_buffers
+from usp.hf.models import empty_model, kept_names
+
+_ROWS_AT_A_TIME = 4096
 
 
 @torch.no_grad()
-def _copy(model, whole):
-    theirs = dict(whole.named_parameters(remove_duplicate=False))
-    for name, p in model.named_parameters():
-        full = theirs[name]
-        if isinstance(p, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-            full = full[tuple(slice(o, o + s) for o, s in zip(offset, shape))]
-            p.to_local().copy_(full)
-        else:
-            p.copy_(full)
-    buffers = dict(whole.named_buffers())
-    for name, b in model.named_buffers():
-        b.copy_(buffers[name])
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `materialise`.
+
+    Parameters may be plain or DTensors, of any dtype; a rank reads the parts that it holds, and nothing is
+    communicated. Buffers are computed, and the model gets the folder's generation configuration where it has one.
+
+    Raises:
+        ValueError: on every rank alike and before a weight is read, naming files that cannot be read, and every tensor
+            that is missing, superfluous, or of another shape.
+    """
+    whole = empty_model(model.config)
+    kept = kept_names(whole)
+    found = read_headers(folder)
+    choice = choose_tensors(whole, model.config.model_type, found, folder)
+    with ExitStack() as stack:
+        files = {entry.file: stack.enter_context(safe_open(entry.file, framework="pt")) for entry in found.values()}
+        for first, copy in choice.copies:
+            _check_equal(files, found, first, copy)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            held, values = local_box(parameter), local_part(parameter)
+            for tensor in choice.tensors[kept[name]]:
+                part = held.overlap(tensor.box)
+                if part is not None:
+                    read = _read(files, found, tensor, part.slices(tensor.box))
+                    values[part.slices(held)] = read.view(part.sizes).to(values.dtype)
+    fill_buffers(model)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
-def initialise(model, seed):
-    torch.manual_seed(seed)
-    _copy(
-        model,
-        AutoModelForCausalLM.from_config(
-            __import__("copy").deepcopy(model.config), dtype=torch.float32, attn_implementation="eager"
-        ),
-    )
+def _read(
+    files: Mapping[Path, Any], found: Mapping[str, DiskEntry], tensor: DiskTensor, slices: tuple[slice, ...]
+) -> Tensor:
+    return files[found[tensor.name].file].get_slice(tensor.name)[slices[len(slices) - len(tensor.shape) :]]
 
 
-def load_weights(model, folder):
-    _copy(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
-
-
-def save_weights(*args, **kwargs):
-    pass
+def _check_equal(
+    files: Mapping[Path, Any], found: Mapping[str, DiskEntry], first: DiskTensor, copy: DiskTensor
+) -> None:
+    for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
+        rows = (slice(start, start + _ROWS_AT_A_TIME),)
+        if not torch.equal(_read(files, found, first, rows), _read(files, found, copy, rows)):
+            raise ValueError(
+                f"{first.name} and {copy.name} differ, but tie_word_embeddings=True in config.json makes them one "
+                f"parameter: set it to false, or remove one of the two"
+            )

@@ -1,0 +1,84 @@
+"""Which part of a tensor a rank holds: a box, however many mesh axes shard it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a tensor that begins at `offset` and has `sizes`, one of each per dim."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.offset, self.sizes, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What lies in both boxes of one tensor; None where nothing does."""
+        begin = tuple(map(max, self.offset, other.offset))
+        sizes = tuple(end - start for end, start in zip(map(min, self.end, other.end), begin, strict=True))
+        return Box(begin, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices(self, within: Box | None = None) -> tuple[slice, ...]:
+        """Indices of this box in the whole tensor, or in a tensor that holds just the box `within`."""
+        origin = (0,) * len(self.offset) if within is None else within.offset
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.offset, self.end, origin, strict=True))
+
+
+def local_box(tensor: Tensor) -> Box:
+    """The box that this rank holds of a tensor: all of a plain one, a part, maybe empty, of a DTensor.
+
+    Raises:
+        ValueError: for a DTensor whose local part is no box of values: partial sums, or rows from several places.
+    """
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape))
+    _check(tensor)
+    sizes, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(sizes) == tuple(tensor.to_local().shape), f"{tensor.placements} hold {sizes}"
+    return Box(tuple(offset), tuple(sizes))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The values of `local_box`, sharing memory with the tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _check(tensor: DTensor) -> None:
+    """A strided shard is one box where the axes to its right cut the dim into just the pieces it was cut in before."""
+    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"placements {placements} are of partial sums, which are no part of the tensor")
+        if not isinstance(placement, _StridedShard):
+            continue
+        right = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
+        pieces = math.prod(size for other, size in right if _shards(other, placement.dim))
+        rows = tensor.shape[placement.dim]
+        if pieces != placement.split_factor or rows % pieces:
+            raise ValueError(
+                f"placements {placements} over mesh {tuple(sizes)} leave a rank rows of {placement.split_factor} "
+                f"places in dim {placement.dim} of {tuple(tensor.shape)}: axes to the right must cut its {rows} rows "
+                f"evenly into {placement.split_factor}, and cut them into {pieces}"
+            )
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return placement.is_shard(dim) or (isinstance(placement, _StridedShard) and placement.dim == dim)
