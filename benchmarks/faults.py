@@ -190,7 +190,7 @@ def different(run: Path, other: Path) -> list[str]:
 def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _losses(run: Path) -> list[tuple[int, float, float]]:

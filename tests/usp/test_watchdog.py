@@ -36,8 +36,8 @@ launch = meet(Launch.from_environment(os.environ))
 attempt, rank = launch.attempt, launch.rank
 if rank == 0 and attempt == 0:
     launch.remember("folder", "kept")
-with process_group(launch, torch.device("cpu"), 1.0), Watchdog(launch, 1.0) as watchdog:
-    outlast(1.0)
+with process_group(launch, torch.device("cpu"), 3.0), Watchdog(launch, 3.0) as watchdog:
+    outlast(3.0)
     x = torch.ones(3)
     dist.all_reduce(x)
     watchdog.progress(1, "data")
@@ -70,7 +70,7 @@ def test_every_hang_is_named_and_the_ranks_start_again(tmp_path: Path) -> None:
         ended = run.end()
     assert ended.exit_code == 0, ended.err
     assert sorted(ended.out.splitlines()) == [f"rank {rank} done, folder kept" for rank in range(3)]
-    said = re.findall(r"error: no progress for 1 seconds[^\n]*\n(?:  ranks? [^\n]*\n)+look first at [^\n]*", ended.err)
+    said = re.findall(r"error: no progress for 3 seconds[^\n]*\n(?:  ranks? [^\n]*\n)+look first at [^\n]*", ended.err)
     sleeps, skips, stopped = said  # one message for each
     assert re.search(r"ranks 0, 2: in all_to_all_single \(step 1, step\), at \S*hangs.py:\d+ exchange < ", sleeps)
     assert re.search(r"rank 1: in no collective \(step 1, data\), at \S*hangs.py:\d+ load_data < ", sleeps)
