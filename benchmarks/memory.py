@@ -111,10 +111,10 @@ def growth(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     """Activation bytes per token on each rank, by grid, from its two longest lengths that all grids have."""
     ours = [row for row in rows if not row["plain"]]
     grids = sorted({(row["ulysses"], row["ring"]) for row in ours})
-    peaks = {(row["ulysses"], row["ring"], row["seq_len"]): row["peak_bytes"] for row in ours}
-    shared = sorted(n for n in {row["seq_len"] for row in ours} if all((*grid, n) in peaks for grid in grids))
+    peaks = {((row["ulysses"], row["ring"]), row["seq_len"]): row["peak_bytes"] for row in ours}
+    shared = sorted(n for n in {row["seq_len"] for row in ours} if all((grid, n) in peaks for grid in grids))
     short, long = shared[-2:]
-    return {grid: (peaks[(*grid, long)] - peaks[(*grid, short)]) / (long - short) for grid in grids}
+    return {grid: (peaks[grid, long] - peaks[grid, short]) / (long - short) for grid in grids}
 
 
 def longest(rows: list[dict[str, Any]], *, ranks: int) -> tuple[int, int, int]:
