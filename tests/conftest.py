@@ -15,7 +15,7 @@ def ranks() -> Iterator[RankPool]:
     """One pool of warm gloo ranks for the whole run: `ranks.run(fn, world_size, *args)`."""
     families = ("llama", "qwen2", "qwen3", "mistral")  # imported once, not by each of eight workers
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    with RankPool(preload=("usp.hf.integrate", "torch.distributed.fsdp", *models)) as pool:
+    with RankPool(preload=("usp.hf.integrate", "parallel.pipeline", *models)) as pool:
         yield pool
 
 

@@ -138,8 +138,8 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     if config.ac != "none":
         yield (
-            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes many of each, "
-            f"one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
+            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes about ten "
+            f"of each, one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
         )
 
 

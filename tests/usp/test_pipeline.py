@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, rank_stages, stage_layers
 from parallel.testing import RankPool
