@@ -123,8 +123,11 @@ def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "micro_batches"),
-    [("1f1b", 2, 2), ("1f1b", 4, 7), ("interleaved-1f1b", 2, 4), ("interleaved-1f1b", 4, 8)]
-    + [("zero-bubble", 2, 3), ("zero-bubble", 4, 9)],
+    [
+        *(("1f1b", 2, 2), ("1f1b", 4, 7)),
+        *(("interleaved-1f1b", 2, 4), ("interleaved-1f1b", 4, 8)),
+        *(("zero-bubble", 2, 3), ("zero-bubble", 4, 9)),
+    ],
 )
 def test_bubbles_are_those_of_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
     order = dict(enumerate(ranks.run(order_of, pp, schedule, micro_batches)))
@@ -136,6 +139,7 @@ def test_bubbles_are_those_of_torchs_schedules(ranks: RankPool, schedule: str, p
 # A step
 
 ROWS, WIDTH, BLOCKS, MICRO_BATCHES = 8, 6, 4, 4
+SHARDED, REPLICATED = ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=2, dp_replicate=2)
 
 
 class Block(nn.Module):
@@ -179,9 +183,11 @@ def blocks_and_batch() -> tuple[list[nn.Module], Tensor, Tensor]:
     return [Block() for _ in range(BLOCKS)], torch.randn(2 * ROWS, WIDTH), torch.randn(2 * ROWS, WIDTH)
 
 
-def step(schedule: str, zero: int, dtype: torch.dtype) -> tuple[float, dict[int, list[Tensor]], Seen]:
+def step(
+    dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype
+) -> tuple[float, dict[int, list[Tensor]], Seen]:
     """Loss, gradients by block, and what was seen, of one of 2 x 2 ranks."""
-    mesh = ParallelMesh.create(ParallelDims(pp=2, dp_shard=2))
+    mesh = ParallelMesh.create(dims)
     blocks, x, target = blocks_and_batch()
     indices, seen, stages = rank_stages(schedule, 2, mesh.rank("pp")), Seen(), []
     layers = stage_layers(BLOCKS, 2 * len(indices))
@@ -219,21 +225,21 @@ def step_alone() -> tuple[float, dict[int, list[Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "zero", "dtype", "tolerance"),
+    ("dims", "schedule", "zero", "dtype", "tolerance"),
     [
-        ("1f1b", 3, torch.float32, 1e-5),
-        ("1f1b", 1, torch.float32, 1e-5),
-        ("interleaved-1f1b", 2, torch.float32, 1e-5),
-        ("zero-bubble", 1, torch.float32, 1e-5),
-        ("zero-bubble", 0, torch.bfloat16, 3e-2),
-        ("1f1b", 3, torch.bfloat16, 3e-2),
+        (SHARDED, "1f1b", 3, torch.float32, 1e-5),
+        (SHARDED, "1f1b", 1, torch.float32, 1e-5),
+        (REPLICATED, "interleaved-1f1b", 2, torch.float32, 1e-5),
+        (SHARDED, "zero-bubble", 1, torch.float32, 1e-5),
+        (SHARDED, "1f1b", 3, torch.bfloat16, 3e-2),
+        (REPLICATED, "zero-bubble", 0, torch.bfloat16, 3e-2),
     ],
     ids=str,
 )
 def test_gradients_add_up_over_micro_batches_and_ranks(
-    ranks: RankPool, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
+    ranks: RankPool, dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    found = ranks.run(step, 4, schedule, zero, dtype)
+    found = ranks.run(step, 4, dims, schedule, zero, dtype)
     loss, wanted = step_alone()
     assert sum(part for part, _, _ in found) == pytest.approx(loss, rel=tolerance)
     for _, grads, _ in found:
@@ -244,7 +250,7 @@ def test_gradients_add_up_over_micro_batches_and_ranks(
 
 
 def test_zero_3_gathers_a_block_at_a_time_and_scatters_gradients_at_once(ranks: RankPool) -> None:
-    for _, _, seen in ranks.run(step, 4, "1f1b", 3, torch.float32):
+    for _, _, seen in ranks.run(step, 4, SHARDED, "1f1b", 3, torch.float32):
         assert max(seen.whole) == 1
         assert seen.scattered[2 * MICRO_BATCHES - 1] == 1, "of two blocks, the one that is not running"
 

@@ -6,7 +6,7 @@ anything is materialised. What stays keeps its name: "model.layers.7.self_attn.q
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,7 +28,7 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
     Raises:
         ValueError: if the model ties its head to its embedding, or has no such layers.
     """
-    backbone = model.base_model
+    backbone = cast(Any, model.base_model)
     if model.config.tie_word_embeddings and not (first and last):
         raise ValueError(
             f"the embedding and the output head of {type(model).__name__} are one matrix (tie_word_embeddings), but "
