@@ -120,8 +120,8 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
         yield (
-            f"--micro-batches = {config.micro_batches} does not fill --pp {config.pp} with --pp-schedule "
-            f"{config.pp_schedule}: {violation}, and a --batch-size that it divides"
+            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size that "
+            f"it divides"
         )
     if config.pp == 1 and config.pp_schedule != "1f1b":
         yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
