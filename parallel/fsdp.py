@@ -74,7 +74,10 @@ def apply_fsdp(
         )
     for block in blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)  # its backward comes first anyway
+    # The root's own parameters come first in its backward anyway. What it is called with is in the right dtype already,
+    # or float32 on purpose.
+    policy = replace(policy, cast_forward_inputs=False)
+    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for sharded in _fsdp_modules(model):
         # FSDP2 averages by default. gloo has no pre-multiplied sum, so the factor 1 must be a plain sum.
         sharded.set_gradient_divide_factor(1.0)

@@ -66,7 +66,10 @@ class Pipeline:
         loss = torch.empty((), requires_grad=True, device="meta")
 
         def built(module: nn.Module, index: int) -> PipelineStage:
-            shapes = {"input_args": edge if index else (), "output_args": loss if index == last else edge}
+            shapes: dict[str, Any] = {
+                "input_args": edge if index else (),
+                "output_args": loss if index == last else edge,
+            }
             if schedule == "zero-bubble":
                 return PipelineStage(module, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
             return _Stage(module, zero, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
@@ -116,11 +119,11 @@ class _Hidden(nn.Module):
 
 
 def _schedule(
-    schedule: str, stages: list[PipelineStage], micro_batches: int
+    schedule: str, stages: list[Any], micro_batches: int
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
-    options = {"n_microbatches": micro_batches, "loss_fn": _loss_of_last_stage, "scale_grads": False}
+    options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _loss_of_last_stage, "scale_grads": False}
     if schedule == "1f1b":
-        return Schedule1F1B(*stages, **options)
+        return Schedule1F1B(stages[0], **options)
     return (ScheduleZBVZeroBubble if schedule == "zero-bubble" else ScheduleInterleaved1F1B)(stages, **options)
 
 

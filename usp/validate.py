@@ -125,8 +125,8 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
         yield (
-            f"--micro-batches = {config.micro_batches} does not fill --pp {config.pp} with --pp-schedule "
-            f"{config.pp_schedule}: {violation}, and a --batch-size that it divides"
+            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size that "
+            f"it divides"
         )
     if config.pp == 1 and config.pp_schedule != "1f1b":
         yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
@@ -143,8 +143,8 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     if config.ac != "none":
         yield (
-            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes many of each, "
-            f"one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
+            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes about ten "
+            f"of each, one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
         )
 
 

@@ -12,7 +12,7 @@ from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, ran
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.batch import IGNORED_LABEL
-from usp.engines.pipeline import HandedOver, PipelineRunner
+from usp.engines.pipeline import HandedOver, PipelineRunner, joined
 from usp.hf.integrate import decoder_layers
 from usp.hf.pipeline import prune_to_stage
 from usp.hf.stage import CausalLMStage
@@ -76,18 +76,6 @@ def train_pipelined(
     return history, [name for stage in stages for name, _ in stage.named_parameters()]
 
 
-def parameters_of(stage: int, stages: int) -> set[str]:
-    """What a stage may hold, from the names alone."""
-    layers = stage_layers(LAYERS, stages)[stage]
-    ends = ["model.embed_tokens."] * (stage == 0) + ["model.norm.", "lm_head."] * (stage == stages - 1)
-    prefixes = tuple(f"model.{prefix}" for prefix in [*(f"model.layers.{layer}." for layer in layers), *ends])
-    return {
-        f"model.{name}"
-        for name, _ in tiny_model("llama-deep").named_parameters()
-        if f"model.{name}".startswith(prefixes)
-    }
-
-
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
     return {family: ranks.run(train_alone, 1, family)[0] for family in ("llama-deep", "qwen2-deep")}
@@ -99,12 +87,20 @@ def largest_difference(found: list, alone: list[tuple[float, float]]) -> float:
     return float((histories / torch.tensor(alone, dtype=torch.float64) - 1).abs().max())
 
 
+def parameters_of(stage: int, num_stages: int) -> set[str]:
+    """What a stage has to hold of a model whose layers go evenly, from their names alone."""
+    each = LAYERS // num_stages
+    owners = {f"model.layers.{layer}.": layer // each for layer in range(LAYERS)}
+    owners |= {"model.embed_tokens.": 0, "model.norm.": num_stages - 1, "lm_head.": num_stages - 1}
+    names = [name for name, _ in tiny_model("llama-deep").named_parameters()]
+    return {f"model.{name}" for name in names if owners[next(p for p in owners if name.startswith(p))] == stage}
+
+
 CASES = [
     ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 3),
-    ("llama-deep", ParallelDims(pp=2, ring=2), "1f1b", 2),
     ("qwen2-deep", ParallelDims(pp=2, ulysses=2), "interleaved-1f1b", 3),
     ("llama-deep", ParallelDims(pp=2, ring=2), "zero-bubble", 1),
-    ("qwen2-deep", ParallelDims(pp=2, ulysses=2, ring=2), "interleaved-1f1b", 3),
+    ("qwen2-deep", ParallelDims(pp=2, ulysses=2, ring=2), "interleaved-1f1b", 2),
 ]
 
 
@@ -112,6 +108,43 @@ CASES = [
 def test_ten_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, schedule: str, zero: int
 ) -> None:
-    world = dims.pp * dims.sp
-    found = ranks.run(train_pipelined, world, family, dims, schedule, zero, Break(), timeout=180)
+    found = ranks.run(train_pipelined, dims.pp * dims.sp, family, dims, schedule, zero, Break(), timeout=180)
     assert largest_difference(found, alone[family]) <= 1e-5
+    if family == "llama-deep":
+        for rank, (_, names) in enumerate(found):
+            stages = rank_stages(schedule, 2, rank // dims.sp)
+            assert set(names) == set().union(*(parameters_of(stage, 2 * len(stages)) for stage in stages))
+
+
+@pytest.mark.parametrize("broken", [Break(drop=True), Break(scale=True)], ids=str)
+def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
+    found = ranks.run(train_pipelined, 2, "llama-deep", ParallelDims(pp=2), "1f1b", 3, broken, timeout=180)
+    assert largest_difference(found, alone["llama-deep"]) > 1e-3
+
+
+def test_a_stage_on_the_meta_device_is_a_pass_through_where_other_stages_have_layers() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama-deep")
+    prune_to_stage(model, range(1, 3), first=False, last=False)
+    assert {name.split(".")[2] for name, _ in model.named_parameters()} == {"1", "2"}
+    assert len(decoder_layers(model)) == 2
+    hidden = torch.randn(1, 5, 32)
+    assert model.model.layers[0](hidden, position_ids=None) is hidden
+    assert model.model.norm(hidden) is hidden
+
+
+def test_what_cannot_be_a_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        prune_to_stage(tiny_model("llama-tied"), range(1), first=True, last=False)
+    with pytest.raises(ValueError, match=r"range\(2, 6\) must be consecutive ones of the model's 4 layers"):
+        prune_to_stage(tiny_model("llama-deep"), range(2, 6), first=False, last=True)
+
+
+def test_micro_batches_join_to_the_batch_they_came_from() -> None:
+    ids = torch.arange(12).view(4, 3)
+    short, long = torch.tensor([0, 2, 3]), torch.tensor([[0, 1, 2, 3], [0, 3, 3, 3]])
+    whole = joined([{"input_ids": ids[:2], "cu_seqlens": short}, {"input_ids": ids[2:], "cu_seqlens": long}])
+    assert torch.equal(whole["input_ids"], ids)
+    assert whole["cu_seqlens"].tolist() == [[0, 2, 3, 3], [0, 2, 3, 3], [0, 1, 2, 3], [0, 3, 3, 3]]
+    with pytest.raises(ValueError, match=r"\(1, 3\), \(3, 3\)"):
+        joined([{"input_ids": ids[:1]}, {"input_ids": ids[1:]}])

@@ -68,7 +68,9 @@ def apply_unified_sp(
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The repeated layers of a causal LM of a supported family, without those that other pipeline stages have."""
-    return nn.ModuleList(layer for layer in model.base_model.layers if not isinstance(layer, OtherStagesLayer))
+    layers = model.base_model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
 
 
 def _check_model(model: PreTrainedModel, ulysses: int) -> None:

@@ -1,13 +1,12 @@
 """A transformers causal LM cut down to the layers of one pipeline stage.
 
-The model is built whole on the meta device, where it costs nothing, and what belongs to other stages is taken out before
-anything is materialised. What stays keeps its name: "model.layers.7.self_attn.q_proj.weight" is the same on whichever
-stage it is.
+The model is built whole on the meta device, where it costs nothing, and what other stages hold is taken out before
+anything is materialised. What stays keeps its name: "model.layers.7.self_attn.q_proj.weight" on whichever stage.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,11 +28,11 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
     Raises:
         ValueError: if the model ties its head to its embedding, or has no such layers.
     """
-    backbone = model.base_model
+    backbone = cast(Any, model.base_model)
     if model.config.tie_word_embeddings and not (first and last):
         raise ValueError(
-            f"the embedding and the output head of {type(model).__name__} are one matrix (tie_word_embeddings), but the "
-            f"first and the last stage would hold one of them each: use one stage"
+            f"the embedding and the output head of {type(model).__name__} are one matrix (tie_word_embeddings), but "
+            f"the first stage would hold one and the last stage the other: use one stage"
         )
     if not (0 <= layers.start < layers.stop <= len(backbone.layers) and layers.step == 1):
         raise ValueError(f"{layers} must be consecutive ones of the model's {len(backbone.layers)} layers")
