@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 import usp.failures
 from tests.e2e.processes import Run
+from tests.usp.tiny import drawn_model
 from usp.cli import main
-from usp.hf.models import build_model, gather_weights, load_model_config, save_checkpoint
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
 
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 
@@ -50,8 +52,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = load_model_config("tiny")
         for key, value in change.items():
             setattr(config, key, value)
-        model = build_model("tiny", config, seed=0, device="cpu")
-        save_checkpoint(model, gather_weights(model), folder / name)
+        model = drawn_model(config)
+        save_weights(dict(model.named_parameters()), folder / name, config=config)
     return folder
 
 

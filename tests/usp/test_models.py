@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig
 
+from tests.usp.tiny import drawn_model
 from usp.costs import ModelFacts
+from usp.hf.export import save_weights
 from usp.hf.models import (
-    build_model,
-    gather_weights,
+    empty_model,
     load_model_config,
     matmul_parameters,
     model_facts,
-    save_checkpoint,
 )
+from usp.hf.weights import load_weights
 from usp.presets import PRESETS
 
-CPU = torch.device("cpu")
 TINY = [name for name in PRESETS if "tiny" in name]
 
 
@@ -42,7 +42,8 @@ def test_a_real_geometry_has_the_published_number_of_parameters(preset: str, bil
 
 
 def test_facts_are_read_from_the_configuration() -> None:
-    assert model_facts("tiny", load_model_config("tiny")) == ModelFacts("tiny", 8, 4, 16, 384, (0, 0))
+    tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
+    assert model_facts("tiny", load_model_config("tiny")) == tiny
     assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
 
 
@@ -55,8 +56,8 @@ def test_a_mixture_of_layer_kinds_has_a_window_each() -> None:
 
 @pytest.mark.parametrize("preset", TINY)
 def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> None:
-    model = build_model(preset, load_model_config(preset), seed=0, device=CPU)
-    save_checkpoint(model, gather_weights(model), tmp_path)
+    model = drawn_model(load_model_config(preset))
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     for name, tensor in model.state_dict().items():
@@ -64,31 +65,23 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> Non
 
 
 def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
-    model = build_model("tiny", load_model_config("tiny"), seed=3, device=CPU)
-    save_checkpoint(model, gather_weights(model), tmp_path)
-    again = build_model(str(tmp_path), load_model_config(str(tmp_path)), seed=4, device=CPU)
+    model = drawn_model(load_model_config("tiny"), 3)
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
+    again = drawn_model(load_model_config(str(tmp_path)), 4)
+    load_weights(again, tmp_path)
     assert torch.equal(again.get_output_embeddings().weight, model.get_output_embeddings().weight)
     assert next(again.parameters()).dtype == torch.float32
 
 
 def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> None:
     config = load_model_config("tiny")
-    untied = matmul_parameters(build_model("tiny", config, seed=0, device=CPU))
+    untied = matmul_parameters(empty_model(config))
     config.tie_word_embeddings = True
-    model = build_model("tiny", config, seed=0, device=CPU)
+    model = drawn_model(config)
     assert matmul_parameters(model) == untied
-    save_checkpoint(model, gather_weights(model), tmp_path)
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-
-
-def test_the_seed_fixes_the_weights() -> None:
-    weights = [
-        build_model("tiny", load_model_config("tiny"), seed=seed, device=CPU).get_output_embeddings().weight
-        for seed in (1, 1, 2)
-    ]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
 
 
 def test_an_unknown_model_names_the_presets() -> None:

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from parallel.testing import RankPool, count_sent_bytes
+from tests.usp.tiny import drawn_model
 from usp.cli import parse
 from usp.config import TrainConfig
 from usp.data import PackedBatch
 from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged
-from usp.hf.models import build_model, gather_weights, load_model_config, save_checkpoint
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
 from usp.launch import Launch
 from usp.prepare import prepare
 from usp.trainer import Trainer, learning_rate, train
@@ -90,10 +92,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_last_good_wei
 
 
 def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
-    model = build_model("tiny", load_model_config("tiny"), seed=0, device=torch.device("cpu"))
-    weights = gather_weights(model)
-    weights["lm_head.weight"][0, 0] = float("nan")
-    save_checkpoint(model, weights, tmp_path / "broken")
+    model_config = load_model_config("tiny")
+    model = drawn_model(model_config)
+    torch.nn.init.constant_(model.lm_head.weight[0], torch.nan)
+    save_weights(dict(model.named_parameters()), tmp_path / "broken", config=model_config)
     config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
     with pytest.raises(TrainingDiverged, match=r"step 1 has loss = nan.*No step came before, so nothing was saved"):
         train(config, Launch())
@@ -111,8 +113,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model_config = load_model_config("tiny")
     model_config.vocab_size = 100
-    model = build_model("tiny", model_config, seed=0, device=torch.device("cpu"))
-    save_checkpoint(model, gather_weights(model), tmp_path)
+    model = drawn_model(model_config)
+    save_weights(dict(model.named_parameters()), tmp_path, config=model_config)
     with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
         prepare(replace(SMALL, model=str(tmp_path)), Launch())
 
@@ -132,7 +134,7 @@ def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -
     """Each document alone through the unchanged model; the mean over all their targets."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
     loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
-    model = build_model("tiny", load_model_config("tiny"), seed=config.seed, device=torch.device("cpu"))
+    model = drawn_model(load_model_config("tiny"), config.seed)
     targets, total = 0, torch.zeros(())
     for begin, end in pairwise(batch.cu_seqlens[0].tolist()):
         document = batch.ids[:, begin:end]

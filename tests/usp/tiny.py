@@ -9,12 +9,16 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from usp.hf.initialise import initialise
+from usp.hf.models import empty_model, materialise
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
@@ -55,6 +59,14 @@ CONFIGS = {
 def tiny_model(family: str, implementation: str = "eager") -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=implementation)
+
+
+def drawn_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """The whole model on the CPU with the weights that every layout starts from."""
+    model = empty_model(config)
+    materialise(model, torch.device("cpu"))
+    initialise(model, seed)
+    return model
 
 
 def optimiser(model: torch.nn.Module) -> torch.optim.AdamW:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,20 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         held[kept[name]].append(parameter)
     for prefix, module in whole.named_modules():
-        names = {name: f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        if not any(kept.get(name) == name and name in held for name in names.values()):
-            continue
-        values = _drawn(whole, prefix, seed)
-        for name, full_name in names.items():
-            for target in held[full_name] if kept[full_name] == full_name else ():
-                local_part(target).copy_(values[name][local_box(target).slices()])
-        module.to_empty(device="meta", recurse=False)
+        names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]
+        targets = {name: held[full] for name, full in names if kept[full] == full and full in held}
+        if targets:
+            _fill(whole, prefix, seed, targets)
     fill_buffers(model)
+
+
+def _fill(whole: PreTrainedModel, prefix: str, seed: int, targets: Mapping[str, Sequence[Tensor]]) -> None:
+    """Draw a module, hand out its boxes, and forget it."""
+    values = _drawn(whole, prefix, seed)
+    for name, held in targets.items():
+        for target in held:
+            local_part(target).copy_(values[name][local_box(target).slices()])
+    whole.get_submodule(prefix).to_empty(device="meta", recurse=False)
 
 
 @torch.no_grad()
