@@ -63,7 +63,9 @@ def apply_fsdp(
         ranks = expert_shards.size(-1)
 
         def placement(parameter: nn.Parameter, ranks: int = ranks) -> Shard:
-            return Shard(0 if _local_rows(parameter) >= ranks else 1)  # fewer experts than ranks: share their rows
+            experts, rows = _local(parameter).shape[:2]
+            # Fewer experts than ranks: share an expert's rows, where FSDP2 can divide them evenly.
+            return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
 
         fully_shard(
             module,
@@ -106,5 +108,5 @@ def _shards(mesh: ParallelMesh, axis: str, view: Callable[..., DeviceMesh]) -> D
     return view("dp_replicate", axis) if mesh.size("dp_replicate") > 1 else view(axis)
 
 
-def _local_rows(parameter: nn.Parameter) -> int:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).size(0)
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

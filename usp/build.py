@@ -16,7 +16,6 @@ from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
 from usp.engines.base import AdamW, Engine
 from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
-from usp.engines.pipeline import HandedOver, PipelineRunner
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
 from usp.hf.initialise import fill_buffers, initialise
@@ -50,6 +49,8 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
         return DeepSpeedEngine(stages, mesh, zero=config.zero, optimizer=optimizer, param_dtype=dtype)
     pipeline = None
     if config.pp > 1:
+        from usp.engines.pipeline import HandedOver, PipelineRunner  # takes seconds to import
+
         handed = HandedOver(
             prepared.model_config.hidden_size,
             dtype,

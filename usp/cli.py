@@ -47,6 +47,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
     launch = meet(Launch.from_environment(environ))
     stay_on_loopback(launch, environ)
+    environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed asks for it, launched or not
     stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         config = parse(argv, show_help=launch.rank == 0)

@@ -84,7 +84,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
             f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
             f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
         )
-    problems += filter(None, (wandb_problem(config.wandb_project), engine_problem(config.engine)))
+    problems += filter(None, (wandb_problem(config.wandb_project), _engine_problem(config, device)))
     attempt(lambda: parse_steps(config.profile))
     start = attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
@@ -118,13 +118,15 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     )
 
 
-def engine_problem(engine: str) -> str | None:
+def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | None:
     """Why `--engine` cannot be served here; None where it can."""
-    if engine != "deepspeed" or find_spec("deepspeed") is not None:
+    if config.engine != "deepspeed":
         return None
-    return (
-        "--engine deepspeed needs the package deepspeed, which is not installed: pip install 'usp-toolkit[deepspeed]'"
-    )
+    if find_spec("deepspeed") is None:
+        return "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
+    if config.zero == 0 and config.dtype in DTYPES and device and _dtype(config, device) == torch.bfloat16:
+        return "--engine deepspeed --zero 0 adds gradients up in bfloat16: use --zero 1, or --dtype float32"
+    return None
 
 
 def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) -> TrainingState | None:

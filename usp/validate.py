@@ -125,8 +125,8 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
         yield (
-            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size that "
-            f"it divides"
+            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size "
+            f"that it divides"
         )
     if config.pp == 1 and config.pp_schedule != "1f1b":
         yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
@@ -141,11 +141,13 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"zero-bubble comes back to them for the weights' half of it: use --zero 1, or --pp-schedule "
             f"interleaved-1f1b"
         )
-    if config.ac != "none":
-        yield (
-            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes about ten "
-            f"of each, one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
-        )
+    for name, off in (("ac", "none"), ("mlp_tile", 0)):
+        if getattr(config, name) != off:
+            yield (
+                f"{flag(name)} = {getattr(config, name)} computes again in a backward, but --pp-schedule zero-bubble "
+                f"makes about ten of each, one for the inputs and one per weight: use {flag(name)} {off}, or "
+                f"--pp-schedule interleaved-1f1b"
+            )
 
 
 def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -270,7 +272,7 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_degrees, (*_DEGREES, "sp_order")),
     (_sequence, (*_SP, "sp_layout", "seq_len")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
-    (_zero_bubble, ("pp", "pp_schedule", "zero", "ac")),
+    (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
     (_switches, ("ac", "tp")),
     (_engine, (*_DEGREES, "engine")),
 )

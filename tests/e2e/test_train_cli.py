@@ -36,13 +36,13 @@ def test_a_run_ends_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
     assert len(records) == 15 and records[-1]["loss"] < records[0]["loss"] - 1.5
     assert all(record["attention_sent_bytes"] > 0 and record["fsdp_sent_bytes"] > 0 for record in records)
     assert "ranks: 4 (ring=2 ulysses=2), layout zigzag" in ended.out
-    assert "step 15/15  loss" in ended.out and "checkpoint: run/checkpoint" in ended.out
+    assert "step 15/15  loss" in ended.out and "model: run/model" in ended.out
     assert list((folder / "tensorboard").iterdir())
 
 
 def test_the_checkpoint_knows_what_the_run_learned(finished: tuple[Path, Ended]) -> None:
     folder, _ = finished
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     ids = torch.tensor([tokenizer.encode((ROOT / "usp" / "config.py").read_text())[:512]])
     with torch.no_grad():

@@ -185,7 +185,16 @@ def test_peaks_are_known_by_device_name() -> None:
 
 
 def test_fsdp_bytes_of_one_rank() -> None:
-    assert fsdp_sent_bytes(block=800, root=80, itemsize=4, ranks=1, replicas=1) == 0
-    gathered, scattered = (2 * 800 + 80) * 2 * 7 // 8, (800 + 80) // 8 * 4 * 7
-    assert fsdp_sent_bytes(block=800, root=80, itemsize=2, ranks=8, replicas=1) == gathered + scattered
-    assert fsdp_sent_bytes(block=800, root=80, itemsize=2, ranks=1, replicas=2) == 880 * 4
+    def sent(ranks: int, replicas: int, zero: int = 3, micro_batches: int = 1) -> int:
+        return fsdp_sent_bytes(
+            block=800, root=80, itemsize=2, ranks=ranks, replicas=replicas, zero=zero, micro_batches=micro_batches
+        )
+
+    gathered, scattered, summed = (2 * 800 + 80) * 2 * 7 // 8, (800 + 80) // 8 * 4 * 7, 880 * 4
+    once = 880 * 2 * 7 // 8
+    assert sent(1, 1) == 0 and sent(1, 2) == summed
+    assert sent(8, 1) == gathered + scattered
+    assert sent(8, 1, micro_batches=3) == 3 * (gathered + scattered)
+    assert sent(8, 1, zero=2, micro_batches=3) == once + 3 * scattered
+    assert sent(8, 1, zero=1, micro_batches=3) == once + scattered
+    assert sent(1, 2, zero=0, micro_batches=3) == summed

@@ -60,7 +60,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == replace(config, dp_shard=1, dtype="float32")
     shown = capsys.readouterr().out
     assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").config.use_cache
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
 
 
 def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_last_good_wei
     assert [record["step"] for record in metrics_of(tmp_path)] == [1]
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "last-good")
     assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
-    assert not (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
 from usp.costs import fsdp_sent_bytes
 from usp.engines.base import AdamW, MicroBatch
-from usp.engines.pipeline import PipelineRunner
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from usp.engines.pipeline import PipelineRunner
 
 
 class Fsdp2Engine:
