@@ -2,7 +2,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest>=8", "hypothesis>=6"]
+DEEPSPEED = ["deepspeed>=0.19.8"]
+TEST = ["pytest>=8", "hypothesis>=6", *DEEPSPEED]
 
 setup(
     name="usp-toolkit",
@@ -31,7 +32,7 @@ setup(
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit", "types-PyYAML"],
         "bench": ["yunchang==0.6.4", "matplotlib"],
-        "deepspeed": ["deepspeed>=0.19"],
+        "deepspeed": DEEPSPEED,
         "flash": ["flash-attn>=2.8"],
     },
     classifiers=[

@@ -1,23 +1,36 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, agree, mesh, boxes, fsdp, grad_norm, tensor, expert, safetensors_storage, checkpoint, wire, testing.
+dims, stages, agree, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint, wire,
+memory, testing.
 """
 
 from __future__ import annotations
 
 from .agree import agree
+from .checkpoint import Checkpointer, latest
 from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .mesh import ParallelMesh
+from .safetensors_storage import read_extra
+from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
 
 __all__ = [
+    "PP_SCHEDULES",
     "SP_ORDERS",
     "ZERO_STAGES",
+    "Checkpointer",
     "ParallelDims",
     "ParallelMesh",
     "agree",
     "apply_fsdp",
     "before_micro_batch",
+    "bubble_fraction",
     "clip_grad_norm",
+    "latest",
+    "micro_batch_violation",
+    "rank_stages",
+    "read_extra",
+    "stage_layers",
+    "stages_per_rank",
 ]

@@ -14,6 +14,7 @@ the next forward, in the same number of bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -65,11 +66,18 @@ def apply_fsdp(
             return Shard(0 if _local_rows(parameter) >= ranks else 1)  # fewer experts than ranks: share their rows
 
         fully_shard(
-            module, mesh=expert_shards, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=placement
+            module,
+            mesh=expert_shards,
+            mp_policy=replace(policy, cast_forward_inputs=False),  # routing weights are and stay float32
+            reshard_after_forward=zero == 3,
+            shard_placement_fn=placement,
         )
     for block in blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)  # its backward comes first anyway
+    # The root's own parameters come first in its backward anyway. What it is called with is in the right dtype already,
+    # or float32 on purpose.
+    policy = replace(policy, cast_forward_inputs=False)
+    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for sharded in _fsdp_modules(model):
         # FSDP2 averages by default. gloo has no pre-multiplied sum, so the factor 1 must be a plain sum.
         sharded.set_gradient_divide_factor(1.0)

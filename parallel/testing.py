@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parallel.wire import count_sent_bytes
 
@@ -178,6 +179,8 @@ def _serve(connection: Connection, stacks: str) -> None:
                     os._exit(1)  # closes the sockets at once, so that peers waiting for this rank fail too
                 connection.recv()
                 dist.destroy_process_group()
+                # DTensor keeps what it worked out by mesh, and takes this job's meshes for equal ones of the next job.
+                _clear_sharding_prop_cache()
         except (EOFError, ConnectionResetError):
             return
 

@@ -1,7 +1,8 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
-sp_axes, sequence, sp_attention, batch, loss, tokenizer, presets, config, costs, documents, data, metrics, launch,
-failures, validate, hf, prepare, trainer, cli.
+sp_axes, sequence, sp_attention, batch, loss, tokenizer, presets, config, activations, costs, documents, packing, data,
+checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling, resume, validate, hf, engines, prepare,
+build, trainer, cli.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from tyro.conf import arg
 
 from usp.config import TrainConfig, config_from_mapping, config_to_mapping
 from usp.failures import INTERRUPTED, ConfigurationError, end, ending_of
-from usp.launch import Launch, stay_on_loopback
+from usp.launch import Launch, meet, stay_on_loopback
+from usp.signals import StopRequest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,16 +45,18 @@ class CommandLine(TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
-    launch = Launch.from_environment(environ)
+    launch = meet(Launch.from_environment(environ))
     stay_on_loopback(launch, environ)
+    stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         config = parse(argv, show_help=launch.rank == 0)
         from usp.trainer import train  # takes seconds to import: --help and a mistyped flag answer without it
 
-        train(config, launch)
+        with stop.listening():
+            train(config, launch, stop, error_file)
     except (Exception, KeyboardInterrupt) as error:
         try:
-            return end(ending_of(error, launch.rank), launch, environ.get("TORCHELASTIC_ERROR_FILE"))
+            return end(ending_of(error, launch.rank), launch, error_file, asked_to_stop=stop.requested)
         except KeyboardInterrupt:  # while it waited for the launcher
             return INTERRUPTED
     return 0

@@ -15,10 +15,9 @@ from typing import Annotated, Any, get_type_hints
 from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
-from parallel import SP_ORDERS
+from parallel import PP_SCHEDULES, SP_ORDERS
 from usp.presets import PRESETS
 
-PP_SCHEDULES = ("1f1b", "interleaved-1f1b", "zero-bubble")
 ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "attention-saved", "full")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -89,6 +88,12 @@ class TrainConfig:
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean of gradients."""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the mean of their squares."""
+    adam_eps: float = 1e-8
+    """What AdamW adds to the root of that mean."""
     max_grad_norm: float = 1.0
     """Clip the gradient to this global norm. inf: never clip."""
     router_aux_loss_coef: float = -1.0

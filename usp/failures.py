@@ -6,11 +6,13 @@
     a lost connection    another rank is gone, and says why itself     one line                exit code 1
     anything else        one rank's own fault, or the same on all      traceback and rank      exit code 1
     Ctrl-C               every rank gets the signal                    one line                exit code 130
+    Stopped              every rank agreed to stop, and saved          one line                exit code 143, 138
+    a hang               usp.watchdog ends every rank                  one message             exit code 124
 
-The first rank to end speaks; it is found with a counter in torchrun's store, which outlives the ranks. The others keep
-quiet and wait for torchrun to end them: leaving at once could end the first before it has spoken. Without that store
-rank 0 speaks at once, and the others only when nothing ends them while they wait. A rank that lost a connection waits
-in any case: what ended the other rank, or the launcher that saw it end, knows more.
+The first rank to end speaks; it is found with a counter on torchrun's board, which outlives the ranks. The others keep
+quiet and leave when it has spoken: leaving earlier could end the first before. Without a board rank 0 speaks at once,
+and the others only when nothing ends them while they wait. A rank that lost a connection waits in any case: what ended
+the other rank, or the launcher that saw it end, knows more; it leaves at once when the launcher has asked it to.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,7 +30,9 @@ import torch.distributed as dist
 from usp.launch import Launch
 
 LAUNCHER_SECONDS = 10.0
-INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
+SIGNALLED = 128  # shells add the signal's number
+INTERRUPTED = SIGNALLED + signal.SIGINT
+HUNG = 124  # the exit code of timeout(1)
 LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket closed", "broken pipe", "remote process")
 
 
@@ -43,6 +46,16 @@ class TrainingDiverged(RuntimeError):
 
 class RanksDisagree(RuntimeError):
     """Ranks hold different values of what must be the same; every one of them found out at the same point."""
+
+
+class Stopped(Exception):
+    """The run ended after a whole step because a signal asked for it; every rank raises it after the same step."""
+
+    def __init__(self, signal_number: int, step: int, checkpoint: Path | None) -> None:
+        name = signal.Signals(signal_number).name
+        kept = f"checkpoint {checkpoint}: continue with --resume" if checkpoint else "no checkpoint was saved"
+        super().__init__(f"stopped by {name} after step {step}; {kept}")
+        self.signal_number = signal_number
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,8 @@ def ending_of(error: BaseException, rank: int) -> Ending:
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED)
+    if isinstance(error, Stopped):
+        return Ending(str(error), SIGNALLED + error.signal_number)
     if lost_peer(error):
         lost = f"rank {rank} lost its connection to another rank; the rank that failed says why"
         return Ending(lost, 1, consequence=True)
@@ -77,35 +92,64 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST_PEER)
 
 
-def end(ending: Ending, launch: Launch, error_file: str | None) -> int:
+def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: bool = False) -> int:
     """Print what there is to say, if no other rank has said it, and give the exit code.
 
     error_file: where torchrun reads what its summary repeats (TORCHELASTIC_ERROR_FILE); None without torchrun.
+    asked_to_stop: the launcher, or somebody else, has sent this rank a signal to end.
     """
     interrupted = ending.exit_code == INTERRUPTED
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal and torchrun each send one for one Ctrl-C
+    if ending.consequence and asked_to_stop:
+        return ending.exit_code
+    board = reachable_board(launch)
+    said = f"said/{launch.attempt}"
     if ending.consequence:
-        time.sleep(LAUNCHER_SECONDS)
-    first = first_to_end(launch)
+        wait_for_key(board, said, LAUNCHER_SECONDS)
+    first = first_to_end(board, launch)
     if not first and not interrupted:
-        time.sleep(LAUNCHER_SECONDS)
+        wait_for_key(board, said, LAUNCHER_SECONDS)
     if first or (first is None and not interrupted):
         print(ending.traceback + ending.message, file=sys.stderr, flush=True)
         if error_file is not None and not ending.consequence:
-            record = {"message": ending.message, "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(error_file).write_text(json.dumps({"message": record}))
+            tell_launcher(ending.message, error_file)
+        if board is not None:
+            board.set(said, "")
     return ending.exit_code
 
 
-def first_to_end(launch: Launch) -> bool | None:
-    """Whether no other rank of this launch has asked this before; None where nobody can tell (rank 0: True)."""
-    unknown = True if launch.rank == 0 else None
-    if launch.agent_store is None:
-        return unknown
-    host, port = launch.agent_store
+def tell_launcher(message: str, error_file: str) -> None:
+    """Write what torchrun's summary repeats of this rank."""
+    record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(error_file).write_text(json.dumps({"message": record}))
+
+
+def reachable_board(launch: Launch) -> dist.Store | None:
+    """torchrun's board; None where there is none, or not any more."""
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=LAUNCHER_SECONDS))
-        return store.add(f"train.py/ended/{launch.attempt}", 1) == 1
+        return launch.board()
+    except dist.DistError:
+        return None
+
+
+def wait_for_key(board: dist.Store | None, key: str, seconds: float) -> None:
+    """Return when `key` is on the board, or after `seconds`; without a board after all of them."""
+    if board is None:
+        time.sleep(seconds)
+        return
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end and not board.check([key]):
+            time.sleep(0.05)
+    except dist.DistError:  # torchrun is gone, and knows
+        return
+
+
+def first_to_end(board: dist.Store | None, launch: Launch) -> bool | None:
+    """Whether no other rank of this start has asked this before; None where nobody can tell (rank 0: True)."""
+    unknown = True if launch.rank == 0 else None
+    try:
+        return unknown if board is None else board.add(f"ended/{launch.attempt}", 1) == 1
     except dist.DistError:
         return unknown

@@ -1,23 +1,33 @@
-"""Which of the launched processes this one is, what it computes on, and the process group that joins them."""
+"""Which of the launched processes this one is, what it computes on, and the process group that joins them.
+
+    Launch.from_environment -> meet -> choose_device -> process_group -> outlast
+
+torchrun keeps a key-value store, the board here, for as long as it runs: it outlives the ranks and their restarts.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+BOARD_SECONDS = 30.0  # the board answers within this, or is gone
+LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times --hang-timeout
 
 
 @dataclass(frozen=True)
 class Launch:
     """A process's place: `rank` of `world_size`, and `local_rank` of the `local_world_size` on this host.
 
-    rendezvous: whether the environment says where the ranks meet. agent_store: host and port of the key-value store
-    that torchrun keeps for as long as it runs. attempt: which start of the same ranks this is.
+    rendezvous: whether the environment says where the ranks meet. agent_store: host and port of torchrun's board.
+    run_id: torchrun's name for the whole launch. attempt: which start of its ranks this is, from 0.
     """
 
     rank: int = 0
@@ -27,6 +37,7 @@ class Launch:
     threads: int = 1
     rendezvous: bool = False
     agent_store: tuple[str, int] | None = None
+    run_id: str = ""
     attempt: int = 0
 
     @staticmethod
@@ -49,8 +60,60 @@ class Launch:
             threads=share if asked == 0 or (launched and asked == 1) else asked,
             rendezvous=launched,
             agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
+            run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
+
+    def board(self) -> dist.Store | None:
+        """A connection to the board, where this launch's keys are its own; None where nobody keeps one.
+
+        Raises torch.distributed.DistError when it cannot be reached.
+        """
+        if self.agent_store is None:
+            return None
+        host, port = self.agent_store
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=BOARD_SECONDS))
+        return dist.PrefixStore(f"train.py/{self.run_id}", store)
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep `value` on the board for every rank of this launch, later starts included; no effect without a board."""
+        board = self.board()
+        if board is not None:
+            board.set(f"remembered/{key}", value)
+
+    def recall(self, key: str) -> str | None:
+        """What any rank of this launch, earlier starts included, last remembered under `key`; None for nothing."""
+        board = self.board()
+        if board is None or not board.check([f"remembered/{key}"]):
+            return None
+        return board.get(f"remembered/{key}").decode()
+
+
+def meet(launch: Launch) -> Launch:
+    """`launch` with the `attempt` that all its ranks agree on; returns once every rank has asked.
+
+    torchrun counts restarts for each host alone, and a host that only joins another one's restart does not count it.
+    Rank 0 numbers the start; the others draw tickets, and find the number under theirs. Tickets of an earlier start
+    are answered again, to nobody: torchrun stops all ranks before it starts them again.
+    """
+    board = launch.board()
+    if board is None:
+        return launch
+    if launch.rank > 0:
+        ticket = f"ticket/{board.add('tickets', 1)}"
+        while not board.check([ticket]):
+            time.sleep(0.02)
+        start = int(board.get(ticket))
+        board.add(f"met/{start}", 1)
+    else:
+        start, answered = board.add("starts", 1), 0
+        while board.add(f"met/{start}", 0) < launch.world_size - 1:
+            tickets = board.add("tickets", 0)
+            for ticket_number in range(answered + 1, tickets + 1):
+                board.set(f"ticket/{ticket_number}", str(start))
+            answered = tickets
+            time.sleep(0.02)
+    return replace(launch, attempt=start - 1)
 
 
 def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:
@@ -77,10 +140,12 @@ def choose_device(device: str, launch: Launch) -> torch.device:
 
 
 @contextmanager
-def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
+def process_group(launch: Launch, device: torch.device, hang_timeout: float = 0.0) -> Iterator[None]:
     """Join the launched processes, over NCCL on CUDA and gloo on CPU, for as long as the block runs.
 
-    A block that ends in an error leaves the group as it is: closing it could wait for ranks that are gone.
+    The group waits longer than `hang_timeout` seconds, so that the watchdog, which knows more, speaks first; 0: as
+    long as torch waits by itself. A block that ends in an error leaves the group as it is: closing it could wait for
+    ranks that are gone.
     """
     torch.set_num_threads(launch.threads)
     if device.type == "cuda":
@@ -89,11 +154,35 @@ def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
         "nccl" if device.type == "cuda" else "gloo",
         rank=launch.rank,
         world_size=launch.world_size,
-        store=None if launch.rendezvous else dist.HashStore(),
+        store=_group_store(launch),
+        timeout=_longer_than(hang_timeout),
         device_id=device if device.type == "cuda" else None,
     )
     yield
     dist.destroy_process_group()
+
+
+def outlast(hang_timeout: float) -> None:
+    """Let every process group that exists by now wait longer than the watchdog; groups do not inherit their limit."""
+    timeout = _longer_than(hang_timeout)
+    if timeout is not None:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _longer_than(hang_timeout: float) -> timedelta | None:
+    return timedelta(seconds=60 + 2 * LONG_PHASE * hang_timeout) if hang_timeout else None
+
+
+def _group_store(launch: Launch) -> dist.Store | None:
+    """Where the ranks find each other; None leaves it to the environment.
+
+    On the board every start gets keys of its own: torch would find the addresses of ranks that were killed.
+    """
+    board = launch.board()
+    if board is not None:
+        return dist.PrefixStore(f"start/{launch.attempt}", board)
+    return None if launch.rendezvous else dist.HashStore()
 
 
 def _cores() -> int:

@@ -1,10 +1,18 @@
-"""The language-model loss, normalised by the tokens of all ranks."""
+"""The language-model loss, normalised by the tokens of all ranks.
+
+B batch, S a rank's tokens of each row, T = B * S, C tokens of a chunk, H hidden size, V vocabulary (this rank's part
+where it is sharded).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
 
@@ -36,13 +44,168 @@ def causal_lm_loss(logits: Tensor, shift_labels: Tensor, global_tokens: Tensor |
 
 
 def vocab_loss(
-    hidden: Tensor,
+    hidden_BSH: Tensor,
     weight: Tensor,
-    shift_labels: Tensor,
+    shift_labels_BS: Tensor,
     *,
-    global_tokens: int,
+    global_tokens: Tensor | int,
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """To be replaced by the chunked, vocabulary-parallel one."""
-    return causal_lm_loss(hidden @ weight.T, shift_labels, global_tokens)
+    """`causal_lm_loss(hidden @ weight.T, ...)` without the logits: `chunk_tokens` tokens have theirs at a time.
+
+    Where gradients are wanted, the forward computes them with each chunk's logits, and the backward scales them: no
+    product with the vocabulary is made twice (as Liger Kernel's fused linear cross-entropy, arXiv 2410.10989, section
+    3.2, does). Softmax, loss and the weight's gradient are summed in fp32 (fp64 for fp64), chunk after chunk, so the
+    result does not change from run to run.
+
+    With a `group` the vocabulary is sharded over it (Megatron-LM, arXiv 1909.08053, section 3): per chunk two
+    all-reduces of one and two numbers per token, and one of hidden's gradient. Collective; every rank of the group
+    gets the same loss and the whole gradient of `hidden`.
+
+    Args:
+        hidden_BSH: last hidden states, alike on all ranks of `group`.
+        weight: (V, H) of the output head. With `group`, a DTensor sharded over it by rows, or a plain tensor with this
+            rank's rows, as many on every rank.
+        shift_labels_BS: the target of each token, -100 for none. On the CPU a chunk without targets costs nothing; on
+            a device that would take a synchronisation, and it is computed as any other.
+        global_tokens: targets on all ranks; from `global_token_count`.
+
+    Returns:
+        This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: for shapes and shards that do not fit, and for labels outside the vocabulary where they are on the
+            CPU; elsewhere such a label makes the loss nan, without a synchronisation.
+    """
+    if isinstance(global_tokens, int) and global_tokens < 1:
+        raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target to learn from")
+    rows = _vocabulary_rows(weight, group)
+    _check(hidden_BSH, weight, shift_labels_BS, chunk_tokens)
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    labels = shift_labels_BS.flatten()
+    outside = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= rows.vocabulary))
+    if labels.device.type == "cpu" and bool(outside.any()):
+        raise ValueError(f"labels {labels[outside][:5].tolist()} are not in the vocabulary of {rows.vocabulary}")
+    loss: Tensor = _VocabLoss.apply(
+        hidden_BSH.flatten(0, 1), local, labels, 1 / global_tokens, chunk_tokens, rows, torch.is_grad_enabled()
+    )
+    return loss.masked_fill(outside.any(), float("nan"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Which part of the vocabulary this rank has."""
+
+    vocabulary: int
+    start: int
+    group: dist.ProcessGroup | None  # None where this rank has it all
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        if self.group is not None:
+            dist.all_reduce(x, op, group=self.group)
+
+
+def _vocabulary_rows(weight: Tensor, group: dist.ProcessGroup | None) -> _Rows:
+    size = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    if not isinstance(weight, DTensor):
+        return _Rows(weight.shape[0] * size, weight.shape[0] * rank, group if size > 1 else None)
+    sharded = all(
+        isinstance(placement, Shard) and placement.dim == 0 and degree == size
+        for placement, degree in zip(weight.placements, weight.device_mesh.shape, strict=True)
+    )
+    each = -(-weight.shape[0] // size)  # as DTensor cuts: full parts first
+    if weight.device_mesh.ndim != 1 or not sharded or each * (size - 1) >= weight.shape[0]:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} is placed {weight.placements} on a mesh of {tuple(weight.device_mesh.shape)}"
+            f", and must be Shard(0) over the {size} ranks of group with at least a row on each: shard the output head "
+            f"by rows over tp alone, or give the group it is sharded over"
+        )
+    return _Rows(weight.shape[0], each * rank, group if size > 1 else None)
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
+    violations = []
+    if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2:] != weight.shape[1:]:
+        violations.append("hidden must be (batch, tokens, hidden size) and weight (vocabulary, hidden size)")
+    if labels.shape != hidden.shape[:2]:
+        violations.append("there must be one label for each token")
+    if hidden.dtype != weight.dtype:
+        violations.append("hidden and weight must share their dtype")
+    if chunk_tokens < 1:
+        violations.append("chunk_tokens must be at least 1")
+    if violations:
+        raise ValueError(
+            f"{'; '.join(violations)}; got hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}, labels {tuple(labels.shape)}, chunk_tokens={chunk_tokens}"
+        )
+
+
+class _VocabLoss(torch.autograd.Function):
+    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, rows, differentiate)` -> sum of losses * scale."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, scale, chunk_tokens: int, rows: _Rows, differentiate: bool):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        wants_hidden, wants_weight = (differentiate and wanted for wanted in ctx.needs_input_grad[:2])
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
+        for start in range(0, len(labels), chunk_tokens):
+            place = slice(start, start + chunk_tokens)
+            targets = labels[place]
+            if targets.device.type == "cpu" and bool((targets == IGNORED_LABEL).all()):
+                continue
+            losses, grad_logits = _chunk(hidden[place], weight, targets, rows, wants_hidden or wants_weight)
+            total += losses.sum()
+            if grad_logits is None:
+                continue
+            grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[place])
+            if grad_weight is not None and dtype == hidden.dtype:
+                grad_weight.addmm_(grad_logits.T, hidden[place])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[place]
+        if grad_hidden is not None:
+            rows.all_reduce(grad_hidden)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Not in place: a pipeline that splits its backward comes here twice.
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunk(
+    hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor, rows: _Rows, differentiate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each token (0 where ignored), and its gradient by this rank's logits (C, V) where wanted."""
+    logits = (hidden_CH @ weight_VH.T).to(torch.promote_types(hidden_CH.dtype, torch.float32))
+    largest = logits.amax(1)
+    rows.all_reduce(largest, dist.ReduceOp.MAX)
+    logits.sub_(largest.unsqueeze(1))
+    index = labels_C - rows.start
+    owned = (index >= 0) & (index < weight_VH.shape[0])
+    index = index.where(owned, 0).unsqueeze(1)
+    target = logits.gather(1, index).squeeze(1).where(owned, 0)
+    exp = logits.exp_()
+    sums = torch.stack((exp.sum(1), target))
+    rows.all_reduce(sums)
+    normaliser, target = sums
+    wanted = labels_C != IGNORED_LABEL
+    losses = (normaliser.log() - target).where(wanted, 0)
+    if not differentiate:
+        return losses, None
+    exp.mul_((wanted / normaliser).unsqueeze(1))
+    exp.scatter_add_(1, index, -(owned & wanted).to(exp.dtype).unsqueeze(1))
+    return losses, exp

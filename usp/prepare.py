@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
 
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
-from parallel import ParallelDims
+from parallel import ParallelDims, read_extra
+from usp.checkpoints import TrainingState, resume_violations
 from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.costs import ModelFacts
-from usp.data import PackedBatch, global_batches
+from usp.data import BatchStream
 from usp.documents import open_source
 from usp.failures import ConfigurationError
 from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device
-from usp.metrics import METRICS_FILE
+from usp.metrics import wandb_problem
+from usp.profiling import parse_steps
+from usp.resume import Start, find_start
 from usp.tokenizer import Tokenizer
 from usp.validate import parallel_dims, violations
 
@@ -36,6 +38,7 @@ class Prepared:
         config: without any `auto` or -1.
         parameters: of the whole model; matmul_parameters: those that multiply a token.
         batches: global batches, without end.
+        start: the run's folder, and the checkpoint that it continues from; saved: what that holds beside tensors.
     """
 
     config: TrainConfig
@@ -46,8 +49,10 @@ class Prepared:
     parameters: int
     matmul_parameters: int
     tokenizer: Tokenizer
-    batches: Iterator[PackedBatch]
+    batches: BatchStream
     kernel_choice: str
+    start: Start
+    saved: TrainingState | None
 
 
 def prepare(config: TrainConfig, launch: Launch) -> Prepared:
@@ -79,26 +84,21 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
             f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
             f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
         )
-    if config.output and (Path(config.output).expanduser() / METRICS_FILE).exists():
-        problems.append(f"--output = {config.output} holds a run already: name another folder")
+    problems += filter(None, (wandb_problem(config.wandb_project), engine_problem(config.engine)))
+    attempt(lambda: parse_steps(config.profile))
+    start = attempt(lambda: find_start(config, launch)) or Start()
+    saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
     if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:
         raise ConfigurationError(_listed(problems))
 
     dims = parallel_dims(config).resolve(launch.world_size)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = attempt(
-        lambda: _begun(
-            global_batches(
-                units,
-                tokenizer,
-                rows=rows,
-                seq_len=config.seq_len,
-                seed=config.seed,
-                vocab_size=facts.vocab_size,
-            )
-        )
+    batches = BatchStream(
+        units, tokenizer, rows=rows, seq_len=config.seq_len, seed=config.seed, vocab_size=facts.vocab_size
     )
-    if batches is None:
+    if saved is not None:
+        attempt(partial(batches.load_state_dict, saved.stream))
+    if problems or attempt(batches.peek) is None:
         raise ConfigurationError(_listed(problems))
     resolved = _resolved(config, dims, device)
     model = empty_model(model_config)
@@ -113,7 +113,29 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
         tokenizer=tokenizer,
         batches=batches,
         kernel_choice=kernel_choice,
+        start=start,
+        saved=saved,
     )
+
+
+def engine_problem(engine: str) -> str | None:
+    """Why `--engine` cannot be served here; None where it can."""
+    if engine != "deepspeed" or find_spec("deepspeed") is not None:
+        return None
+    return (
+        "--engine deepspeed needs the package deepspeed, which is not installed: pip install 'usp-toolkit[deepspeed]'"
+    )
+
+
+def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) -> TrainingState | None:
+    """What the checkpoint to continue from holds beside tensors; ValueError where `config` cannot continue it."""
+    if start.checkpoint is None:
+        return None
+    saved = TrainingState.from_extra(read_extra(start.checkpoint))
+    violations = resume_violations(saved, config, model_config.to_dict(), finished_too=start.finished_too)
+    if violations:
+        raise ValueError(_listed(violations))
+    return saved
 
 
 def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> str:
@@ -124,11 +146,6 @@ def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> 
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""
     return select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)[1]
-
-
-def _begun(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
-    """The same batches, the first of them read already."""
-    return itertools.chain([next(batches)], batches)
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:

@@ -16,46 +16,58 @@ RUN/                          what a run leaves
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 import yaml
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelMesh
+from parallel import Checkpointer, ParallelMesh, latest
 from usp.batch import shard_batch
 from usp.build import build_engine
+from usp.checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from usp.config import TrainConfig, config_to_mapping
 from usp.costs import peak_flops, training_flops
 from usp.data import PackedBatch
 from usp.engines.base import MicroBatch
-from usp.failures import ConfigurationError, RanksDisagree, TrainingDiverged, lost_peer
+from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
-from usp.launch import Launch, process_group
+from usp.launch import Launch, outlast, process_group
 from usp.loss import global_token_count
-from usp.metrics import RunLog, StepRecord, count, peak_memory
+from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory
 from usp.prepare import Prepared, prepare
+from usp.profiling import StepProfiler, parse_steps
+from usp.resume import CHECKPOINTS, FOLDER_KEY
+from usp.signals import StopRequest
+from usp.sp_attention import UnifiedSPAttention
+from usp.watchdog import Watchdog
 
 FINAL_LEARNING_RATE = 0.1  # of the peak
 
 
-def train(config: TrainConfig, launch: Launch) -> None:
-    """Train as `config` asks and leave a checkpoint; every rank calls it.
+def train(config: TrainConfig, launch: Launch, stop: StopRequest | None = None, error_file: str | None = None) -> None:
+    """Train as `config` asks and leave a model; every rank calls it.
 
-    Raises ConfigurationError, before any communication, for a configuration that cannot run, and TrainingDiverged
-    when loss or gradient are no longer finite.
+    stop: asks for a checkpoint and the end after the step at hand. error_file: where torchrun reads of failures.
+
+    Raises ConfigurationError, before any communication, for a configuration that cannot run, TrainingDiverged when
+    loss or gradient are no longer finite, and Stopped.
     """
     hide_progress_bars()
     prepared = prepare(config, launch)
-    with process_group(launch, prepared.device):
-        Trainer(prepared).run()
+    timeout = prepared.config.hang_timeout
+    with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
+        trainer = Trainer(prepared, launch, stop or StopRequest(), watchdog)
+        outlast(timeout)
+        trainer.run()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -70,47 +82,67 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 class Trainer:
     """A model on a mesh, with its optimiser and data. Every rank calls every method, in the same order."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
+    def __init__(
+        self,
+        prepared: Prepared,
+        launch: Launch | None = None,
+        stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.prepared, self.launch = prepared, launch or Launch()
+        self.stop = stop or StopRequest()
+        self.watchdog = watchdog or Watchdog(self.launch, seconds=0)
         self.config = config = prepared.config
         self.device = prepared.device
         self.is_writer = dist.get_rank() == 0
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        self._agree((config, prepared.model_config.to_dict()), "the configuration")
+        self._agree((config, prepared.model_config.to_dict(), prepared.start), "the configuration")
         try:
             self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.folder = _run_folder(config, self.device)
+        self.folder = self._name_folder()
+        self.checkpointer = Checkpointer(self.folder / CHECKPOINTS, config.keep_checkpoints, self.device.type)
+        self.done, self.tokens, self.stopping = 0, 0, False
+        if prepared.start.checkpoint is not None:
+            self._resume(prepared.start.checkpoint)
 
     def run(self) -> None:
-        """Every step, then the trained model."""
+        """The steps that are left, with their checkpoints, then the trained model."""
         if self.is_writer:
             self._begin_folder()
-        with self._log() as log:
-            for number in range(1, self.config.steps + 1):
-                record = self.step(number)
+        profiler = StepProfiler(parse_steps(self.config.profile), self.folder, dist.get_rank(), self.device)
+        with self._log() as log, profiler:
+            for number in range(self.done + 1, self.config.steps + 1):
+                with profiler.step(number):
+                    record = self.step(number)
                 if log is not None:
                     log.record(record)
-        self._save("model")
+                self._keep(number)
+        self.watchdog.progress(self.done, "writing the model", long=True)
+        self.checkpointer.wait()
+        self._export("model")
         if self.is_writer:
             print(f"model: {self.folder / 'model'}", flush=True)
 
     def step(self, number: int) -> StepRecord:
         """Optimiser step `number` (from 1): from a batch to new weights."""
         begin, sent_before = time.perf_counter(), self._attention_sent()
+        self.watchdog.progress(number, "data")
         batch = next(self.prepared.batches)
         self._agree(batch.digest(), f"the data of step {number}")
+        self.watchdog.progress(number, "training", long=number == self.done + 1)
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
-        share = self.engine.forward_backward(_split(local, self.config.micro_batches), tokens)
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), tokens)
 
         sent = self._attention_sent() - sent_before
-        total_loss, total_sent = self._sum([share.item(), sent])
+        total_loss, total_sent, stops = self._sum([share.item(), sent, float(self.stop.requested)])
         rate = learning_rate(number, self.config)
         norm = self.engine.step(rate, self.config.max_grad_norm) if math.isfinite(total_loss) else math.nan
         if not math.isfinite(norm):
-            self._stop(number, total_loss, norm)
+            self._diverged(number, total_loss, norm)
+        self.done, self.tokens, self.stopping = number, self.tokens + batch.ids.numel(), stops > 0
 
         seconds = time.perf_counter() - begin
         return StepRecord(
@@ -136,7 +168,7 @@ class Trainer:
         return shard_batch(whole, self.mesh, layout=self.config.sp_layout)
 
     def _attention_sent(self) -> int:
-        return sum(stage.model.unified_sp.sent_bytes for stage in self.engine.stages)
+        return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
 
     def _agree(self, value: object, what: str) -> None:
         try:
@@ -147,13 +179,48 @@ class Trainer:
             raise RanksDisagree(str(error)) from error
 
     def _sum(self, values: list[float]) -> list[float]:
-        """The sums over all ranks that hold different tokens or layers."""
+        """The sums over all ranks; what tensor-parallel ranks hold alike counts once."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        for axis in ("pp", "loss"):
+        for axis in ("pp", "loss", "tp"):
             dist.all_reduce(total, group=self.mesh.group(axis))
-        return total.tolist()
+        return (total / self.mesh.size("tp")).tolist()
 
-    def _stop(self, number: int, loss: float, grad_norm: float) -> NoReturn:
+    def _keep(self, number: int) -> None:
+        """After a step: a checkpoint where one is due, and the end where a signal asked for it."""
+        every = self.config.checkpoint_every
+        if every and (self.stopping or number % every == 0 or number == self.config.steps):
+            self.watchdog.progress(number, "checkpoint", long=True)
+            state = TrainingState(
+                step=number,
+                tokens=self.tokens,
+                stream=self.prepared.batches.state_dict(),
+                random=random_state(self.device),
+                config=config_to_mapping(self.config),
+                model=self.prepared.model_config.to_dict(),
+            )
+            self.checkpointer.save(number, self.engine.state(), state.to_extra())
+        if self.stopping:
+            self.checkpointer.wait()
+            raise Stopped(
+                self.stop.signal_number or signal.SIGTERM,
+                number,
+                latest(self.folder / CHECKPOINTS) if every else None,
+            )
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint; the data was set when the run was prepared."""
+        saved = self.prepared.saved
+        assert saved is not None
+        try:
+            state = self.engine.state()
+            self.checkpointer.load(checkpoint, state)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        self.engine.restore(state)
+        restore_random_state(saved.random, self.device)
+        self.done, self.tokens = saved.step, saved.tokens
+
+    def _diverged(self, number: int, loss: float, grad_norm: float) -> NoReturn:
         """Keep the weights that the last step left, if they are finite, and raise TrainingDiverged on every rank."""
         weights = (weight for stage in self.engine.stages for weight in stage.parameters())
         local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
@@ -163,7 +230,7 @@ class Trainer:
         elif self._sum([broken])[0]:
             kept = f"Step {number - 1} left weights that are not finite, so nothing was saved"
         else:
-            self._save("last-good")
+            self._export("last-good")
             dist.barrier()
             kept = f"The last good step is {number - 1}, and its weights are in {self.folder / 'last-good'}"
         raise TrainingDiverged(
@@ -172,7 +239,7 @@ class Trainer:
             f"--warmup-steps (now {self.config.warmup_steps}), or use --dtype float32 (now {self.config.dtype})"
         )
 
-    def _save(self, name: str) -> None:
+    def _export(self, name: str) -> None:
         """Write weights and tokenizer to a folder of the run; it is whole when rank 0 returns."""
         state = self.engine.state()
         weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
@@ -206,25 +273,41 @@ class Trainer:
         print(self.prepared.kernel_choice)
         rows = dims.batch * config.batch_size
         print(f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) a step")
+        if self.prepared.saved is not None:
+            for change in resume_changes(self.prepared.saved, config):
+                print(f"changed: {change}")
+            print(f"continues: {self.prepared.start.checkpoint}")
         print(f"run: {self.folder}", flush=True)
 
     def _log(self) -> RunLog | nullcontext[None]:
         if not self.is_writer:
             return nullcontext()
-        return RunLog(self.folder, steps=self.config.steps, log_every=self.config.log_every, out=sys.stdout)
+        return RunLog(
+            self.folder,
+            steps=self.config.steps,
+            log_every=self.config.log_every,
+            out=sys.stdout,
+            after=self.done,
+            wandb=open_wandb(self.config.wandb_project, self.folder, config_to_mapping(self.config)),
+        )
+
+    def _name_folder(self) -> Path:
+        """Where the run is kept; a name made of the time is rank 0's, so that all ranks name the same folder.
+
+        A later start of the same launch finds it again.
+        """
+        folder = self.prepared.start.folder
+        if folder is None:
+            now = torch.tensor(int(time.time()), device=self.device)
+            dist.broadcast(now, src=0)
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
+            folder = Path("runs") / f"{stamp}-{Path(self.config.model).name}"
+        if self.is_writer:
+            self.launch.remember(FOLDER_KEY, str(folder))
+        return folder
 
 
-def _split(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
+def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
     """Rows of the batch in `parts` equal micro-batches."""
     pieces = {key: value.chunk(parts) for key, value in batch.items()}
     return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
-
-
-def _run_folder(config: TrainConfig, device: torch.device) -> Path:
-    """Where the run is kept; a name made of the time is rank 0's, so that all ranks name the same folder."""
-    if config.output:
-        return Path(config.output).expanduser()
-    now = torch.tensor(int(time.time()), device=device)
-    dist.broadcast(now, src=0)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
-    return Path("runs") / f"{stamp}-{Path(config.model).name}"

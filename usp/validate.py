@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
-from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, micro_batch_violation, stages_per_rank
 from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PP_SCHEDULES, TrainConfig, flag, nearest
 from usp.costs import ModelFacts
 
@@ -68,6 +68,11 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
     if not 0 < config.learning_rate < math.inf:
         yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 0 and below 1"
+    if not 0 < config.adam_eps < math.inf:
+        yield "adam_eps", f"--adam-eps = {config.adam_eps} must be positive and finite"
     if not config.max_grad_norm > 0:
         yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
     coefficient = config.router_aux_loss_coef
@@ -117,15 +122,30 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
             f"{_divisors(config.batch_size)}"
         )
-    least = {"1f1b": 1, "interleaved-1f1b": config.pp, "zero-bubble": 2 * config.pp}[config.pp_schedule]
-    if config.pp > 1 and (config.micro_batches < config.pp or config.micro_batches % least):
-        needed = _above(max(config.micro_batches, config.pp), least)
+    violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
+    if violation:
         yield (
-            f"--micro-batches = {config.micro_batches} does not fill --pp {config.pp} with --pp-schedule "
-            f"{config.pp_schedule}: use --micro-batches {needed}, and a --batch-size that it divides"
+            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size that "
+            f"it divides"
         )
     if config.pp == 1 and config.pp_schedule != "1f1b":
         yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
+
+
+def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.pp == 1 or config.pp_schedule != "zero-bubble":
+        return
+    if config.zero > 1:
+        yield (
+            f"--zero = {config.zero} gives parameters or gradients up after each backward, but --pp-schedule "
+            f"zero-bubble comes back to them for the weights' half of it: use --zero 1, or --pp-schedule "
+            f"interleaved-1f1b"
+        )
+    if config.ac != "none":
+        yield (
+            f"--ac = {config.ac} computes layers again in a backward, but --pp-schedule zero-bubble makes about ten "
+            f"of each, one for the inputs and one per weight: use --ac none, or --pp-schedule interleaved-1f1b"
+        )
 
 
 def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -178,7 +198,7 @@ def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     if config.pp == 1:
         return
-    stages = config.pp * (1 if config.pp_schedule == "1f1b" else 2)
+    stages = config.pp * stages_per_rank(config.pp_schedule)
     layers = len(facts.windows)
     if stages > layers:
         yield (
@@ -250,6 +270,7 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_degrees, (*_DEGREES, "sp_order")),
     (_sequence, (*_SP, "sp_layout", "seq_len")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
+    (_zero_bubble, ("pp", "pp_schedule", "zero", "ac")),
     (_switches, ("ac", "tp")),
     (_engine, (*_DEGREES, "engine")),
 )

@@ -26,10 +26,19 @@ class Ended:
 class Run:
     """`script`, under torchrun where `ranks` is given; whatever is left is killed when the `with` block ends."""
 
-    def __init__(self, args: list[str], folder: Path, ranks: int | None = None, script: Path | None = None) -> None:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    def __init__(
+        self,
+        args: list[str],
+        folder: Path,
+        ranks: int | None = None,
+        script: Path | None = None,
+        torchrun: tuple[str, ...] = (),
+    ) -> None:
+        launcher = ["-m", "torch.distributed.run", *torchrun, "--nproc-per-node", str(ranks)] if ranks else []
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
+        self.mark = f"TEST_RUN={folder}"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        environment |= dict([self.mark.split("=", 1)])
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(script or ROOT / "train.py"), "--device", "cpu", *args],
@@ -45,9 +54,16 @@ class Run:
         self.process.wait()
 
     def members(self) -> list[int]:
-        """Live processes of the run's session, itself included."""
-        session = str(self.process.pid)
-        return [pid for pid, fields in _stats().items() if fields[3] == session and fields[0] != "Z"]
+        """Live processes of the run: torchrun gives each rank a session of its own, the environment they share."""
+        found = []
+        for pid, fields in _stats().items():
+            try:
+                marked = self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if marked and fields[0] != "Z":
+                found.append(pid)
+        return found
 
     def workers(self) -> list[int]:
         """The launched ranks: children of torchrun, in the order of their start."""

@@ -158,6 +158,7 @@ def save_and_change(folder: Path) -> list[str]:
     """Change every tensor as soon as save() returns, several times, and say which checkpoints hold other values."""
     checkpointer = Checkpointer(folder, keep=10, device_type="cpu")
     tensors = fsdp({"big": torch.zeros(1024, 1024), "small": torch.zeros(5), "step": torch.zeros(())})
+    tensors["tied"] = tensors["big"]
     for step in range(1, 5):
         for tensor in tensors.values():
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(step)

@@ -91,6 +91,21 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"steps": 0, "batch_size": -2}, 1, ["--steps = 0 must be at least 1", "--batch-size = -2"]),
         ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
         ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must not be negative"]),
+        ({"pp": 2}, 2, ["--micro-batches = 1 does not fill", "1f1b over 2 ranks must be at least 2, not 1: use 2"]),
+        (
+            {"pp": 4, "pp_schedule": "interleaved-1f1b", "micro_batches": 9, "batch_size": 12},
+            4,
+            [
+                "--micro-batches = 9 must divide --batch-size = 12: use --batch-size 18",
+                "must be a multiple of its 9 // 4 = 2 rounds, not 9: use 10",
+                "makes 8 stages, but some-model has 2 layers",
+            ],
+        ),
+        (
+            {"pp": 2, "pp_schedule": "zero-bubble", "ac": "full", "micro_batches": 2, "batch_size": 2},
+            2,
+            ["at least 2 x 2 - 1 = 3, not 2: use 3", "--zero = 3 gives", "use --zero 1", "use --ac none"],
+        ),
         ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf never clips"]),
     ],
 )

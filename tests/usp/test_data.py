@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import AutoTokenizer, ByT5Tokenizer
 
+import usp.data
 import usp.documents
-from usp.data import drawn_from_window, global_batches, packed_sequences, token_stream
-from usp.documents import TextUnit, open_source
+from usp.data import BatchStream
+from usp.documents import JsonLinesUnit, TextUnit, open_source
 from usp.hf.tokenizers import load_tokenizer, save_tokenizer
+from usp.packing import PackedSequences, ShuffleWindow, TokenStream
 from usp.tokenizer import BYTE_VOCAB, ByteTokenizer, Ids
 
 
@@ -157,7 +162,7 @@ def units_of(tmp_path: Path, lengths: list[int]) -> list[TextUnit]:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
 def test_packing_loses_nothing_and_marks_every_border(lengths: list[int], seq_len: int) -> None:
     documents = [np.full(length, number, dtype=np.int64) for number, length in enumerate(lengths)]
-    packed = list(packed_sequences(iter(documents), seq_len))
+    packed = list(PackedSequences(iter(documents), seq_len))
     stream = np.concatenate(documents)
     whole = len(stream) // seq_len
     assert len(packed) == whole
@@ -169,7 +174,7 @@ def test_packing_loses_nothing_and_marks_every_border(lengths: list[int], seq_le
 
 def test_borders_are_padded_by_repeating_the_last(tmp_path: Path) -> None:
     batch = next(
-        global_batches(units_of(tmp_path, [3, 4, 30]), ByteTokenizer(), rows=3, seq_len=8, seed=0, vocab_size=384)
+        BatchStream(units_of(tmp_path, [3, 4, 30]), ByteTokenizer(), rows=3, seq_len=8, seed=0, vocab_size=384)
     )
     assert batch.ids.shape == (3, 8) and batch.ids.dtype == torch.int64
     assert batch.cu_seqlens.dtype == torch.int32
@@ -180,7 +185,7 @@ def test_borders_are_padded_by_repeating_the_last(tmp_path: Path) -> None:
 
 
 def stream_of(tmp_path: Path, seed: int) -> Iterator[Ids]:
-    return token_stream(units_of(tmp_path, [2] * 20), ByteTokenizer(), seed)
+    return TokenStream(units_of(tmp_path, [2] * 20), ByteTokenizer(), seed)
 
 
 def test_an_epoch_has_each_document_once_and_the_next_another_order(tmp_path: Path) -> None:
@@ -196,18 +201,19 @@ def test_the_seed_fixes_the_order(tmp_path: Path) -> None:
 
 
 def test_a_window_shuffles_and_loses_nothing() -> None:
-    drawn = list(itertools.islice(drawn_from_window(itertools.count(), 10, seed=0), 1000))
+    drawn = list(itertools.islice(ShuffleWindow(itertools.count(), 10, seed=0), 1000))
     assert len(set(drawn)) == 1000 and drawn != sorted(drawn)
     assert all(number <= place + 10 for place, number in enumerate(drawn))
-    assert drawn == list(itertools.islice(drawn_from_window(itertools.count(), 10, seed=0), 1000))
-    assert list(itertools.islice(drawn_from_window(itertools.count(), 1, seed=0), 5)) == [0, 1, 2, 3, 4]
+    assert drawn == list(itertools.islice(ShuffleWindow(itertools.count(), 10, seed=0), 1000))
+    assert list(itertools.islice(ShuffleWindow(itertools.count(), 1, seed=0), 5)) == [0, 1, 2, 3, 4]
 
 
-def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path) -> None:
+def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data, "WINDOW_TOKENS", 2**12)
     units = units_of(tmp_path, [5, 17, 9, 30, 2])
 
     def rows(per_batch: int) -> torch.Tensor:
-        batches = global_batches(units, ByteTokenizer(), rows=per_batch, seq_len=8, seed=3, vocab_size=384)
+        batches = BatchStream(units, ByteTokenizer(), rows=per_batch, seq_len=8, seed=3, vocab_size=384)
         return torch.cat([batch.ids for batch in itertools.islice(batches, 12 // per_batch)])
 
     for per_batch in (2, 3, 4, 12):
@@ -215,7 +221,7 @@ def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path) -> None:
 
 
 def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path) -> None:
-    batches = global_batches(units_of(tmp_path, [5, 17, 9]), ByteTokenizer(), rows=4, seq_len=8, seed=0, vocab_size=384)
+    batches = BatchStream(units_of(tmp_path, [5, 17, 9]), ByteTokenizer(), rows=4, seq_len=8, seed=0, vocab_size=384)
     batch = next(batches)
     part = batch.rows(1, 3)
     assert torch.equal(part.ids, batch.ids[1:3]) and torch.equal(part.cu_seqlens, batch.cu_seqlens[1:3])
@@ -225,15 +231,151 @@ def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path) -> None:
 
 def test_an_id_without_an_embedding_is_refused(tmp_path: Path) -> None:
     units = units_of(tmp_path, [50] * 8)
-    batches = global_batches(units, ByteTokenizer(), rows=1, seq_len=400, seed=0, vocab_size=10)
+    batches = BatchStream(units, ByteTokenizer(), rows=1, seq_len=400, seed=0, vocab_size=10)
     with pytest.raises(ValueError, match=r"gave token id 10, .* ids 0 to 9 \(vocabulary size 10\): use the tokenizer"):
         next(batches)
 
 
 def test_data_of_empty_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    batches = global_batches(
+    batches = BatchStream(
         open_source(str(tmp_path), "text"), ByteTokenizer(), rows=1, seq_len=4, seed=0, vocab_size=384
     )
     with pytest.raises(ValueError, match="holds no text"):
         next(batches)
+
+
+# Continuing
+
+
+@pytest.fixture(scope="module")
+def units(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JsonLinesUnit]]:
+    """Units of several documents each, some empty, some longer than a sequence, and one unit of nothing."""
+    folder = tmp_path_factory.mktemp("units")
+    lengths = [[3, 0, 41, 7], [0], [19], [2, 2, 2, 2, 0], [60, 1]]
+    found = []
+    for number, row in enumerate(lengths):
+        path = folder / f"{number}.jsonl"
+        path.write_text("".join(json.dumps({"text": chr(65 + number) * length}) + "\n" for length in row))
+        found.append(JsonLinesUnit(path, "text", 0, path.stat().st_size))
+    with mock.patch("usp.data.WINDOW_TOKENS", 64):
+        yield found
+
+
+@dataclass(frozen=True)
+class CountingTokenizer(ByteTokenizer):
+    """How many documents it was given."""
+
+    documents: list[bytes] = field(default_factory=list)
+
+    def encode(self, document: bytes) -> Ids:
+        self.documents.append(document)
+        return super().encode(document)
+
+
+def batches_of(units: list[JsonLinesUnit], **changed: Any) -> BatchStream:
+    options = {"tokenizer": ByteTokenizer(), "rows": 1, "seq_len": 8, "seed": 0, "vocab_size": 384} | changed
+    return BatchStream(units, options.pop("tokenizer"), **options)
+
+
+def stored(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as a checkpoint brings it back: JSON, and the tensors beside it."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return json.loads(json.dumps({key: value for key, value in state.items() if key not in tensors})) | tensors
+
+
+def rows_of(batches: BatchStream, count: int) -> list[tuple[list[int], list[int]]]:
+    chosen = itertools.islice(batches, count)
+    return [
+        (ids, sorted(set(borders)))
+        for batch in chosen
+        for ids, borders in zip(batch.ids.tolist(), batch.cu_seqlens.tolist(), strict=True)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    seq_len=st.sampled_from([1, 3, 8, 25, 100]),
+    seed=st.integers(0, 3),
+    rows=st.integers(1, 4),
+    given_batches=st.integers(0, 40),
+    rows_after=st.integers(1, 4),
+    peek=st.booleans(),
+)
+def test_a_stream_continues_anywhere_with_any_number_of_rows(
+    units: list[JsonLinesUnit], seq_len: int, seed: int, rows: int, given_batches: int, rows_after: int, peek: bool
+) -> None:
+    """Nothing lost, nothing twice, bit by bit, however a first part of it was cut into batches."""
+    first = batches_of(units, seq_len=seq_len, seed=seed, rows=rows)
+    before = rows_of(first, given_batches)
+    if peek:
+        assert first.peek() is first.peek()
+    state = stored(first.state_dict())
+    assert state["sequences"] == len(before)
+    second = batches_of(units, seq_len=seq_len, seed=seed, rows=rows_after)
+    second.load_state_dict(state)
+    after = rows_of(second, 12)
+    whole = rows_of(batches_of(units, seq_len=seq_len, seed=seed), len(before) + len(after))
+    assert before + after == whole
+    rest = rows_of(first, 3)
+    assert rest == rows_of(batches_of(units, seq_len=seq_len, seed=seed), len(before) + len(rest))[len(before) :]
+
+
+def test_a_state_of_a_continued_stream_is_that_of_the_unbroken_one(units: list[JsonLinesUnit]) -> None:
+    unbroken, continued = batches_of(units), batches_of(units)
+    rows_of(unbroken, 37)
+    for step in (0, 9, 11, 17):
+        rows_of(continued, step)
+        again = batches_of(units)
+        again.load_state_dict(stored(continued.state_dict()))
+        continued = again
+    expected, state = unbroken.state_dict(), continued.state_dict()
+    for name in ("window_ids", "window_borders"):
+        assert torch.equal(expected.pop(name), state.pop(name))
+    assert expected == state
+
+
+def test_continuing_tokenizes_one_document_again_and_no_more(units: list[JsonLinesUnit]) -> None:
+    tokenizer = CountingTokenizer()
+    batches = batches_of(units, tokenizer=tokenizer)
+    rows_of(batches, 200)
+    last, read = tokenizer.documents[-1], len(tokenizer.documents)
+    second = CountingTokenizer()
+    continued = batches_of(units, tokenizer=second)
+    continued.load_state_dict(batches.state_dict())
+    probed = len(second.documents)
+    next(continued)
+    assert read > 100 and second.documents[probed] == last and len(second.documents) <= probed + 10
+
+
+def test_a_moved_folder_is_the_same_data(units: list[JsonLinesUnit], tmp_path: Path) -> None:
+    moved = []
+    for unit in units:
+        (tmp_path / unit.path.name).write_bytes(unit.path.read_bytes())
+        moved.append(replace(unit, path=tmp_path / unit.path.name))
+    batches = batches_of(moved)
+    batches.load_state_dict(batches_of(units).state_dict())
+
+
+def test_another_stream_is_not_continued(units: list[JsonLinesUnit]) -> None:
+    state = batches_of(units).state_dict()
+    other = batches_of(units[:-1], seq_len=16, seed=5, tokenizer=replace(ByteTokenizer(), vocab_size=300))
+    before = rows_of(other, 3)
+    with pytest.raises(ValueError, match="has seq_len = 8") as caught:
+        other.load_state_dict(state)
+    said = str(caught.value)
+    for part in (
+        "seq_len = 16, but the stream to continue has seq_len = 8",
+        "seed = 5, but the stream to continue has seed = 0",
+        "data = 4 units",
+        "has data = 5 units",
+        "tokenizer = vocabulary size 300",
+        "has tokenizer = vocabulary size 384",
+    ):
+        assert part in said
+    assert (
+        rows_of(other, 3)
+        == rows_of(batches_of(units[:-1], seq_len=16, seed=5, tokenizer=replace(ByteTokenizer(), vocab_size=300)), 6)[
+            len(before) :
+        ]
+    )

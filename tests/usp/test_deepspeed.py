@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.testing import run_ranks
+from parallel.testing import RankPool, run_ranks
 from usp import apply_unified_sp, shard_batch
-from usp.engines.base import Engine
+from usp.engines.base import AdamW, Engine
 from usp.engines.fsdp2 import Fsdp2Engine
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.loss import global_token_count
 
-from .tiny import MAX_NORM, ROWS, STEPS, optimiser, packed_batch, tiny_model, train_alone
+from .tiny import ADAM_EPS, MAX_NORM, ROWS, STEPS, packed_batch, tiny_model, train_alone
 
-pytest.importorskip("deepspeed", reason="the package deepspeed is not installed: pip install -e '.[deepspeed]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="the package deepspeed is not installed: pip install -e '.[deepspeed]'"
+)
 
 LAYOUT = "zigzag"
 
@@ -32,9 +36,8 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
     """An engine whose AdamW is the one of `train_alone`."""
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model("llama"), mesh, LAYOUT)
-    plain = {key: value for key, value in optimiser(model).param_groups[0].items() if key != "params"}
     stage = CausalLMStage(model, mesh, loss_chunk=16)
-    options: dict[str, Any] = {"zero": zero, "learning_rate": plain["lr"], "weight_decay": 0.1}
+    options: dict[str, Any] = {"zero": zero, "optimizer": AdamW(0.1, eps=ADAM_EPS), "param_dtype": dtype}
     if name == "fsdp2":
         apply_fsdp(stage, mesh, decoder_layers(model), param_dtype=dtype, zero=zero)
         engine: Any = Fsdp2Engine([stage], mesh, **options)
@@ -42,13 +45,11 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
         from usp.engines.deepspeed import DeepSpeedEngine
 
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        engine = DeepSpeedEngine([stage], mesh, **options, param_dtype=dtype)
-    for group in engine.optimizer.param_groups:
-        group.update(plain)
+        engine = DeepSpeedEngine([stage], mesh, **options)
     return engine, mesh
 
 
-def train(engine: Engine, mesh: ParallelMesh, steps: range, poison: int = -1) -> list[tuple[float, float]]:
+def train(engine: Engine, mesh: ParallelMesh, steps: range) -> list[tuple[float, float]]:
     """(loss, gradient norm) of `steps`, every rank's rows one by one as micro-batches."""
     history = []
     share = ROWS // mesh.size("batch")
@@ -68,17 +69,85 @@ def train_stage(zero: int, dims: ParallelDims) -> list[tuple[float, float]]:
     return train(*build("deepspeed", zero, dims), range(STEPS))
 
 
+# Every job of DeepSpeed's has processes of its own (`run_ranks`), because its process groups outlive the job's.
+
+
 @pytest.fixture(scope="module")
-def alone() -> torch.Tensor:
-    return torch.tensor(run_ranks(train_alone, 1, "llama")[0], dtype=torch.float64)
+def alone(ranks: RankPool) -> torch.Tensor:
+    return torch.tensor(ranks.run(train_alone, 1, "llama")[0], dtype=torch.float64)
 
 
-SP = ParallelDims(ulysses=2, ring=2)
+SP = ParallelDims(dp_shard=1, ulysses=2, ring=2)
 CASES = [(0, SP), (1, SP), (2, SP), (3, SP), (3, ParallelDims(dp_shard=2, ulysses=2, ring=2))]
 
 
 @pytest.mark.parametrize(("zero", "dims"), CASES, ids=str)
 def test_ten_steps_are_those_of_one_process(alone: torch.Tensor, zero: int, dims: ParallelDims) -> None:
-    ranks = dims.ring * dims.ulysses * max(dims.dp_shard, 1)
-    found = torch.tensor(run_ranks(train_stage, ranks, zero, dims, timeout=180), dtype=torch.float64)
+    found = torch.tensor(run_ranks(train_stage, dims.batch * dims.sp, zero, dims, timeout=180), dtype=torch.float64)
     assert ((found / alone - 1).abs() <= 1e-5).all()
+
+
+def go_on(name: str, zero: int, dims: ParallelDims, steps: range, folder: str) -> list[tuple[float, float]]:
+    """Continue from the checkpoint before `steps`, and leave one behind them."""
+    engine, mesh = build(name, zero, dims)
+    if steps.start:
+        state = engine.state()
+        dcp.load(state, checkpoint_id=f"{folder}/{steps.start}")
+        engine.restore(state)
+    history = train(engine, mesh, steps)
+    dcp.save(engine.state(), checkpoint_id=f"{folder}/{steps.stop}")
+    return history
+
+
+def test_a_checkpoint_passes_from_engine_to_engine(alone: torch.Tensor, tmp_path: Path) -> None:
+    legs = [
+        ("fsdp2", 3, SP, range(3)),
+        ("deepspeed", 3, ParallelDims(dp_shard=1, ulysses=2), range(3, 5)),
+        ("deepspeed", 1, ParallelDims(dp_shard=1, ring=2), range(5, 7)),
+        ("deepspeed", 0, ParallelDims(dp_shard=2), range(7, 8)),
+        ("fsdp2", 2, ParallelDims(dp_shard=1, ulysses=2), range(8, 10)),
+    ]
+    for name, zero, dims, steps in legs:
+        found = run_ranks(go_on, dims.batch * dims.sp, name, zero, dims, steps, str(tmp_path), timeout=180)
+        difference = torch.tensor(found, dtype=torch.float64) / alone[steps.start : steps.stop] - 1
+        assert (difference.abs() <= 1e-5).all(), (name, zero, steps)
+
+
+def survive(zero: int, dtype: torch.dtype) -> tuple[list[tuple[float, float]], float, bool]:
+    """Ten steps, then the norm of one whose loss is not finite, and whether that step left all state alone."""
+    engine, mesh = build("deepspeed", zero, ParallelDims(dp_shard=1, ulysses=2), dtype)
+    history = train(engine, mesh, range(STEPS))
+    before = engine.state()
+    engine.forward_backward([shard_batch(packed_batch(0), mesh, LAYOUT)], 0)
+    norm = engine.step(3e-3, MAX_NORM)
+    after = engine.state()
+    return history, norm, all(torch.equal(_local(before[key]), _local(after[key])) for key in before)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bfloat16_learns_and_a_broken_step_changes_nothing(alone: torch.Tensor, zero: int) -> None:
+    dtype = torch.bfloat16 if zero else torch.float32
+    for history, norm, unchanged in run_ranks(survive, 2, zero, dtype, timeout=180):
+        losses = torch.tensor(history, dtype=torch.float64)[:, 0]
+        assert ((losses / alone[:, 0] - 1).abs() <= (0.01 if zero else 1e-5)).all()
+        assert not math.isfinite(norm)
+        assert unchanged
+
+
+def refused() -> str:
+    from usp.engines.deepspeed import DeepSpeedEngine
+
+    mesh = ParallelMesh.create(ParallelDims(dp_replicate=2))
+    with pytest.raises(ValueError) as caught:
+        DeepSpeedEngine([], mesh, zero=0, optimizer=AdamW(0.1), param_dtype=torch.bfloat16)
+    return str(caught.value)
+
+
+def test_what_deepspeed_does_not_serve_is_refused(ranks: RankPool) -> None:
+    (message, _) = ranks.run(refused, 2)
+    assert "dp_replicate=2: DeepSpeed's ZeRO spans dp_shard x sp alone" in message
+    assert "zero=0 with bfloat16" in message

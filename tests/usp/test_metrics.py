@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from usp.costs import ModelFacts, fsdp_sent_bytes, peak_flops, training_flops, visible_pairs
-from usp.metrics import RunLog, StepRecord, count, peak_memory, size
+from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
 
 RECORD = StepRecord(
     step=1,
@@ -70,6 +72,71 @@ def test_every_step_is_kept(tmp_path: Path) -> None:
     assert [StepRecord(**record) for record in kept] == [RECORD, replace(RECORD, step=2, loss=1.25)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
+
+
+def test_a_continued_run_tells_each_step_once(tmp_path: Path) -> None:
+    """Two steps after the checkpoint were told, and half of a third, when the run was killed."""
+    out = io.StringIO()
+    with RunLog(tmp_path, steps=6, log_every=1, out=out) as log:
+        for step in range(1, 5):
+            log.record(replace(RECORD, step=step, loss=float(step)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    with RunLog(tmp_path, steps=6, log_every=1, out=out, after=2) as log:
+        for step in range(3, 7):
+            log.record(replace(RECORD, step=step, loss=10.0 * step))
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in kept] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60)]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60),
+    ]  # fmt: skip
+
+
+FAKE_WANDB = """
+told = []
+
+class _Run:
+    def log(self, numbers, step):
+        told.append((step, numbers))
+    def finish(self, exit_code):
+        told.append(("finish", exit_code))
+
+def init(**arguments):
+    told.append(("init", arguments))
+    return _Run()
+"""
+
+
+def test_a_named_project_is_told_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: sys.modules.pop("wandb", None))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert wandb_problem("attention") is None and open_wandb("", folder, {}) is None
+    for after in (0, 1):
+        board = open_wandb("attention", folder, {"seed": 3})
+        with RunLog(folder, steps=2, log_every=1, out=io.StringIO(), after=after, wandb=board) as log:
+            log.record(replace(RECORD, step=after + 1))
+    (first, step_1, finish, second, step_2, _) = importlib.import_module("wandb").told
+    assert first == second and first[1]["id"] == (folder / "wandb-id").read_text()
+    assert (first[1]["project"], first[1]["name"], first[1]["config"]) == ("attention", "run", {"seed": 3})
+    assert (step_1[0], step_2[0], finish) == (1, 2, ("finish", 0))
+    assert step_1[1]["loss"] == 2.5 and "step" not in step_1[1] and "mfu" not in step_1[1]
+
+
+def test_a_project_without_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wandb").mkdir()  # what an earlier run left; it is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert wandb_problem("") is None
+    assert "--wandb-project = attention needs the package wandb, which is not installed" in str(
+        wandb_problem("attention")
+    )
 
 
 def test_sizes_and_counts_are_short() -> None:

@@ -21,6 +21,7 @@ from usp.hf.initialise import initialise
 from usp.hf.models import empty_model, materialise
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
+LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -30,13 +31,16 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+DEEP = SIZES | {"num_hidden_layers": 4}  # layers for four pipeline stages
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
+    "llama-deep": lambda: LlamaConfig(**DEEP),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen2-deep": lambda: Qwen2Config(**DEEP, use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     # its first layer is dense, and its experts choose three of eight
@@ -67,7 +71,10 @@ def drawn_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 def optimiser(model: torch.nn.Module) -> torch.optim.AdamW:
     # With the default eps the first steps are the sign of gradients near zero, and rounding decides that.
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
 
 
 def packed_batch(step: int) -> dict[str, Tensor]:
@@ -82,10 +89,10 @@ def packed_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[float, float]]:
+def train_alone(family: str, aux_loss_coefficient: float = 0.0, parts: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy.
 
-    The auxiliary loss of a mixture of experts is that of the whole batch, and part of the loss.
+    The auxiliary loss of a mixture of experts is the mean of those of `parts` of the batch, and part of the loss.
     """
     model = tiny_model(family)
     routers = {"output_router_logits": True} if aux_loss_coefficient else {}
@@ -110,8 +117,10 @@ def train_alone(family: str, aux_loss_coefficient: float = 0.0) -> list[tuple[fl
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
         if aux_loss_coefficient:
             chosen = model.config.num_experts_per_tok
-            balance = load_balancing_loss_func(out.router_logits, model.config.num_experts, chosen)
-            loss = loss + aux_loss_coefficient * balance
+            by_part = zip(*(logits.chunk(parts) for logits in out.router_logits), strict=True)
+            for router_logits in by_part:
+                balance = load_balancing_loss_func(router_logits, model.config.num_experts, chosen)
+                loss = loss + aux_loss_coefficient * balance / parts
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

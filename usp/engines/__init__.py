@@ -1,4 +1,4 @@
 """What trains a model's stages: forward, backward and the optimiser's step. Each file imports only earlier ones:
 
-base, fsdp2, deepspeed.
+base, pipeline, fsdp2, deepspeed.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from usp.hf.stage import CausalLMStage
 
 MicroBatch = Mapping[str, Tensor]  # input_ids, position_ids, shift_labels, cu_seqlens: see `usp.shard_batch`
-
-BETAS = (0.9, 0.95)
 
 
 class Engine(Protocol):
@@ -47,18 +46,22 @@ class Engine(Protocol):
         """Continue from `state`: what `state()` gave, its tensors filled from a checkpoint."""
 
 
-def adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only.
+@dataclass(frozen=True)
+class AdamW:
+    """What the optimiser is; its learning rate comes with every step."""
 
-    Parameters are grouped by the mesh they lie on, because one multi-tensor update cannot span several.
-    """
-    groups: dict[Any, dict[str, Any]] = {}
-    for parameter in parameters:
-        decay = weight_decay if parameter.ndim >= 2 else 0.0
-        key = (decay, _mesh_key(parameter))
-        groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
-    return torch.optim.AdamW(list(groups.values()), lr=learning_rate, betas=BETAS)
+    weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
 
+    def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        """torch's AdamW that decays matrices only.
 
-def _mesh_key(parameter: nn.Parameter) -> object:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+        Parameters are grouped by the mesh they lie on, because one multi-tensor update cannot span several.
+        """
+        groups: dict[Any, dict[str, Any]] = {}
+        for parameter in parameters:
+            decay = self.weight_decay if parameter.ndim >= 2 else 0.0
+            key = (decay, parameter.device_mesh if isinstance(parameter, DTensor) else None)
+            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
+        return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps)

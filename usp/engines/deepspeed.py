@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
-from usp.engines.base import MicroBatch, adamw
+from usp.engines.base import AdamW, MicroBatch
 from usp.hf.stage import CausalLMStage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,26 +52,25 @@ class DeepSpeedEngine:
         mesh: ParallelMesh,
         *,
         zero: int,
-        learning_rate: float,
-        weight_decay: float,
+        optimizer: AdamW,
         param_dtype: torch.dtype = torch.float32,
     ) -> None:
         _check(mesh, zero, param_dtype)
-        self.stage, self.mesh, self.zero = stages[0], mesh, zero
+        self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
         self.parameters = dict(self.stage.named_parameters())
-        self.deepspeed = _load(mesh.device_type)
-        optimizer = adamw(self.parameters.values(), learning_rate, weight_decay)
+        self.deepspeed = load_deepspeed(mesh.device_type)
+        self.optimizer = optimizer.over(self.parameters.values())
         with _own_errors_only():
             self.engine, *_ = self.deepspeed.initialize(
                 model=self.stage,
-                optimizer=optimizer,
+                optimizer=self.optimizer,
                 config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()]),
                 dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
             )
         if zero == 3:  # the loss takes the head's weight without calling the head
             head = cast(nn.Linear, self.stage.model.get_output_embeddings())
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
-        self.optimizer = optimizer
+        self._make_moments()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
         share = torch.zeros((), device=self.mesh.device_type)
@@ -99,9 +99,11 @@ class DeepSpeedEngine:
         self.engine.zero_grad()
         return norm
 
+    def sent_bytes(self, micro_batches: int) -> int | None:
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """As `Engine` says: copies, sharded over all ranks. One parameter at a time is whole."""
-        self._make_moments()
         step = next(iter(self.optimizer.state.values()))["step"]
         state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -114,7 +116,6 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._make_moments()
         for name, parameter in self.parameters.items():
             bare = name.removeprefix("model.")
             self._put(parameter, _full(state[f"model.{bare}"]))
@@ -134,12 +135,11 @@ class DeepSpeedEngine:
         raise AssertionError(f"unknown ZeRO optimiser {type(self.engine.optimizer).__name__}")
 
     def _make_moments(self) -> None:
-        """AdamW makes its state in the first step, and ZeRO finds a parameter's part of it only after that."""
+        """AdamW makes its state in the first step; then ZeRO 1 and 2 would find only the first group's parts of it."""
         for flat in self._flat_groups():
             kept = self.optimizer.state[cast(nn.Parameter, flat)]
-            if not kept:
-                kept["step"] = torch.zeros(())
-                kept.update({key: torch.zeros_like(flat.detach()) for key in MOMENTS})
+            kept["step"] = torch.zeros(())
+            kept.update({key: torch.zeros_like(flat.detach()) for key in MOMENTS})
         if self.zero in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -232,8 +232,12 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _load(device_type: str) -> Any:
-    """DeepSpeed, set up for this kind of device."""
+def load_deepspeed(device_type: str) -> Any:
+    """The package deepspeed, set up for "cuda" or "cpu", where it then compiles nothing and communicates by gloo.
+
+    Raises:
+        RuntimeError: if it is not installed.
+    """
     try:
         with _own_errors_only():
             import deepspeed
@@ -241,6 +245,8 @@ def _load(device_type: str) -> Any:
         raise RuntimeError(
             "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
         ) from error
+    # DeepSpeed calls torch's collectives by older names, once a rank and collective: nothing that a user could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device_type == "cpu":
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
 from usp.costs import fsdp_sent_bytes
-from usp.engines.base import MicroBatch, adamw
+from usp.engines.base import AdamW, MicroBatch
+from usp.engines.pipeline import PipelineRunner
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
@@ -24,6 +25,7 @@ class Fsdp2Engine:
         stages: the pipeline stages that this rank holds, in order.
         zero: the ZeRO stage that they were sharded with.
         param_dtype: the dtype that parameters are gathered in.
+        pipeline: runs the stages where the mesh has more than one.
     """
 
     def __init__(
@@ -32,15 +34,18 @@ class Fsdp2Engine:
         mesh: ParallelMesh,
         *,
         zero: int,
+        optimizer: AdamW,
         param_dtype: torch.dtype,
-        learning_rate: float,
-        weight_decay: float,
+        pipeline: PipelineRunner | None = None,
     ) -> None:
         self.stages, self.mesh, self.zero, self.itemsize = stages, mesh, zero, param_dtype.itemsize
+        self.pipeline = pipeline
         self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
-        self.optimizer = adamw(self.parameters.values(), learning_rate, weight_decay)
+        self.optimizer = optimizer.over(self.parameters.values())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, global_tokens)
         (stage,) = self.stages
         share = torch.zeros((), device=self.mesh.device_type)
         for number, batch in enumerate(micro_batches, start=1):

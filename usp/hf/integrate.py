@@ -20,6 +20,7 @@ from parallel import ParallelMesh
 
 from ..batch import document_starts
 from ..sp_attention import UnifiedSPAttention
+from .pipeline import OtherStagesLayer
 
 NAME = "unified_sp"
 # Families whose every layer is one self-attention through the registry, with causal or sliding-window masks.
@@ -66,10 +67,10 @@ def apply_unified_sp(
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The repeated layers of a causal LM of a supported family."""
+    """The repeated layers of a causal LM of a supported family, without those that other pipeline stages have."""
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
-    return layers
+    return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
 
 
 def _check_model(model: PreTrainedModel, ulysses: int) -> None:

@@ -9,7 +9,7 @@ first and last.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,9 +62,10 @@ class CausalLMStage(nn.Module):
         """
         if self.balance is not None:
             self.balance.open(chosen)
-        inputs = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        backbone = self.model.base_model
-        hidden = backbone(**inputs, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=False).last_hidden_state
+        options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
+        if hasattr(self.model.config, "output_router_logits"):
+            options["output_router_logits"] = False  # would keep every layer's, and `balance` counts them as they come
+        hidden = self.model.base_model(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last:

@@ -1,0 +1,142 @@
+"""DeepSpeed's own Ulysses (ALST) on plain transformers, as a training step to measure against.
+
+The peer is what DeepSpeed's documentation shows: `UlyssesSPAttentionHF.register_with_transformers`, ZeRO over all
+ranks, sdpa attention, contiguous parts of the sequence with their global position ids. Its data loader adapter only
+cuts batches in such parts; a benchmark feeds them itself.
+
+    python -m benchmarks.baselines.deepspeed_alst      # loss and gradient norm against one process, on 4 ranks
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from parallel.testing import RankPool
+from usp.engines.deepspeed import load_deepspeed
+
+VERSION = "0.19.8"
+PATCHES = {
+    "gloo alone": "on a CPU no operator is compiled: gloo carries all collectives, as it does ours",
+    "summed gradients": "ZeRO-3 averages gradients over sequence-parallel ranks too: the loss is multiplied by them",
+}
+
+
+def build(
+    config: PreTrainedConfig, ids: Tensor, *, zero: int, checkpointing: bool = False, learning_rate: float = 1e-3
+) -> Callable[[], tuple[float, float]]:
+    """One optimiser step of `config`'s model, its sequences over all ranks of the default group; collective.
+
+    Args:
+        ids: (B, S) the global batch; every token but the last of each row has a target.
+        checkpointing: whether each layer is recomputed in backward.
+
+    Returns:
+        A function that makes the step and gives (loss over all ranks, gradient norm before clipping at 1).
+
+    Raises:
+        RuntimeError: another DeepSpeed than the one that this was written for is installed.
+        ValueError: from DeepSpeed, where the ranks do not divide the heads.
+    """
+    deepspeed = load_deepspeed(ids.device.type)
+    if deepspeed.__version__ != VERSION:
+        raise RuntimeError(f"deepspeed {deepspeed.__version__} is installed, the baseline is for {VERSION}")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ["LOCAL_RANK"] = str(ids.device.index if ids.device.type == "cuda" else rank)
+    deepspeed.init_distributed(dist.get_backend())
+    ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
+    with ids.device:
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    rows, seq_len = ids.shape
+    mpu = ulysses.register_with_transformers(
+        model, "sdpa", ranks, rows, seq_length=seq_len, seq_length_is_variable=False
+    )
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=learning_rate),
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": rows,
+            "sequence_parallel_size": ranks,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": zero, "reduce_bucket_size": sum(p.numel() for p in model.parameters())},
+        },
+    )
+    own = slice(rank * seq_len // ranks, (rank + 1) * seq_len // ranks)
+    targets = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], -100)), dim=1)[:, own]
+    positions = torch.arange(seq_len, device=ids.device).expand(rows, -1)[:, own]
+
+    def step() -> tuple[float, float]:
+        logits = engine(input_ids=ids[:, own], position_ids=positions, use_cache=False).logits
+        share = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        share = share / (rows * (seq_len - 1))
+        # ZeRO 1 and 2 average over data-parallel and sum over sequence-parallel ranks; ZeRO-3 averages over all.
+        engine.backward(share * ranks if zero == 3 else share)
+        engine.step()
+        total = share.detach()
+        dist.all_reduce(total)
+        return total.item(), float(engine.get_global_grad_norm())
+
+    return step
+
+
+# The check that the peer is set up right
+
+
+def _config() -> PreTrainedConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 257}
+    return AutoConfig.for_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=4)
+
+
+def _ids() -> Tensor:
+    return torch.randint(257, (2, 256), generator=torch.Generator().manual_seed(0))
+
+
+def on_ranks(zero: int, steps: int) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    step = build(_config(), _ids(), zero=zero)
+    return [step() for _ in range(steps)]
+
+
+def alone(steps: int) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_config(), attn_implementation="eager")
+    optimizer, ids, history = torch.optim.AdamW(model.parameters(), lr=1e-3), _ids(), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+def main() -> None:
+    table = Table("ZeRO", "loss", "gradient norm", title="largest relative difference from one process, 3 steps")
+    with RankPool() as ranks:
+        (wanted,) = ranks.run(alone, 1, 3)
+    for zero in (1, 2, 3):
+        with RankPool() as ranks:  # DeepSpeed keeps process groups in globals
+            found = torch.tensor(ranks.run(on_ranks, 4, zero, 3, timeout=180), dtype=torch.float64)
+        worst = (found / torch.tensor(wanted, dtype=torch.float64) - 1).abs().amax(dim=(0, 1)).tolist()
+        table.add_row(str(zero), *(f"{value:.1e}" for value in worst))
+    console = Console()
+    console.print(table)
+    for name, reason in PATCHES.items():
+        console.print(f"[bold]{name}[/]: {reason}")
+
+
+if __name__ == "__main__":
+    main()

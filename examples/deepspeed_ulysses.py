@@ -1,0 +1,79 @@
+"""A plain DeepSpeed run of a transformers model, with every sequence split over the ranks.
+
+    torchrun --nproc-per-node 4 examples/deepspeed_ulysses.py --ulysses 2 --ring 2 --zero 3
+
+Three things differ from a usual run: the model goes through `apply_unified_sp`, `shard_batch` gives each rank its part
+of the rows, and the loss divides by the targets of all ranks. DeepSpeed sees data parallelism alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from parallel import ParallelDims, ParallelMesh
+from usp import apply_unified_sp, shard_batch
+from usp.engines.deepspeed import load_deepspeed
+from usp.loss import causal_lm_loss, global_token_count
+
+VOCAB = 512
+
+
+def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Counting modulo the vocabulary from a random start: the same rows on all sequence-parallel ranks."""
+    generator = torch.Generator().manual_seed(mesh.rank("batch"))
+    while True:
+        start = torch.randint(VOCAB, (rows, 1), generator=generator)
+        ids = (start + torch.arange(seq_len)) % VOCAB
+        yield {"input_ids": ids, "labels": ids}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ulysses", type=int, default=2)
+    parser.add_argument("--ring", type=int, default=2)
+    parser.add_argument("--zero", type=int, default=3)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    deepspeed = load_deepspeed(device.type)  # `import deepspeed`, which on a CPU would look for a C++ compiler
+    deepspeed.init_distributed("nccl" if cuda else "gloo")
+    mesh = ParallelMesh.create(ParallelDims(ulysses=args.ulysses, ring=args.ring), device.type)
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    model = apply_unified_sp(AutoModelForCausalLM.from_config(config), mesh, layout="zigzag")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": cuda},
+            "zero_optimization": {"stage": args.zero, "reduce_bucket_size": 10_000_000},
+        },
+    )
+    for step, batch in zip(range(1, args.steps + 1), batches(mesh, 1, args.seq_len), strict=False):
+        local = {key: value.to(engine.device) for key, value in shard_batch(batch, mesh, layout="zigzag").items()}
+        targets = local.pop("shift_labels")
+        # Shares of the loss are summed over ranks, and DeepSpeed averages gradients: the factor makes it a sum.
+        loss = causal_lm_loss(engine(**local).logits, targets, global_token_count(targets, mesh))
+        engine.backward(loss * dist.get_world_size())
+        engine.step()
+        total = loss.detach()
+        dist.all_reduce(total, group=mesh.group("loss"))
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {total.item():.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

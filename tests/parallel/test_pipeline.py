@@ -1,0 +1,273 @@
+"""Pipelines as data agree with torch's schedules; a step through one has the gradients of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel import (
+    PP_SCHEDULES,
+    ParallelDims,
+    ParallelMesh,
+    apply_fsdp,
+    bubble_fraction,
+    micro_batch_violation,
+    rank_stages,
+    stage_layers,
+    stages_per_rank,
+)
+from parallel.pipeline import Pipeline
+from parallel.testing import RankPool
+
+schedules = st.sampled_from(PP_SCHEDULES)
+degrees = st.integers(1, 16)
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_stages_share_all_layers_evenly_the_ends_no_more_than_the_middle(layers: int, stages: int) -> None:
+    if layers < stages:
+        with pytest.raises(ValueError, match=f"{layers} layers cannot fill {stages} stages"):
+            stage_layers(layers, stages)
+        return
+    parts = stage_layers(layers, stages)
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    sizes = [len(part) for part in parts]
+    assert len(sizes) == stages and max(sizes) - min(sizes) <= 1
+    assert sizes[-1] <= sizes[0] <= min(sizes[1:-1], default=sizes[0])
+
+
+@given(schedules, degrees)
+def test_every_stage_is_on_one_rank(schedule: str, pp: int) -> None:
+    held = [rank_stages(schedule, pp, rank) for rank in range(pp)]
+    assert sorted(stage for stages in held for stage in stages) == list(range(pp * stages_per_rank(schedule)))
+    assert all(list(stages) == sorted(stages) and len(stages) == stages_per_rank(schedule) for stages in held)
+
+
+@given(schedules, degrees, st.integers(1, 100))
+def test_a_refused_number_of_micro_batches_comes_with_one_that_fits(schedule: str, pp: int, number: int) -> None:
+    violation = micro_batch_violation(schedule, pp, number)
+    if violation is None:
+        assert number >= pp
+        return
+    assert str(number) in violation
+    offered = int(violation.split("use ")[1])
+    assert offered > number and micro_batch_violation(schedule, pp, offered) is None
+
+
+# torch's schedules
+
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
+class Recorded(nn.Module):
+    """A stage that notes what it does."""
+
+    def __init__(self, stage: int, last: bool) -> None:
+        super().__init__()
+        self.linear, self.stage, self.last = nn.Linear(1, 1), stage, last
+        self.actions: list[tuple[str, int, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = sum(kind == "F" for kind, _, _ in self.actions)
+        self.actions.append(("F", self.stage, number))
+        out = self.linear(x)
+        out.register_hook(lambda grad: self.actions.append(("B", self.stage, number)))
+        return out.sum() if self.last else out
+
+
+def order_of(schedule: str, micro_batches: int) -> list[tuple[str, int, int]]:
+    """What this rank does in order: (forward, backward or one of its halves, stage, micro-batch)."""
+    pp = dist.get_world_size()
+    mesh = ParallelMesh.create(ParallelDims(pp=pp))
+    stages = [Recorded(stage, stage == pp - 1) for stage in rank_stages(schedule, pp, mesh.rank("pp"))]
+    pipeline = Pipeline(stages, mesh, schedule, micro_batches=micro_batches, handed=[torch.empty(1, 1)], zero=0)
+    if schedule == "1f1b":  # torch states the order of the other two only
+        pipeline.step(torch.randn(micro_batches, 1))
+        return stages[0].actions
+    order = pipeline._schedule.pipeline_order[mesh.rank("pp")]
+    computed = [action for action in order if action is not None]
+    return [(KINDS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in computed]
+
+
+def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
+    """Of the ranks' time, when a forward of a stage takes 1 and its backward 2, or 1 for each half."""
+    seconds = {"F": 1, "B": 2, "I": 1, "W": 1}
+    done: dict[tuple[str, int, int], int] = {}
+    clock, left = dict.fromkeys(order, 0), {rank: list(actions) for rank, actions in order.items()}
+    last = max(stage for actions in order.values() for _, stage, _ in actions)
+
+    def needs(kind: str, stage: int, number: int) -> list[tuple[str, int, int]]:
+        if kind == "F":
+            return [("F", stage - 1, number)] if stage else []
+        if kind == "W":
+            return [("I", stage, number)]
+        return [("F", stage, number)] + ([(kind, stage + 1, number)] if stage < last else [])
+
+    while any(left.values()):
+        ready = [rank for rank in left if left[rank] and all(need in done for need in needs(*left[rank][0]))]
+        assert ready, "the schedule deadlocks"
+        for rank in ready:
+            action = left[rank].pop(0)
+            clock[rank] = max([clock[rank], *(done[need] for need in needs(*action))]) + seconds[action[0]]
+            done[action] = clock[rank]
+    work = sum(seconds[kind] for actions in order.values() for kind, _, _ in actions)
+    return 1 - work / (len(order) * max(clock.values()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "micro_batches"),
+    [
+        *(("1f1b", 2, 2), ("1f1b", 4, 7)),
+        *(("interleaved-1f1b", 2, 4), ("interleaved-1f1b", 4, 8)),
+        *(("zero-bubble", 2, 3), ("zero-bubble", 4, 9)),
+    ],
+)
+def test_bubbles_are_those_of_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
+    order = dict(enumerate(ranks.run(order_of, pp, schedule, micro_batches)))
+    for rank, actions in order.items():
+        assert {stage for _, stage, _ in actions} == set(rank_stages(schedule, pp, rank))
+    assert idle_part(order) == pytest.approx(bubble_fraction(schedule, pp, micro_batches))
+
+
+# A step
+
+ROWS, WIDTH, BLOCKS, MICRO_BATCHES = 8, 6, 4, 4
+SHARDED, REPLICATED = ParallelDims(pp=2, dp_shard=2), ParallelDims(pp=2, dp_replicate=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stage(nn.Module):
+    """Blocks, with a float32 sum that goes along with the hidden states and carries gradient."""
+
+    def __init__(self, blocks: list[nn.Module], first: bool, last: bool) -> None:
+        super().__init__()
+        self.blocks, self.first, self.last = nn.ModuleList(blocks), first, last
+
+    def forward(self, x: Tensor, total: Tensor | None = None, *, wanted: Tensor, scale: float) -> object:
+        if total is None:
+            total = torch.full((2, 3), 257.0)  # bfloat16 would make it 256
+        assert total.dtype == torch.float32
+        for block in self.blocks:
+            x = block(x)
+            total = total + x.float().mean()
+        if not self.last:
+            return x, total
+        return ((x.float() - wanted).square().sum() + total.square().sum() / 257) * scale
+
+
+@dataclass
+class Seen:
+    """What FSDP2 held when a block ran forward: blocks that were whole, and those with gradients scattered."""
+
+    whole: list[int] = field(default_factory=list)
+    scattered: list[int] = field(default_factory=list)
+
+
+def blocks_and_batch() -> tuple[list[nn.Module], Tensor, Tensor]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(BLOCKS)], torch.randn(2 * ROWS, WIDTH), torch.randn(2 * ROWS, WIDTH)
+
+
+def step(
+    dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype
+) -> tuple[float, dict[int, list[Tensor]], Seen]:
+    """Loss, gradients by block, and what was seen, of one of 2 x 2 ranks."""
+    mesh = ParallelMesh.create(dims)
+    blocks, x, target = blocks_and_batch()
+    indices, seen, stages = rank_stages(schedule, 2, mesh.rank("pp")), Seen(), []
+    layers = stage_layers(BLOCKS, 2 * len(indices))
+    for index in indices:
+        stage = Stage([blocks[i] for i in layers[index]], index == 0, index == len(layers) - 1)
+        apply_fsdp(stage, mesh, stage.blocks, zero=zero, param_dtype=dtype)
+        stages.append(stage)
+
+    def look(module: nn.Module, args: tuple) -> None:
+        held = [block.linear.weight for stage in stages for block in stage.blocks]
+        seen.whole.append(sum(not isinstance(weight, DTensor) for weight in held))
+        seen.scattered.append(sum(isinstance(weight, DTensor) and weight.grad is not None for weight in held))
+
+    for stage in stages:
+        for block in stage.blocks:
+            block.register_forward_pre_hook(look)
+    rows = slice(mesh.rank("batch") * ROWS, (mesh.rank("batch") + 1) * ROWS)
+    handed = [torch.empty(ROWS // MICRO_BATCHES, WIDTH, dtype=dtype), torch.empty(2, 3)]
+    pipeline = Pipeline(stages, mesh, schedule, micro_batches=MICRO_BATCHES, handed=handed, zero=zero)
+    loss = sum(pipeline.step(x[rows], wanted=target[rows], scale=0.1).item() for _ in range(2))
+    held = [i for index in indices for i in layers[index]]
+    grads = {i: [p.grad.full_tensor() for p in blocks[i].parameters()] for i in held}
+    return loss, grads, seen
+
+
+def step_alone() -> tuple[float, dict[int, list[Tensor]]]:
+    blocks, x, target = blocks_and_batch()
+    stage, total = Stage(blocks, True, True), torch.zeros(())
+    for _ in range(2):
+        for part, wanted in zip(x.chunk(2 * MICRO_BATCHES), target.chunk(2 * MICRO_BATCHES), strict=True):
+            loss = stage(part, wanted=wanted, scale=0.1)
+            loss.backward()
+            total += loss.detach()
+    return total.item(), {i: [p.grad for p in block.parameters()] for i, block in enumerate(blocks)}
+
+
+@pytest.mark.parametrize(
+    ("dims", "schedule", "zero", "dtype", "tolerance"),
+    [
+        (SHARDED, "1f1b", 3, torch.float32, 1e-5),
+        (SHARDED, "1f1b", 1, torch.float32, 1e-5),
+        (REPLICATED, "interleaved-1f1b", 2, torch.float32, 1e-5),
+        (SHARDED, "zero-bubble", 1, torch.float32, 1e-5),
+        (SHARDED, "1f1b", 3, torch.bfloat16, 3e-2),
+        (REPLICATED, "zero-bubble", 0, torch.bfloat16, 3e-2),
+    ],
+    ids=str,
+)
+def test_gradients_add_up_over_micro_batches_and_ranks(
+    ranks: RankPool, dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    found = ranks.run(step, 4, dims, schedule, zero, dtype)
+    loss, wanted = step_alone()
+    assert sum(part for part, _, _ in found) == pytest.approx(loss, rel=tolerance)
+    for _, grads, _ in found:
+        for block, parts in grads.items():
+            for part, whole in zip(parts, wanted[block], strict=True):
+                torch.testing.assert_close(part, whole, rtol=tolerance, atol=tolerance * whole.abs().max().item())
+    assert {block for _, grads, _ in found for block in grads} == set(range(BLOCKS))
+
+
+def test_zero_3_gathers_a_block_at_a_time_and_scatters_gradients_at_once(ranks: RankPool) -> None:
+    for _, _, seen in ranks.run(step, 4, SHARDED, "1f1b", 3, torch.float32):
+        assert max(seen.whole) == 1
+        assert seen.scattered[2 * MICRO_BATCHES - 1] == 1, "of two blocks, the one that is not running"
+
+
+def wrong_pipelines() -> list[str]:
+    mesh = ParallelMesh.create(ParallelDims(pp=2))
+    stages, messages = [nn.Linear(1, 1) for _ in range(2)], []
+    for stage in stages:
+        apply_fsdp(stage, mesh, [])
+    for micro_batches, zero in ((4, 3), (2, 1)):
+        with pytest.raises(ValueError) as caught:
+            Pipeline(stages, mesh, "zero-bubble", micro_batches=micro_batches, handed=[torch.empty(1)], zero=zero)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_a_schedule_cannot_run_is_refused(ranks: RankPool) -> None:
+    for messages in ranks.run(wrong_pipelines, 2):
+        assert messages[0].startswith("zero=3 gives parameters") and messages[0].endswith("use zero=1")
+        assert "at least 2 x 2 - 1 = 3, not 2: use 3" in messages[1]

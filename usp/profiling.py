@@ -1,0 +1,79 @@
+"""Traces of a few steps: RUN/profile/rank-N.json.gz, for chrome://tracing or ui.perfetto.dev.
+
+Every rank writes its own, because what one wants to know of a parallel step is who waits for whom. Ring steps,
+all-to-alls and collectives appear by name. Tracing slows the steps down; shapes and memory are left out to keep it low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+def parse_steps(text: str) -> range:
+    """The steps that `--profile` names: "3" is step 3, "5:8" steps 5 to 8, both included; "" is none.
+
+    Raises ValueError for anything else.
+    """
+    if not text:
+        return range(0)
+    parts = text.split(":")
+    if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
+        first, last = int(parts[0]), int(parts[-1])
+        if 1 <= first <= last:
+            return range(first, last + 1)
+    raise ValueError(
+        f"--profile = {text!r} must be a step, such as 3, or a first and a last one, such as 5:8 (steps 5 to 8); "
+        f"steps count from 1"
+    )
+
+
+class StepProfiler:
+    """Traces `steps` of a run on this rank, and writes them below `folder` when the last has ended.
+
+    A context manager: a run that ends before the last of the steps leaves what there is.
+    """
+
+    def __init__(self, steps: range, folder: Path, rank: int, device: torch.device) -> None:
+        self._steps = steps
+        self._path = folder / "profile" / f"rank-{rank}.json.gz"
+        self._device = device
+        self._profile: profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around optimiser step `number`. A run that continues behind the first of the steps traces the rest."""
+        if number not in self._steps:
+            yield
+            return
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities)
+            self._profile.start()
+        with record_function(f"step {number}"):
+            yield
+        if number == self._steps[-1]:
+            self._write()
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write()
+
+    def _write(self) -> None:
+        if self._profile is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._profile.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile = None

@@ -1,0 +1,70 @@
+"""Which checkpoint a run continues from, and in which folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel import latest
+from usp.config import TrainConfig
+from usp.launch import Launch
+from usp.metrics import METRICS_FILE
+
+AUTO = "auto"
+CHECKPOINTS = "checkpoints"
+FOLDER_KEY = "run-folder"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        folder: the run's; None when it is to be named after the time.
+        checkpoint: what it continues from; None when it begins.
+        finished_too: whether that checkpoint may be of the last step, so that only the model is left to write.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    finished_too: bool = False
+
+
+def find_start(config: TrainConfig, launch: Launch) -> Start:
+    """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
+
+    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run.
+    """
+    folder = Path(config.output).expanduser() if config.output else None
+    if launch.attempt > 0:
+        remembered = launch.recall(FOLDER_KEY)
+        folder = Path(remembered) if remembered else folder
+        found = latest(folder / CHECKPOINTS) if folder else None
+        if found or not config.resume:
+            return Start(folder, found, finished_too=True)
+    if config.resume == AUTO:
+        if folder is None:
+            raise ValueError("--resume auto continues the run in --output: name that folder")
+        return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
+    if config.resume:
+        return _named(config.resume, folder)
+    if folder and launch.attempt == 0 and (folder / METRICS_FILE).exists():
+        raise ValueError(
+            f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
+        )
+    return Start(folder)
+
+
+def _named(resume: str, folder: Path | None) -> Start:
+    """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them."""
+    path = Path(resume).expanduser()
+    if path.name.startswith("step-"):
+        found, run = (path if path.is_dir() else None), path.parent.parent
+    else:
+        run = path.parent if path.name == CHECKPOINTS else path
+        found = latest(run / CHECKPOINTS)
+    if found is None:
+        raise ValueError(
+            f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
+        )
+    return Start(folder or run, found)
