@@ -33,7 +33,8 @@ from tests.usp.tiny import CONFIGS, SIZES, drawn_model
 from usp.hf import export, weights
 from usp.hf import initialise as initialise_module
 from usp.hf.disk import INDEX, read_headers
-from usp.hf.export import Held, holder_violations, plan_export, save_weights
+from usp.hf.export import save_weights
+from usp.hf.export_plan import Held, holder_violations, plan_export
 from usp.hf.initialise import initialise
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import load_weights
@@ -92,6 +93,8 @@ def sharded(config: PretrainedConfig, layout: str) -> PreTrainedModel:
         divide(model, both["tp"])
         mesh = both["fsdp"]
     for layer in model.model.layers:
+        if layout == "hsdp" and hasattr(layer.mlp, "experts"):  # ranks share the rows of an expert
+            fully_shard(layer.mlp.experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

@@ -11,7 +11,6 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
@@ -23,40 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from parallel.boxes import Box, local_box, local_part
-from usp.hf.disk import INDEX, DiskTensor, disk_tensors, file_names, plan_files
-from usp.hf.models import empty_model, kept_names
+from parallel.boxes import local_box, local_part
+from usp.hf.disk import INDEX
+from usp.hf.export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
+from usp.hf.models import empty_model
 
 T = TypeVar("T")
 
 SHARD_BYTES = 5 * 10**9
 PARTIAL, REPLACED = ".partial", ".replaced"  # endings of a folder being written, and of the one it takes the place of
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a rank holds of a parameter."""
-
-    box: Box
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """A tensor on disk, the rank that writes it, and the parts that make it up: rank -> box of the parameter."""
-
-    tensor: DiskTensor
-    dtype: torch.dtype
-    writer: int
-    sources: dict[int, Box]
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    name: str
-    writer: int
-    tensors: list[Assembly]
 
 
 @torch.no_grad()
@@ -71,9 +45,9 @@ def save_weights(
 ) -> None:
     """Write a model that `AutoModelForCausalLM.from_pretrained(folder)` loads, in the dtypes of `weights`. Collective.
 
-    Beside its own weights, a rank holds one file and one tensor at most. The folder is written under another name and
-    renamed when it is whole; a model that lay there is replaced. It exists when any rank returns. Without a process
-    group, one process holds all.
+    Beside its own weights, a rank holds one file, one tensor, and copies of the parts that it sends at a time. The
+    folder is written under another name and renamed when it is whole; a model that lay there is replaced, and so is
+    what a broken attempt left. It exists when any rank returns. Without a process group, one process holds all.
 
     Args:
         weights: by their names in the transformers model; those of this rank's pipeline stages, plain (all of it) or
@@ -93,10 +67,11 @@ def save_weights(
     partial = folder.with_name(folder.name + PARTIAL)
     whole = _exported_model(config, generation_config)
     refusal = _prepare(folder, partial) if rank == 0 else ""
-    held = {name: Held(local_box(weight), tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
-    refusals, holders = zip(*_all_gather((refusal, held), group), strict=True)
-    violations = [*filter(None, refusals), *holder_violations(whole, holders)]
+    held, unknown = _held(weights)
+    refusals, holders = zip(*_all_gather((refusal or unknown, held), group), strict=True)
+    violations = [*dict.fromkeys(filter(None, refusals)), *holder_violations(whole, holders)]
     if violations:
+        shutil.rmtree(partial, ignore_errors=True)
         raise ValueError("; ".join(violations))
     rounds = plan_export(whole, holders, max_shard_bytes)
     failure = _write_files(rounds, weights, partial, rank, group)
@@ -106,69 +81,15 @@ def save_weights(
     _raise_failures(failure, group)
 
 
-def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]]) -> list[str]:
-    """What keeps the ranks from saving the `whole` model; empty where nothing does. Pure."""
-    kept = kept_names(whole)
-    shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
-    covered: dict[str, set[Box]] = {name: set() for name in shapes}
-    kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = {name: set() for name in shapes}
-    unknown: dict[str, None] = {}
-    for held in holders:
-        for name, part in held.items():
-            if name not in kept:
-                unknown[name] = None
-            elif name in shapes:
-                covered[name].add(part.box)
-                kinds[name].add((part.shape, part.dtype))
-    model = f"the {whole.config.model_type} of the configuration"
-    violations = [f"rank {rank} holds no weight" for rank, held in enumerate(holders) if not held]
-    violations += [f"{name} is no parameter of {model}" for name in unknown]
-    for name, shape in shapes.items():
-        if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
-            there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))
-            violations.append(f"{name} is {there}, and must be {shape} of one dtype in {model}")
-        elif (elements := sum(box.numel for box in covered[name])) != Box.whole(shape).numel:
-            violations.append(f"ranks hold {elements} of the {Box.whole(shape).numel} elements of {name}")
-    return violations
-
-
-def plan_export(
-    whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]], max_shard_bytes: int
-) -> list[list[FilePlan]]:
-    """The rounds: in each, files with a writer of their own. Pure.
-
-    Neighbouring files have neighbouring writers, so that pipeline stages write most of their layers themselves.
-    """
-    dtypes = {name: part.dtype for held in holders for name, part in held.items()}
-    ranks_of: dict[str, dict[Box, list[int]]] = {}
-    for rank, held in enumerate(holders):
-        for name, part in held.items():
-            ranks_of.setdefault(name, {}).setdefault(part.box, []).append(rank)
-    tensors = [
-        tensor
-        for name in dict.fromkeys(kept_names(whole).values())
-        for tensor in disk_tensors(whole.config.model_type, name, whole.get_parameter(name).shape)
-    ]
-    files = plan_files(tensors, {name: dtype.itemsize for name, dtype in dtypes.items()}, max_shard_bytes)
-    by_writer: list[list[FilePlan]] = [[] for _ in holders]
-    for number, (name, file) in enumerate(zip(file_names(len(files)), files, strict=True)):
-        writer = number * len(holders) // len(files)
-        assemblies = [
-            Assembly(tensor, dtypes[tensor.parameter], writer, _sources(tensor, ranks_of[tensor.parameter], writer))
-            for tensor in file
-        ]
-        by_writer[writer].append(FilePlan(name, writer, assemblies))
-    return [[file for file in files_of_round if file] for files_of_round in zip_longest(*by_writer)]
-
-
-def _sources(tensor: DiskTensor, ranks_of: Mapping[Box, list[int]], writer: int) -> dict[int, Box]:
-    """Of ranks that hold the same, the writer where it is one of them, else the first, sends."""
-    sources = {}
-    for box, ranks in ranks_of.items():
-        part = tensor.box.overlap(box)
-        if part is not None:
-            sources[writer if writer in ranks else ranks[0]] = part
-    return sources
+def _held(weights: Mapping[str, Tensor]) -> tuple[dict[str, Held], str]:
+    """What this rank holds, and why that cannot be said: raising here would leave other ranks waiting."""
+    held, unknown = {}, []
+    for name, weight in weights.items():
+        try:
+            held[name] = Held(local_box(weight), tuple(weight.shape), weight.dtype)
+        except ValueError as error:
+            unknown.append(f"{name}: {error}")
+    return held, "; ".join(unknown)
 
 
 def _write_files(

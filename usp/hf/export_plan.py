@@ -1,0 +1,110 @@
+"""Who sends what to whom so that a model whose boxes lie on many ranks is written to files. Pure: no communication.
+
+rounds    files with a writer of their own each
+file      tensors on disk, and the rank that writes them
+tensor    the boxes that make it up, and the rank that sends each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from transformers import PreTrainedModel
+
+from parallel.boxes import Box
+from usp.hf.disk import DiskTensor, disk_tensors, file_names, plan_files
+from usp.hf.models import kept_names
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a parameter."""
+
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A tensor on disk, the rank that writes it, and the parts that make it up: rank -> box of the parameter."""
+
+    tensor: DiskTensor
+    dtype: torch.dtype
+    writer: int
+    sources: dict[int, Box]
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    name: str
+    writer: int
+    tensors: list[Assembly]
+
+
+def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]]) -> list[str]:
+    """What keeps the ranks from saving the `whole` model; empty where nothing does."""
+    kept = kept_names(whole)
+    shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
+    covered: dict[str, set[Box]] = {name: set() for name in shapes}
+    kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = {name: set() for name in shapes}
+    unknown: dict[str, None] = {}
+    for held in holders:
+        for name, part in held.items():
+            if name not in kept:
+                unknown[name] = None
+            elif name in shapes:
+                covered[name].add(part.box)
+                kinds[name].add((part.shape, part.dtype))
+    model = f"the {whole.config.model_type} of the configuration"
+    violations = [f"rank {rank} holds no weight" for rank, held in enumerate(holders) if not held]
+    violations += [f"{name} is no parameter of {model}" for name in unknown]
+    for name, shape in shapes.items():
+        if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
+            there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))
+            violations.append(f"{name} is {there}, and must be {shape} of one dtype in {model}")
+        elif (elements := sum(box.numel for box in covered[name])) != Box.whole(shape).numel:
+            violations.append(f"ranks hold {elements} of the {Box.whole(shape).numel} elements of {name}")
+    return violations
+
+
+def plan_export(
+    whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]], max_shard_bytes: int
+) -> list[list[FilePlan]]:
+    """The rounds: in each, files with a writer of their own.
+
+    Neighbouring files have neighbouring writers, so that pipeline stages write most of their layers themselves.
+    """
+    dtypes = {name: part.dtype for held in holders for name, part in held.items()}
+    ranks_of: dict[str, dict[Box, list[int]]] = {}
+    for rank, held in enumerate(holders):
+        for name, part in held.items():
+            ranks_of.setdefault(name, {}).setdefault(part.box, []).append(rank)
+    tensors = [
+        tensor
+        for name in dict.fromkeys(kept_names(whole).values())
+        for tensor in disk_tensors(whole.config.model_type, name, whole.get_parameter(name).shape)
+    ]
+    files = plan_files(tensors, {name: dtype.itemsize for name, dtype in dtypes.items()}, max_shard_bytes)
+    by_writer: list[list[FilePlan]] = [[] for _ in holders]
+    for number, (name, file) in enumerate(zip(file_names(len(files)), files, strict=True)):
+        writer = number * len(holders) // len(files)
+        assemblies = [
+            Assembly(tensor, dtypes[tensor.parameter], writer, _sources(tensor, ranks_of[tensor.parameter], writer))
+            for tensor in file
+        ]
+        by_writer[writer].append(FilePlan(name, writer, assemblies))
+    return [[file for file in files_of_round if file] for files_of_round in zip_longest(*by_writer)]
+
+
+def _sources(tensor: DiskTensor, ranks_of: Mapping[Box, list[int]], writer: int) -> dict[int, Box]:
+    """Of ranks that hold the same, the writer where it is one of them, else the first, sends."""
+    sources = {}
+    for box, ranks in ranks_of.items():
+        part = tensor.box.overlap(box)
+        if part is not None:
+            sources[writer if writer in ranks else ranks[0]] = part
+    return sources
