@@ -1,0 +1,45 @@
+"""Every example runs, on 4 ranks, as its first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import ROOT
+
+EXAMPLES = [
+    ("training_loop.py", (), None),
+    ("hf_trainer.py", ("--output", "out"), "accelerate"),
+    ("deepspeed_ulysses.py", (), "deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "needs"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
+def test_an_example_runs_and_learns(tmp_path: Path, name: str, args: tuple[str, ...], needs: str | None) -> None:
+    if needs and find_spec(needs) is None:
+        pytest.skip(f"the package {needs} is not installed")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    ended = subprocess.run(
+        [*torchrun, str(ROOT / "examples" / name), "--ulysses", "2", "--ring", "2", "--seq-len", "512", *args],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", ended.stdout)]
+    assert len(losses) >= 2 and losses[-1] < losses[0], ended.stdout
+
+
+def test_the_slurm_script_is_a_shell_script() -> None:
+    shell = shutil.which("bash")
+    assert shell is not None
+    subprocess.run([shell, "-n", str(ROOT / "examples" / "slurm.sbatch")], check=True)

@@ -1,0 +1,93 @@
+"""A run continues from its checkpoint as if it had never stopped, on the ranks and layout it had or on others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import latest
+from parallel.testing import RankPool
+from usp.config import TrainConfig
+from usp.failures import ConfigurationError
+from usp.launch import Launch
+from usp.prepare import prepare
+from usp.resume import CHECKPOINTS
+from usp.trainer import Trainer
+
+# 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
+RUN = TrainConfig(seq_len=256, steps=6, warmup_steps=2, checkpoint_every=3, adam_eps=1e-4, device="cpu", zero=3)
+SAVED_ON = {"sp_ulysses": 2, "sp_ring": 2, "batch_size": 2}  # dp2 u2 r2
+LAYOUTS = [
+    (8, SAVED_ON),
+    (8, {"tp": 2, "pp": 2, "sp_ulysses": 2, "batch_size": 4, "micro_batches": 2}),
+    (4, {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "batch_size": 4, "zero": 1}),
+    (4, {"dp_replicate": 2, "sp_ulysses": 2, "batch_size": 2, "sp_layout": "striped"}),
+    (1, {"batch_size": 4}),
+]
+
+
+def run(config: TrainConfig) -> None:
+    ranks = dist.get_world_size()
+    Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
+
+
+def metrics_of(folder: Path) -> torch.Tensor:
+    """(loss, gradient norm) of each step."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(records[0]["step"], RUN.steps + 1))
+    return torch.tensor([(record["loss"], record["grad_norm"]) for record in records], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that was never stopped, with checkpoints of steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    ranks.run(run, 8, replace(RUN, **SAVED_ON, output=str(folder)), timeout=180)
+    assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000003", "step-00000006"]
+    return folder
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_it_continues_on_any_layout(
+    ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, int]
+) -> None:
+    checkpoint = whole / CHECKPOINTS / "step-00000003"
+    config = replace(RUN, **layout, output=str(tmp_path / "on"), resume=str(checkpoint))
+    ranks.run(run, world_size, config, timeout=180)
+    found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[3:]
+    assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
+
+
+def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, tmp_path: Path) -> None:
+    alone = replace(RUN, batch_size=4, output=str(tmp_path / "run"), resume=str(whole), steps=8, checkpoint_every=2)
+    prepared = prepare(alone, Launch())
+    assert prepared.start.checkpoint == latest(whole / CHECKPOINTS) == whole / CHECKPOINTS / "step-00000006"
+    assert prepare(replace(alone, output=""), Launch()).start.folder == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "qwen3-tiny"}, "--model = qwen3-tiny is not the model of the checkpoint: .*model_type"),
+        ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
+        ({"seq_len": 512}, "seq_len = 512, but the stream to continue has seq_len = 256"),
+        ({"seed": 1}, "seed = 1, but the stream to continue has seed = 0"),
+    ],
+)
+def test_what_cannot_change_is_refused(whole: Path, changes: dict[str, object], said: str) -> None:
+    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"), **changes)
+    with pytest.raises(ConfigurationError, match=said):
+        prepare(config, Launch())
+
+
+def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no whole checkpoint: name a run's folder"):
+        prepare(replace(RUN, resume=str(tmp_path)), Launch())
+    with pytest.raises(ConfigurationError, match="--resume auto continues the run in --output: name that folder"):
+        prepare(replace(RUN, resume="auto"), Launch())
+    assert prepare(replace(RUN, resume="auto", output=str(tmp_path)), Launch()).start.checkpoint is None
