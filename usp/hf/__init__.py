@@ -1,4 +1,5 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-pipeline, integrate, experts, balance, tensor, models, disk, initialise, weights, export_plan, export, stage, tokenizers.
+pipeline, integrate, experts, balance, tensor, models, disk, initialise, weights, export_plan, export, stage,
+tokenizers.
 """
