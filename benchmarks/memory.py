@@ -1,9 +1,14 @@
 """How much memory does a training step take on each rank, by sequence length and grid; and how long may a sequence be?
 
-Every allocation is counted (parallel/memory.py) in one forward and backward of a small llama: ours with activation
-checkpointing that keeps attention, a loss and MLPs in chunks; and, on the same ranks in the same run, plain
-transformers with FSDP2, one sequence on each rank. What grows with the length is activations: the growth per token of
-one length over another leaves out parameters, gradients, gathered layers and chunks, which are the same for both.
+Every allocation is counted (parallel/memory.py) in one forward and backward of a small llama, on each rank. Three
+systems, in the same run on the same ranks:
+
+    ours            everything kept between forward and backward: activations, which fall as 1 / (ulysses x ring)
+    ours, saving    the same with activation checkpointing that keeps attention, and MLPs in tiles
+    plain           transformers and FSDP2, a sequence on each rank; with and without gradient checkpointing
+
+What grows with the length is activations: the growth per token of one length over another leaves out parameters,
+gradients, gathered layers and chunks, which are the same for both.
 
     python -m benchmarks.memory            # about ten minutes on two cores
     python -m benchmarks.memory --quick    # about a minute, saves nothing
@@ -15,6 +20,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +37,9 @@ from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 
-HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 16, 2048  # gathered parameters must not hide activations
-CHUNK = 64  # tokens of the loss and of an MLP at a time
+HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
+CHUNK = 64  # tokens of the loss, and of an MLP in tiles, at a time
+OURS, SAVING, PLAIN, PLAIN_CHECKPOINTING = "ours", "ours, saving", "plain", "plain, checkpointing"
 COLUMNS = ("system", "u x r", "tokens", "peak MiB per rank", "largest tensor MiB", "all its logits MiB")
 
 
@@ -41,7 +48,12 @@ class Case:
     ulysses: int
     ring: int
     seq_len: int
-    plain: bool = False  # transformers and FSDP2 alone: a sequence of seq_len on each of ulysses x ring ranks
+    system: str = OURS
+
+    @property
+    def plain(self) -> bool:
+        """Whether each rank has a sequence of its own, instead of a part of one."""
+        return self.system in (PLAIN, PLAIN_CHECKPOINTING)
 
     @property
     def ranks(self) -> int:
@@ -84,6 +96,9 @@ def measure(case: Case) -> tuple[int, int]:
 
 def _plain(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     mesh = ParallelMesh.create(ParallelDims(dp_shard=case.ranks))
+    if case.system == PLAIN_CHECKPOINTING:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
     apply_fsdp(model, mesh, decoder_layers(model))
     return model, lambda ids: model(input_ids=ids, labels=ids).loss
 
@@ -92,8 +107,9 @@ def _ours(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]
     mesh = ParallelMesh.create(ParallelDims(ulysses=case.ulysses, ring=case.ring))
     apply_unified_sp(model, mesh, layout="zigzag")
     layers = decoder_layers(model)
-    apply_tiled_mlp(layers, CHUNK)
-    apply_activation_checkpointing(layers, "attention-saved", model.unified_sp)
+    if case.system == SAVING:
+        apply_tiled_mlp(layers, CHUNK)
+        apply_activation_checkpointing(layers, "attention-saved", model.unified_sp)
     stage = CausalLMStage(model, mesh, loss_chunk=CHUNK)
     apply_fsdp(stage, mesh, layers)
 
@@ -107,58 +123,59 @@ def _ours(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]
 # In the process that starts the ranks
 
 
-def growth(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
-    """Activation bytes per token on each rank, by grid, from its two longest lengths that all grids have."""
-    ours = [row for row in rows if not row["plain"]]
-    grids = sorted({(row["ulysses"], row["ring"]) for row in ours})
-    peaks = {((row["ulysses"], row["ring"]), row["seq_len"]): row["peak_bytes"] for row in ours}
-    shared = sorted(n for n in {row["seq_len"] for row in ours} if all((grid, n) in peaks for grid in grids))
-    short, long = shared[-2:]
-    return {grid: (peaks[grid, long] - peaks[grid, short]) / (long - short) for grid in grids}
+def growth(rows: list[dict[str, Any]], short: int, long: int) -> dict[tuple[int, int], float]:
+    """Activation bytes per token on each rank between two lengths, for each of our grids that was measured at both."""
+    peaks = {(row["ulysses"], row["ring"], row["seq_len"]): row["peak_bytes"] for row in rows if row["system"] == OURS}
+    grids = [(u, r) for u, r, tokens in peaks if tokens == long and (u, r, short) in peaks]
+    return {(u, r): (peaks[u, r, long] - peaks[u, r, short]) / (long - short) for u, r in grids}
 
 
-def longest(rows: list[dict[str, Any]], *, ranks: int) -> tuple[int, int, int]:
+def longest(rows: list[dict[str, Any]], plain: str, *, ranks: int) -> tuple[int, int, int]:
     """(budget, plain's longest sequence, ours) of those measured: the budget is what plain's longest takes."""
     group = [row for row in rows if row["ulysses"] * row["ring"] == ranks]
-    budget, plain = max((row["peak_bytes"], row["seq_len"]) for row in group if row["plain"])
-    return budget, plain, max(r["seq_len"] for r in group if not r["plain"] and r["peak_bytes"] <= budget)
+    budget, its = max((row["peak_bytes"], row["seq_len"]) for row in group if row["system"] == plain)
+    return budget, its, max(r["seq_len"] for r in group if r["system"] == SAVING and r["peak_bytes"] <= budget)
 
 
 def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    by_grid = growth(rows)
-    alone = by_grid[1, 1]
     found = ["Peaks are beyond the sharded parameters; plain has a sequence of that length on every rank, ours one."]
-    found += [
-        f"{u} x {r}: activations grow by {each:,.0f} bytes per token on each rank, {each * u * r / alone:.2f} of one "
-        f"rank's / {u * r}."
-        for (u, r), each in by_grid.items()
-    ]
+    lengths = sorted({row["seq_len"] for row in rows if row["system"] == OURS})
+    for short, long in pairwise(lengths):
+        by_grid = growth(rows, short, long)
+        for (u, r), each in by_grid.items():
+            found.append(
+                f"{u} x {r}, {short:,} to {long:,}: activations grow by {each:,.0f} bytes per token on each rank, "
+                f"{each * u * r / by_grid[1, 1]:.2f} of one rank's / {u * r}."
+            )
     ranks = max(row["ulysses"] * row["ring"] for row in rows)
-    budget, plain, ours = longest(rows, ranks=ranks)
-    found.append(
-        f"{ranks} ranks, {budget / 2**20:,.0f} MiB on each: plain transformers + FSDP2 fits {plain:,} tokens, ours at "
-        f"least {ours:,}: {ours / plain:.0f} x."
-    )
+    for plain in (PLAIN, PLAIN_CHECKPOINTING):
+        budget, its, ours = longest(rows, plain, ranks=ranks)
+        found.append(
+            f"{ranks} ranks, {budget / 2**20:,.0f} MiB on each: transformers + FSDP2 ({plain}) fits {its:,} tokens, "
+            f"ours at least {ours:,}: {ours / its:.0f} x."
+        )
     return tuple(found)
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     sizes = (row["peak_bytes"], row["largest_bytes"], row["logits_bytes"])
-    system = "transformers + FSDP2" if row["plain"] else "ours"
-    return (system, f"{row['ulysses']} x {row['ring']}", f"{row['seq_len']:,}", *(f"{n / 2**20:.1f}" for n in sizes))
+    grid = f"{row['ulysses']} x {row['ring']}"
+    return (row["system"], grid, f"{row['seq_len']:,}", *(f"{n / 2**20:.1f}" for n in sizes))
 
 
 def cases(*, quick: bool) -> list[Case]:
     if quick:
         return [
             *(Case(u, r, n) for u, r in ((1, 1), (2, 2)) for n in (4096, 8192)),
-            Case(2, 2, 512, plain=True),
+            Case(2, 2, 16384, SAVING),
+            *(Case(2, 2, 1024, system) for system in (PLAIN, PLAIN_CHECKPOINTING)),
         ]
     grids = ((1, 1), (2, 1), (1, 2), (2, 2), (8, 1), (4, 2), (2, 4), (1, 8))
     return [
-        *(Case(u, r, n) for u, r in grids for n in (4096, 8192, 16384)),
-        *(Case(4, 2, n) for n in (32768, 65536)),
-        *(Case(4, 2, n, plain=True) for n in (1024, 2048)),
+        *(Case(u, r, n) for u, r in grids for n in (4096, 16384)),
+        *(Case(u, r, 65536) for u, r in ((1, 1), (4, 2))),
+        *(Case(4, 2, n, SAVING) for n in (16384, 32768, 65536)),
+        *(Case(4, 2, n, system) for system in (PLAIN, PLAIN_CHECKPOINTING) for n in (1024, 2048)),
     ]
 
 
