@@ -122,7 +122,7 @@ class TrainConfig:
     log_every: int = 10
     """Print a line every this many steps. metrics.jsonl holds every step."""
     checkpoint_every: int = 100
-    """Write a checkpoint to resume from every this many steps, and after the last. 0: never."""
+    """Steps between checkpoints to resume from; the last step has one too. 0: only when a signal asks to stop."""
     keep_checkpoints: int = 2
     """How many of them to keep, the newest."""
     resume: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""

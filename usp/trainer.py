@@ -188,7 +188,8 @@ class Trainer:
     def _keep(self, number: int) -> None:
         """After a step: a checkpoint where one is due, and the end where a signal asked for it."""
         every = self.config.checkpoint_every
-        if every and (self.stopping or number % every == 0 or number == self.config.steps):
+        due = bool(every) and (number % every == 0 or number == self.config.steps)
+        if due or self.stopping:
             self.watchdog.progress(number, "checkpoint", long=True)
             state = TrainingState(
                 step=number,
@@ -201,11 +202,7 @@ class Trainer:
             self.checkpointer.save(number, self.engine.state(), state.to_extra())
         if self.stopping:
             self.checkpointer.wait()
-            raise Stopped(
-                self.stop.signal_number or signal.SIGTERM,
-                number,
-                latest(self.folder / CHECKPOINTS) if every else None,
-            )
+            raise Stopped(self.stop.signal_number or signal.SIGTERM, number, latest(self.folder / CHECKPOINTS))
 
     def _resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint; the data was set when the run was prepared."""
