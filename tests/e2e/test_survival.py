@@ -85,5 +85,5 @@ def test_a_hang_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.err
     assert ended.err.count("error: no progress for 10 seconds (--hang-timeout)") == 1
     assert "rank 0: in all_reduce (step 3, " in ended.err
-    assert "rank 1: in no collective (step 2, training)" in ended.err and "look first at rank 1" in ended.err
+    assert "rank 1: in no collective (step 2, checkpoint)" in ended.err and "look first at rank 1" in ended.err
     assert [step for step, _, _ in steps_told(tmp_path / "run")] == [1, 2, 3, 4]
