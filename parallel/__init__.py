@@ -1,6 +1,6 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, agree, mesh, fsdp, grad_norm, safetensors_storage, checkpoint, wire, testing.
+dims, agree, mesh, tensor, fsdp, grad_norm, safetensors_storage, checkpoint, wire, testing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 97, 4, 64, 10, 0.5
+VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -18,6 +18,9 @@ SIZES = {
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama-tied": lambda: LlamaConfig(
+        **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=11),
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),

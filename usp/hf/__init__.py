@@ -1,4 +1,4 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-integrate, models, tokenizers.
+integrate, tensor, models, tokenizers.
 """

@@ -8,6 +8,7 @@ Whatever cannot be honoured is refused: nothing is dropped, no layer is left uns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,21 +113,23 @@ class _ForwardGuard:
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True asks for weights that are never formed")
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None:
+        ids, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+        position_ids = kwargs.get("position_ids")
+        if ids is None and embedded is None:
             violations.append("input_ids or inputs_embeds must be given")
+        elif position_ids is None:
+            violations.append("position_ids must be given, as shard_batch makes them: each rank would count from 0")
         elif not violations:
-            violations += self._position_violations(tokens, kwargs.get("position_ids"), kwargs.get("cu_seqlens"))
+            # Hidden states may be sharded over tp as well, and position_ids are not.
+            shape = position_ids.shape if ids is None else ids.shape
+            violations += self._position_violations(shape, position_ids, kwargs.get("cu_seqlens"))
         if violations:
             raise ValueError("; ".join(violations))
         self.calls_before = self.attention.calls
 
-    def _position_violations(self, tokens: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> list[str]:
-        if position_ids is None:
-            return ["position_ids must be given, as shard_batch makes them: each rank would count its part from 0"]
+    def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
-        rows, seq_len = tokens.shape[0], tokens.shape[1] * axes.ring * axes.ulysses
+        rows, seq_len = shape[0], shape[1] * axes.ring * axes.ulysses
         own = axes.positions(axes.layout(self.attention.layout, seq_len))
         expected = (own - document_starts(cu_seqlens, rows, seq_len)[:, own]).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):

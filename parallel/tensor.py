@@ -1,0 +1,230 @@
+"""Tensor parallelism from a plan of {module name pattern: style}: parameters are DTensors, their use is local.
+
+A region is a module whose linears a plan divides first by columns, last by rows: an attention, an MLP. All its input is
+gathered as it enters, each rank computes with its columns and rows alone, and the partial outputs are summed as they
+leave (Shoeybi et al. 2019, "Megatron-LM", section 3). With a token dim, tokens are sharded outside of regions: entering
+is an all-gather, leaving a reduce-scatter (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", section 4.2.2).
+
+Collectives happen at the borders of regions alone, so what is inside (attention kernels, an MLP in tiles) handles plain
+tensors, and communicates once however often it calls its linears.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+# Style -> the kind of module it is for, and which of its sizes is divided over ranks.
+_STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
+    "colwise": (nn.Linear, "out_features"),
+    "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
+    "colwise_parameter": (nn.Linear, "out_features"),  # never called: its parameters are used elsewhere
+    "embedding_rowwise": (nn.Embedding, "num_embeddings"),
+    "replicated_with_grad_allreduce": (nn.Module, None),  # on all ranks, each of which has a part of the gradient
+    "untouched": (nn.Module, None),  # left as it is, with all below it
+}
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, token_dim: int | None = None
+) -> None:
+    """Divide a model's parameters over a one-axis mesh and register the collectives of its forward, in place.
+
+    Every parameter becomes a DTensor, those that no style divides replicated; only what is `untouched` stays plain.
+    All ranks must hold the same values, and nothing is communicated: parameters may be on the meta device. Parameters
+    that modules share stay shared. Gradients may be partial sums over the mesh, marked so, which FSDP2 reduces.
+
+    Args:
+        plan: {dotted module name, in which * stands for one part: style}. Styles are colwise, rowwise,
+            colwise_parameter, embedding_rowwise, replicated_with_grad_allreduce and untouched. Modules without
+            parameters are skipped, so a pipeline stage takes the plan of the whole model.
+        token_dim: the dim of hidden states, outside of regions, that is sharded over the mesh; None: replicated.
+
+    Raises:
+        ValueError: naming every style that is unknown or does not fit its module, sizes that the ranks do not divide,
+            every region that lacks its first or last half, and parameters in a region that the plan does not name.
+    """
+    styles = _resolve(model, plan)
+    regions = _regions(styles)
+    untouched = tuple(f"{name}." for name, style in styles.items() if style == "untouched")
+    violations = _violations(model, mesh.size(), styles, regions, untouched)
+    if violations:
+        raise ValueError("; ".join(violations))
+    outside: Placement = Replicate() if token_dim is None else Shard(token_dim)
+    # Whatever sees this rank's tokens alone has a part of the gradient, and the whole of it where it sees all tokens.
+    rest = "replicated" if token_dim is None else "replicated_with_grad_allreduce"
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if module._parameters and not f"{name}.".startswith(untouched):
+            _place(module, styles.get(name, rest), mesh, outside, placed)
+    for name in regions:
+        _cross_borders(model.get_submodule(name), mesh, outside)
+
+
+def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
+    """All-gather the tokens of a module's output, whose gradient must be the same on all ranks of the mesh."""
+
+    def gather(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
+
+    module.register_forward_hook(gather)
+
+
+def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The style of each module with parameters that the plan names."""
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
+    return {
+        name: style
+        for name, module in model.named_modules()
+        for pattern, style in patterns
+        if pattern.fullmatch(name) and next(module.parameters(), None) is not None
+    }
+
+
+def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
+    """Modules that hold colwise or rowwise linears, and which of the two."""
+    regions: dict[str, set[str]] = defaultdict(set)
+    for name, style in styles.items():
+        if style in ("colwise", "rowwise"):
+            regions[name.rpartition(".")[0]].add(style)
+    return dict(regions)
+
+
+def _violations(
+    model: nn.Module, ranks: int, styles: Mapping[str, str], regions: Mapping[str, set[str]], untouched: tuple[str, ...]
+) -> list[str]:
+    violations = []
+    for name, style in styles.items():
+        if style not in _STYLES:
+            violations.append(f"{name}: {style!r} is not a style, which are {', '.join(_STYLES)}")
+            continue
+        (kind, size), module = _STYLES[style], model.get_submodule(name)
+        if not isinstance(module, kind):
+            violations.append(f"{name}: {style!r} is for {kind.__name__}, and this is {type(module).__name__}")
+        elif size is not None and getattr(module, size) % ranks:
+            violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
+    for region, halves in regions.items():
+        if len(halves) == 1:
+            violations.append(f"{region}: has {halves.pop()} linears alone, and needs both colwise and rowwise ones")
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        inside = any(f"{owner}.".startswith(f"{region}.") for region in regions)
+        if inside and owner not in styles and not name.startswith(untouched):
+            violations.append(f"{name} {tuple(parameter.shape)} is inside a divided module: the plan must name {owner}")
+    return violations
+
+
+def _place(
+    module: nn.Module, style: str, mesh: DeviceMesh, outside: Placement, placed: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Make a module's own parameters DTensors, and its forward compute with their local parts."""
+    gradients: dict[str, Placement] = {}
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        placement = _placement(style, name)
+        if parameter not in placed:
+            # src_data_rank=None: cut what this rank holds, instead of scattering rank 0's values.
+            value = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            placed[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, placed[parameter])
+        whole_gradient = isinstance(placement, Shard) or style == "replicated"
+        gradients[name] = placement if whole_gradient else Partial()
+    if style == "embedding_rowwise":
+        _look_up_own_rows(module, mesh, outside)
+    elif style != "colwise_parameter":
+        _compute_locally(module, gradients, once={"bias"} if style == "rowwise" else set(), mesh=mesh)
+
+
+def _placement(style: str, parameter: str) -> Placement:
+    if style.startswith("replicated") or (style, parameter) == ("rowwise", "bias"):
+        return Replicate()
+    return Shard(1) if style == "rowwise" else Shard(0)
+
+
+def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:
+    """During its forward a module sees local tensors in place of its parameters.
+
+    Args:
+        gradients: how the local gradients of each parameter make up the whole.
+        once: parameters that are added to partial sums, which one rank alone may do.
+    """
+    share = float(mesh.get_local_rank() == 0)
+
+    def shadow(module: nn.Module, args: tuple) -> None:
+        for name, gradient in gradients.items():
+            parameter = module._parameters[name]
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local(grad_placements=[gradient])
+            # An attribute of the instance hides the parameter, which stays where FSDP and state dicts look for it.
+            module.__dict__[name] = local * share if name in once else local
+
+    def reveal(module: nn.Module, args: tuple, output: Any) -> None:
+        for name in gradients:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(shadow)
+    module.register_forward_hook(reveal, always_call=True)
+
+
+def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
+    """Embed with this rank's part of the vocabulary, and sum over ranks. DTensor's own has a gradient of all rows."""
+    assert isinstance(module, nn.Embedding)
+    rows = module.num_embeddings // mesh.size()
+    first = rows * mesh.get_local_rank()
+    padding = None if module.padding_idx is None else module.padding_idx - first
+    padding = padding if padding is not None and 0 <= padding < rows else None
+
+    def forward(input: Tensor) -> Tensor:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        ids = input - first
+        elsewhere = (ids < 0) | (ids >= rows)
+        own = nn.functional.embedding(ids.masked_fill(elsewhere, 0), weight.to_local(), padding)
+        return _convert(own.masked_fill(elsewhere.unsqueeze(-1), 0), mesh, Partial(), outside, outside)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _cross_borders(region: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
+    """Gather a region's first argument as it enters, and sum its output, or the first of several, as it leaves."""
+    argument = next(iter(inspect.signature(region.forward).parameters))
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def gathered(hidden: Tensor) -> Tensor:
+            return _convert(hidden, mesh, outside, Replicate(), Partial())
+
+        if args:
+            return (gathered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, argument: gathered(kwargs[argument])}
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_convert(output[0], mesh, Partial(), outside, outside), *output[1:])
+        return _convert(output, mesh, Partial(), outside, outside)
+
+    region.register_forward_pre_hook(enter, with_kwargs=True)
+    region.register_forward_hook(leave)
+
+
+def _convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement) -> Tensor:
+    """Local tensors placed as `source` to local tensors placed as `target`, whose gradients are placed as `gradient`.
+
+    Raises:
+        ValueError: if the ranks cannot get equally many tokens.
+    """
+    if isinstance(target, Shard) and x.shape[target.dim] % mesh.size():
+        raise ValueError(
+            f"tp={mesh.size()} must divide the {x.shape[target.dim]} tokens that each rank of ring x ulysses has, to "
+            f"shard them further: give a sequence length that is a multiple of tp x ring x ulysses"
+        )
+    whole = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return whole.to_local(grad_placements=[gradient])

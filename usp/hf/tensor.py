@@ -1,0 +1,95 @@
+"""Tensor parallelism of transformers models, from the plan that each family ships (`base_model_tp_plan`)."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from parallel import ParallelMesh
+from parallel.tensor import apply_tensor_parallel, gather_output
+
+_TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
+_EXPERTS = "moe_tp_experts"  # the style that marks the module of all experts
+_KNOWN = {"colwise", "rowwise", "replicated_with_grad_allreduce", "untouched"}
+
+
+def tp_violations(config: PretrainedConfig, tp: int, sequence_parallel: bool) -> list[str]:
+    """What about a model forbids dividing it over `tp` ranks; empty where nothing does. Pure."""
+    if tp == 1:
+        return ["--tp-sequence-parallel shards tokens over tp ranks: give --tp 2 or more"] if sequence_parallel else []
+    plan = _shipped_plan(config)
+    if not plan:
+        return [f"tp={tp} needs a model type with a tensor-parallel plan, and {config.model_type!r} has none: use tp=1"]
+    divided = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
+    divided["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if _has_dense_mlp(config):
+        divided["intermediate_size"] = config.intermediate_size
+    violations = [
+        f"tp={tp} must divide {name}={size}: use tp={_largest_divisor(size, tp)}"
+        for name, size in divided.items()
+        if size % tp
+    ]
+    for name, style in _without_experts(plan).items():
+        if style not in _KNOWN:
+            violations.append(f"tp={tp}: {config.model_type!r} wants style {style!r} for {name}, which is not known")
+    if _has_experts(config) and not sequence_parallel:
+        violations.append(f"--tp {tp} with a mixture of experts needs --tp-sequence-parallel")
+    return violations
+
+
+def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+    """Divide heads, MLP columns and vocabulary over the mesh's tp axis, in place. Nothing to do for tp=1.
+
+    Call it after `apply_unified_sp` and before FSDP; parameters may be on the meta device, else every tp rank must hold
+    the same values. All parameters become DTensors over tp, except those of experts, which are left alone. Each tp rank
+    takes the same tokens and returns the same hidden states. The output head is not called: the loss takes its weight,
+    of which each rank has rows of the vocabulary.
+
+    Args:
+        sequence_parallel: between attentions and MLPs, hidden states are (B, S / tp, H), where S are the tokens of a
+            ring x ulysses rank. A pipeline stage that is not the first takes them so, and returns them so where its
+            final norm is no norm (nn.Identity); the last one's output is gathered.
+
+    Raises:
+        ValueError: naming everything about the model that forbids this.
+    """
+    violations = tp_violations(model.config, mesh.size("tp"), sequence_parallel)
+    if violations:
+        raise ValueError("; ".join(violations))
+    if mesh.size("tp") == 1:
+        return
+    tp_mesh = mesh.parameter_mesh("tp")
+    base = model.base_model_prefix
+    plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
+    plan |= {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
+    apply_tensor_parallel(model, tp_mesh, plan, token_dim=_TOKEN_DIM if sequence_parallel else None)
+    norm = model.base_model.get_submodule("norm")
+    if sequence_parallel and not isinstance(norm, nn.Identity):
+        gather_output(norm, tp_mesh, _TOKEN_DIM)
+
+
+def _shipped_plan(config: PretrainedConfig) -> dict[str, str]:
+    return getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _without_experts(plan: dict[str, str]) -> dict[str, str]:
+    """The plan in which experts are untouched: they are divided over ep, and see each tp rank's own tokens."""
+    experts = [name for name, style in plan.items() if style == _EXPERTS]
+    below = tuple(f"{name}." for name in experts)
+    rest = {name: style for name, style in plan.items() if not name.startswith(below)}
+    return rest | dict.fromkeys(experts, "untouched")
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    return _EXPERTS in _shipped_plan(config).values()
+
+
+def _has_dense_mlp(config: PretrainedConfig) -> bool:
+    """Whether some layer has an MLP of `intermediate_size`; with experts it is a layer that is said to have none."""
+    if not _has_experts(config):
+        return True
+    return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) > 1
+
+
+def _largest_divisor(size: int, below: int) -> int:
+    return next(degree for degree in range(below, 0, -1) if size % degree == 0)
