@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.baselines import deepspeed_alst
 from benchmarks.record import RESULTS, Record, machine
@@ -35,6 +37,7 @@ from usp.hf.stage import CausalLMStage
 
 RANKS, ZERO, LEARNING_RATE, DECAY = 4, 3, 1e-3, 0.01
 PLAIN, ALST = "transformers + FSDP2", f"DeepSpeed ALST {deepspeed_alst.VERSION}"
+PLAIN_SDPA = "plain_sdpa"
 OURS = {
     "ours, dp4": ParallelDims(dp_shard=4),
     "ours, u4": ParallelDims(ulysses=4),
@@ -78,8 +81,11 @@ def llama(seq_len: int) -> LlamaConfig:
 
 
 def model_of(size: Size) -> Any:
+    """With transformers' own sdpa, under another name: ALST puts itself in the place of "sdpa" for every model."""
+    AttentionInterface.register(PLAIN_SDPA, sdpa_attention_forward)
+    AttentionMaskInterface.register(PLAIN_SDPA, sdpa_mask)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(llama(size.seq_len), attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(llama(size.seq_len), attn_implementation=PLAIN_SDPA)
 
 
 def ours(size: Size, dims: ParallelDims) -> Step:

@@ -172,7 +172,8 @@ def test_packing_loses_nothing_and_marks_every_border(lengths: list[int], seq_le
         assert borders == [0, *changes, seq_len]
 
 
-def test_borders_are_padded_by_repeating_the_last(tmp_path: Path) -> None:
+def test_borders_are_padded_by_repeating_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data, "WINDOW_TOKENS", 2**12)
     batch = next(
         BatchStream(units_of(tmp_path, [3, 4, 30]), ByteTokenizer(), rows=3, seq_len=8, seed=0, vocab_size=384)
     )
@@ -220,7 +221,8 @@ def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path, monkeypatch: 
         assert torch.equal(rows(per_batch), rows(1))
 
 
-def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path) -> None:
+def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data, "WINDOW_TOKENS", 2**12)
     batches = BatchStream(units_of(tmp_path, [5, 17, 9]), ByteTokenizer(), rows=4, seq_len=8, seed=0, vocab_size=384)
     batch = next(batches)
     part = batch.rows(1, 3)
