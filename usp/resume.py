@@ -67,4 +67,10 @@ def _named(resume: str, folder: Path | None) -> Start:
         raise ValueError(
             f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
         )
+    newest = latest(run / CHECKPOINTS)
+    if found != newest and folder in (None, run):
+        raise ValueError(
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: give "
+            f"the run that continues from it another --output"
+        )
     return Start(folder or run, found)

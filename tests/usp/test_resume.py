@@ -79,9 +79,18 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
         ({"seed": 1}, "seed = 1, but the stream to continue has seed = 0"),
     ],
 )
-def test_what_cannot_change_is_refused(whole: Path, changes: dict[str, object], said: str) -> None:
-    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"), **changes)
+def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    old = str(whole / CHECKPOINTS / "step-00000003")
+    config = replace(RUN, batch_size=4, resume=old, output=str(tmp_path), **changes)
     with pytest.raises(ConfigurationError, match=said):
+        prepare(config, Launch())
+
+
+def test_an_old_checkpoint_needs_another_folder(whole: Path) -> None:
+    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"))
+    with pytest.raises(
+        ConfigurationError, match=r"is not the newest checkpoint of .*: give the run .* another --output"
+    ):
         prepare(config, Launch())
 
 
