@@ -1,11 +1,7 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-<<<<<<< HEAD
 dims, stages, agree, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint, wire,
 memory, testing.
-=======
-dims, agree, mesh, tensor, fsdp, grad_norm, safetensors_storage, checkpoint, wire, testing.
->>>>>>> ckpt
 """
 
 from __future__ import annotations

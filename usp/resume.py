@@ -70,7 +70,7 @@ def _named(resume: str, folder: Path | None) -> Start:
     newest = latest(run / CHECKPOINTS)
     if found != newest and folder in (None, run):
         raise ValueError(
-            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: give "
-            f"the run that continues from it another --output"
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: "
+            f"give the run that continues from it another --output"
         )
     return Start(folder or run, found)
