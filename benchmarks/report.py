@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and the README's table from the JSON files in benchmarks/results.
+"""Write docs/benchmarks.md, its plots and the README's table from the JSON files in benchmarks/results.
 
 python -m benchmarks.report
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.plots import plot_memory
 from benchmarks.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+PLOTS = {"memory": plot_memory}
 MEASURED = "## Measured\n"
 GUIDE = """# Benchmarks
 
@@ -36,6 +38,7 @@ def section(record: Record) -> str:
         *map(_row, record.rows),
         "",
         *(f"- {note}" for note in record.notes),
+        *(["", f"![{record.question}](images/{record.name}.png)"] if record.name in PLOTS else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -83,6 +86,8 @@ def main() -> None:
     DOCUMENT.parent.mkdir(exist_ok=True)
     DOCUMENT.write_text(document(records))
     for record in records:
+        if record.name in PLOTS:
+            PLOTS[record.name](record, DOCUMENT.parent / "images" / f"{record.name}.png")
         if record.name == "attention":
             README.write_text(readme(README.read_text(), record))
     print(f"{DOCUMENT}: {len(records)} benchmarks")
