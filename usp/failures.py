@@ -75,7 +75,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     if isinstance(error, (TrainingDiverged, RanksDisagree)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted: stopped before the end, and saved no checkpoint", INTERRUPTED)
+        return Ending("interrupted: what came after the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
     if isinstance(error, Stopped):
         return Ending(str(error), SIGNALLED + error.signal_number)
     if lost_peer(error):

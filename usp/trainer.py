@@ -200,7 +200,7 @@ class Trainer:
                 model=self.prepared.model_config.to_dict(),
             )
             self.checkpointer.save(number, self.engine.state(), state.to_extra())
-        if self.stopping:
+        if self.stopping and number < self.config.steps:
             self.checkpointer.wait()
             raise Stopped(self.stop.signal_number or signal.SIGTERM, number, latest(self.folder / CHECKPOINTS))
 

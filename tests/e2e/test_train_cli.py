@@ -72,7 +72,7 @@ def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGINT)  # what Ctrl-C does: the whole foreground group gets it
         ended = run.end()
     assert ended.exit_code != 0
-    assert ended.err.count("interrupted: stopped before the end, and saved no checkpoint") == 1
+    assert ended.err.count("interrupted: what came after the last checkpoint is lost (SIGTERM saves it)") == 1
     assert "usp/cli.py" not in ended.err
 
 
@@ -82,7 +82,7 @@ def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         ended = run.end()
     assert ended.exit_code == 130
-    assert ended.err == "interrupted: stopped before the end, and saved no checkpoint\n"
+    assert ended.err == "interrupted: what came after the last checkpoint is lost (SIGTERM saves it)\n"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
