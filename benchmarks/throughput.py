@@ -151,7 +151,7 @@ def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training steps against plain transformers + FSDP2, and ALST.")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")
     args = parser.parse_args()
     data = []

@@ -65,10 +65,6 @@ def train(engine: Engine, mesh: ParallelMesh, steps: range) -> list[tuple[float,
     return history
 
 
-def train_stage(zero: int, dims: ParallelDims) -> list[tuple[float, float]]:
-    return train(*build("deepspeed", zero, dims), range(STEPS))
-
-
 # Every job of DeepSpeed's has processes of its own (`run_ranks`), because its process groups outlive the job's.
 
 
@@ -78,13 +74,6 @@ def alone(ranks: RankPool) -> torch.Tensor:
 
 
 SP = ParallelDims(dp_shard=1, ulysses=2, ring=2)
-CASES = [(0, SP), (1, SP), (2, SP), (3, SP), (3, ParallelDims(dp_shard=2, ulysses=2, ring=2))]
-
-
-@pytest.mark.parametrize(("zero", "dims"), CASES, ids=str)
-def test_ten_steps_are_those_of_one_process(alone: torch.Tensor, zero: int, dims: ParallelDims) -> None:
-    found = torch.tensor(run_ranks(train_stage, dims.batch * dims.sp, zero, dims, timeout=180), dtype=torch.float64)
-    assert ((found / alone - 1).abs() <= 1e-5).all()
 
 
 def go_on(name: str, zero: int, dims: ParallelDims, steps: range, folder: str) -> list[tuple[float, float]]:
@@ -118,7 +107,8 @@ def survive(zero: int, dtype: torch.dtype) -> tuple[list[tuple[float, float]], f
     engine, mesh = build("deepspeed", zero, ParallelDims(dp_shard=1, ulysses=2), dtype)
     history = train(engine, mesh, range(STEPS))
     before = engine.state()
-    engine.forward_backward([shard_batch(packed_batch(0), mesh, LAYOUT)], 0)
+    engine.stages[0].model.base_model.norm.register_forward_hook(lambda module, args, out: out * float("inf"))
+    engine.forward_backward([shard_batch(packed_batch(0), mesh, LAYOUT)], 1)
     norm = engine.step(3e-3, MAX_NORM)
     after = engine.state()
     return history, norm, all(torch.equal(_local(before[key]), _local(after[key])) for key in before)

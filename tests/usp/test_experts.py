@@ -28,11 +28,9 @@ from .tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch
 COEFFICIENT = 0.02
 GRIDS = [
     ("mixtral", ParallelDims(ep=2, ulysses=2, ring=2)),
-    ("qwen3_moe", ParallelDims(ep=2, ulysses=2, ring=2)),
     ("mixtral", ParallelDims(ep=2, ulysses=2, dp_replicate=2)),
     ("mixtral", ParallelDims(ep=2, ulysses=2, tp=2)),
     ("qwen3_moe", ParallelDims(ep=2, ring=2, tp=2)),
-    ("qwen3_moe", ParallelDims(ep=4, ulysses=2, ring=2, dp_shard=2)),
 ]
 
 
@@ -155,8 +153,7 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 @pytest.mark.parametrize(("family", "dims"), GRIDS, ids=lambda value: str(value).replace(" ", "-"))
 def test_ten_steps_are_those_of_one_process(ranks: RankPool, alone: dict, family: str, dims: ParallelDims) -> None:
-    world = 8 if dims.dp_shard == 2 else 4
-    found = ranks.run(train_sharded, world, family, dims, STEPS, Break(), timeout=180)
+    found = ranks.run(train_sharded, 4, family, dims, STEPS, Break(), timeout=180)
     assert largest_difference(found, alone[family]) <= 1e-5
 
 
@@ -172,7 +169,7 @@ def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> N
 def checkpointed(implementation: CheckpointImpl) -> dict[str, Tensor]:
     mesh = ParallelMesh.create(ParallelDims())
     model = tiny_model("mixtral")
-    layers = decoder_layers(model)
+    layers = model.base_model.layers
     for index, layer in enumerate(layers):
         layers[index] = checkpoint_wrapper(layer, checkpoint_impl=implementation)
     balance = RouterBalance(model, mesh, 1.0)

@@ -76,8 +76,14 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
     return {family: ranks.run(train_alone, 1, family)[0] for family in ("llama", "qwen3", "mistral", "qwen2")}
 
 
-@pytest.mark.parametrize(("dims", "layout"), GRIDS, ids=lambda value: str(value).replace(" ", "-"))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+CASES = [
+    *(("llama", *grid) for grid in GRIDS),
+    *(("qwen3", *grid) for grid in GRIDS[1:4]),
+    *(("mistral", *grid) for grid in GRIDS[::2]),
+]
+
+
+@pytest.mark.parametrize(("family", "dims", "layout"), CASES, ids=lambda value: str(value).replace(" ", "-"))
 def test_ten_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, layout: str
 ) -> None:

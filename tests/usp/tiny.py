@@ -109,7 +109,7 @@ def train_alone(family: str, aux_loss_coefficient: float = 0.0, parts: int = 1) 
         if window is not None:
             masks["sliding_attention"] = _float(seen & (distance < window))
         starts = torch.stack([cu.long()[doc] for cu, doc in zip(batch["cu_seqlens"], document, strict=True)])
-        mask = masks if family in ("qwen2", "qwen3") else masks["sliding_attention"]
+        mask = masks if model.config.model_type in ("qwen2", "qwen3") else masks["sliding_attention"]
         inputs = {"input_ids": batch["input_ids"], "position_ids": position - starts, "attention_mask": mask}
         out = model.model(**inputs, **routers, use_cache=False)
         logits = model.lm_head(out.last_hidden_state)
