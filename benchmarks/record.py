@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).with_name("results")
-_PACKAGES = ("torch", "transformers", "yunchang", "flash-attn", "numpy")
+_PACKAGES = ("torch", "transformers", "yunchang", "deepspeed", "flash-attn", "numpy")
 
 
 @dataclass(frozen=True)
