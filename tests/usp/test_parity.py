@@ -78,8 +78,7 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 CASES = [
     *(("llama", *grid) for grid in GRIDS),
-    *(("qwen3", *grid) for grid in GRIDS[1:4]),
-    *(("mistral", *grid) for grid in GRIDS[::2]),
+    *((family, *GRIDS[number]) for number, family in ((1, "qwen3"), (3, "mistral"))),
 ]
 
 
