@@ -82,6 +82,7 @@ class StageRecipe:
     Attributes:
         ac, ac_offload, mlp_tile, loss_chunk: as train.py's flags of these names.
         balance: the weight of the routers' auxiliary loss, over `micro_batches`.
+        weights_dtype: of the parameters; what they are computed in is FSDP2's matter.
     """
 
     model: ModelConfig
@@ -95,6 +96,7 @@ class StageRecipe:
     loss_chunk: int = 2048
     balance: float = 0.0
     micro_batches: int = 1
+    weights_dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(prepared: Prepared) -> StageRecipe:
@@ -126,6 +128,8 @@ def _build_stage(index: int, recipe: StageRecipe, mesh: ParallelMesh) -> CausalL
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.schedule))
     first, last = index == 0, index == len(layers) - 1
     prune_to_stage(model, layers[index], first, last)
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
+        parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
     apply_ep(model, mesh)
     apply_tp(model, mesh, recipe.tp_sequence_parallel)

@@ -20,7 +20,7 @@ class Sequences(Protocol):
     """The sequences of a micro-batch, whose tokens may lie on several sequence-parallel ranks."""
 
     def sums(self, x_BS: Tensor) -> Tensor:
-        """(sequences,): for each sequence, in the order of sample ids, the sum of x over ALL its tokens; differentiable.
+        """(sequences,): the sum of x over ALL tokens of each sequence, in the order of sample ids; differentiable.
 
         Every sequence-parallel rank gets the same sums.
         """
