@@ -6,12 +6,13 @@ samples  --rows-->  micro-batches  --stages, a head on the last-->  a value per 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
 from usp.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
@@ -22,9 +23,10 @@ from usp.hf.initialise import fill_buffers
 from usp.hf.models import ModelConfig, is_scalar, materialise
 
 from .forward import forward_stages
-from .graph import Inference, TrainStep
+from .graph import Generate, Inference, TrainStep
 from .heads import Minimise, Say
 from .plan import CallLayout
+from .responses import Generates, responses
 from .rows import micro_batches, plan_rows, unpack
 from .samples import Samples
 from .storage import WeightMemory
@@ -41,7 +43,7 @@ class RoleSpec:
         new_head: `source` is a causal LM's folder and the scalar head is drawn from the seed.
         seed: of drawn weights.
         dtype: of forward and backward, and of weights that are not trained. Trained ones are float32.
-        optimizer, max_grad_norm: of a trained role.
+        optimizer, learning_rate, max_grad_norm: of a trained role; the rate is the first one, see `RoleModel`.
         kernel, loss_chunk, mlp_tile, ac: as train.py's flags of these names (--attention-kernel for kernel).
     """
 
@@ -52,6 +54,7 @@ class RoleSpec:
     seed: int = 0
     dtype: torch.dtype = torch.float32
     optimizer: AdamW | None = None
+    learning_rate: float = 1e-6
     max_grad_norm: float = 1.0
     kernel: str = "auto"
     loss_chunk: int = 2048
@@ -65,6 +68,9 @@ class RoleModel:
     Args:
         trained: this copy is the one that the optimiser changes. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) alone.
+        make_generator: what generates with this copy; called once.
+
+    Attributes:
         learning_rate: of the coming train steps; may be set between them.
 
     Raises:
@@ -78,12 +84,12 @@ class RoleModel:
         mesh: ParallelMesh,
         *,
         trained: bool = False,
-        learning_rate: float = 0.0,
+        make_generator: Callable[[RoleModel], Generates] | None = None,
     ) -> None:
         if trained and spec.optimizer is None:
             raise ValueError(f"{spec.role} is to be trained, and its RoleSpec has no optimizer: give it an AdamW")
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
-        self.learning_rate = learning_rate
+        self.learning_rate = spec.learning_rate
         self.engine: Fsdp2Engine | None = None
         self._recipe = StageRecipe(
             model=spec.config,
@@ -99,6 +105,8 @@ class RoleModel:
         if trained or layout.zero:
             shard_stage(self.stage, mesh, spec.dtype, layout.zero)
         self._memory: WeightMemory | None = None
+        self._make_generator = make_generator
+        self._generator: Generates | None = None
 
     def weights(self) -> dict[str, Tensor]:
         """The live parameters by transformers' names, with memory or without."""
@@ -184,6 +192,22 @@ class RoleModel:
                 if not math.isfinite(norms[-1]):
                     raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, and must be finite")
         return _averages(seen, norms)
+
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        """Responses to this data-parallel rank's prompts, maybe none: on its leader as `responses` says, else nothing.
+
+        Raises:
+            ValueError: for a copy that FSDP2 shards, or that nothing generates with.
+        """
+        if self._generator is None:
+            if isinstance(self.stage, FSDPModule) or self._make_generator is None:
+                raise ValueError(
+                    f"{self.spec.role} is to generate with trained={self.trained}, zero={self.layout.zero} and "
+                    f"make_generator={self._make_generator}: it takes an untrained copy, zero=0 and a generator"
+                )
+            self._generator = self._make_generator(self)
+        made = responses(prompts, work, seed, self._generator)
+        return made if self._leads else Samples((), {})
 
     def state(self) -> dict[str, Tensor]:
         """Weights and optimiser state of a trained copy, as `Engine.state`."""
