@@ -207,7 +207,7 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     found["before, trained"] = apart(said := model.inference(mine, work, "said"), before, "said")
     leads = mesh.rank("pp") == mesh.size("pp") - 1 and mesh.rank("sp") == mesh.rank("tp") == 0
     assert said.ids == (mine.ids if leads else ()) and set(said.values) == ({"said"} if leads else set())
-    parts = [mine.of([i for i in ids if i in mine.ids]) for ids in MINI_BATCHES]
+    parts = [mine.of(own) if (own := [i for i in ids if i in mine.ids]) else Samples((), {}) for ids in MINI_BATCHES]
     metrics = model.train_step(parts, TrainStep(Pairs(case.head), mini_batches=2))
     assert metrics.pop("optimizer_steps") == 2 and metrics.keys() == wanted["metrics"].keys()
     found["metrics"] = float(
@@ -228,8 +228,7 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     if case.head == "values":
         scores = [value[-1] for value in wanted["after"]]
         found["scores"] = apart(still.inference(mine, Inference("score"), "score"), scores, "score")
-    nothing = mine.of([])
-    assert len(still.inference(nothing, work, "said")) == 0
+    assert len(still.inference(Samples((), {}), work, "said")) == 0
     return found
 
 
@@ -258,9 +257,7 @@ def stop_and_fail(folder: str) -> list[Any]:
         model.train_step(parts, TrainStep(Pairs(), mini_batches=2, stop_above=("kl", 0.1)))
     if mesh.rank("batch") == 0:
         mine["advantages"][0][3] = torch.nan
-    with pytest.raises(
-        TrainingDiverged, match=r"actor, epoch 1, mini-batch 1 of 2: \{'loss': nan\} must"
-    ):
+    with pytest.raises(TrainingDiverged, match=r"actor, epoch 1, mini-batch 1 of 2: \{'loss': nan\} must"):
         model.train_step(parts, TrainStep(Pairs(), mini_batches=2))
     found.append(untouched())
     with pytest.raises(ValueError, match="no sample on any rank"):
