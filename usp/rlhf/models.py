@@ -29,7 +29,7 @@ from .plan import CallLayout
 from .responses import Generates, responses
 from .rows import micro_batches, plan_rows, unpack
 from .samples import Samples
-from .storage import WeightMemory
+from .storage import WeightMemory, live_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +130,20 @@ class RoleModel:
         """Give the weights memory and their first values."""
         self.allocate()
         first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)
+
+    def share(self, weights: Mapping[str, Tensor]) -> None:
+        """Live in the memory of another copy's `weights()`, which hold the same boxes, instead of memory of its own.
+
+        For a copy without memory. What the other copy learns, this one knows; `release` and the like do nothing.
+
+        Raises:
+            ValueError: for a copy that FSDP2 shards, and naming parameters that are not there.
+        """
+        if isinstance(self.stage, FSDPModule) or self._memory is not None:
+            raise ValueError(f"a copy of {self.spec.role} that shares weights must have zero=0, and no memory yet")
+        live_in(self.stage.model, weights, torch.device(self.mesh.device_type))
+        fill_buffers(self.stage.model)
+        self._memory = WeightMemory([])
 
     def release(self) -> None:
         """Take the weights' memory away, and their values with it."""

@@ -1,13 +1,15 @@
-"""The memory of a model's weights, taken away and given back while the model stays as it is."""
+"""The memory of a model's weights: taken away and given back while the model stays as it is, or another model's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from parallel.boxes import local_part
+from parallel.boxes import local_box, local_part
+from usp.hf.models import kept_names
 
 
 class WeightMemory:
@@ -59,6 +61,40 @@ class WeightMemory:
 
     def _on_device(self) -> bool:
         return any(storage.device.type != "cpu" for storage in self._storages())
+
+
+def live_in(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Make parameters of an empty model views of `weights`, by name, and give its buffers memory without values.
+
+    Raises:
+        ValueError: naming parameters of which `weights` hold no tensor of this rank's box and dtype.
+    """
+    kept = kept_names(model)
+    apart = [
+        name
+        for name, own in model.named_parameters()
+        if name not in weights or local_box(weights[name]) != local_box(own) or weights[name].dtype != own.dtype
+    ]
+    if apart:
+        raise ValueError(f"the weights to live in must hold the boxes of {', '.join(apart[:5])}")
+    shared = {  # by the names they are kept under, so that tied parameters stay one
+        name: nn.Parameter(_placed_like(own, local_part(weights[name])), requires_grad=False)
+        for name, own in model.named_parameters()
+    }
+    for prefix, module in model.named_modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                module._parameters[name] = shared[kept[f"{prefix}.{name}"]]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _placed_like(own: Tensor, values: Tensor) -> Tensor:
+    if not isinstance(own, DTensor):
+        return values
+    shape, stride = own.shape, own.stride()
+    return DTensor.from_local(values, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

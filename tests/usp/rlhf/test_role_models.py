@@ -225,6 +225,11 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     still.offload()
     still.load()
     found["after, again"] = apart(still.inference(mine, work, "said"), after, "said")
+    if case.zero == 0:
+        alias = RoleModel(spec, case.layout, mesh)
+        alias.share(model.weights())
+        alias.release()
+        found["after, shared"] = apart(alias.inference(mine, work, "said"), after, "said")
     if case.head == "values":
         scores = [value[-1] for value in wanted["after"]]
         found["scores"] = apart(still.inference(mine, Inference("score"), "score"), scores, "score")
