@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
-from usp.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
-from usp.engines.base import AdamW
+from usp.build import build_fsdp2_engine, build_stages, first_weights, shard_stage
 from usp.engines.fsdp2 import Fsdp2Engine
 from usp.failures import TrainingDiverged
 from usp.hf.initialise import fill_buffers
-from usp.hf.models import ModelConfig, is_scalar, materialise
+from usp.hf.models import is_scalar, materialise
 
 from .forward import forward_stages
 from .graph import Generate, Inference, TrainStep
@@ -29,37 +27,8 @@ from .plan import CallLayout
 from .responses import Generates, responses
 from .rows import micro_batches, plan_rows, unpack
 from .samples import Samples
+from .spec import RoleSpec
 from .storage import WeightMemory, live_in
-
-
-@dataclass(frozen=True, eq=False)
-class RoleSpec:
-    """What a role's model is, in whatever layout.
-
-    Attributes:
-        role: its name, for messages.
-        source: a preset's name or a folder, whose weights it starts from.
-        config: from `load_model_config(source, head, new_head)`.
-        new_head: `source` is a causal LM's folder and the scalar head is drawn from the seed.
-        seed: of drawn weights.
-        dtype: of forward and backward, and of weights that are not trained. Trained ones are float32.
-        optimizer, learning_rate, max_grad_norm: of a trained role; the rate is the first one, see `RoleModel`.
-        kernel, loss_chunk, mlp_tile, ac: as train.py's flags of these names (--attention-kernel for kernel).
-    """
-
-    role: str
-    source: str
-    config: ModelConfig
-    new_head: bool = False
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    optimizer: AdamW | None = None
-    learning_rate: float = 1e-6
-    max_grad_norm: float = 1.0
-    kernel: str = "auto"
-    loss_chunk: int = 2048
-    mlp_tile: int = 0
-    ac: str = "none"
 
 
 class RoleModel:
@@ -91,16 +60,7 @@ class RoleModel:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self.learning_rate = spec.learning_rate
         self.engine: Fsdp2Engine | None = None
-        self._recipe = StageRecipe(
-            model=spec.config,
-            sp_layout=layout.sp_layout,
-            kernel=spec.kernel,
-            tp_sequence_parallel=layout.tp_sequence_parallel,
-            ac=spec.ac if trained else "none",
-            mlp_tile=spec.mlp_tile,
-            loss_chunk=spec.loss_chunk,
-            weights_dtype=torch.float32 if trained else spec.dtype,
-        )
+        self._recipe = spec.recipe(layout, trained)
         (self.stage,) = build_stages(self._recipe, mesh)
         if trained or layout.zero:
             shard_stage(self.stage, mesh, spec.dtype, layout.zero)

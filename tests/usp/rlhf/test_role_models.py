@@ -20,10 +20,11 @@ from usp.failures import TrainingDiverged
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config, scalar_config
 from usp.rlhf.graph import Generate, Inference, TrainStep
-from usp.rlhf.models import RoleModel, RoleSpec
+from usp.rlhf.models import RoleModel
 from usp.rlhf.plan import CallLayout
 from usp.rlhf.responses import responses, sample_seed
 from usp.rlhf.samples import Samples
+from usp.rlhf.spec import RoleSpec
 
 from ..tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, drawn_model
 
