@@ -1,7 +1,4 @@
-"""An RLHF step as a graph: calls of models and of functions, and the keys of `Samples` that they take and give.
-
-The edges follow from the keys (ReaL, arXiv 2406.14088, section 4): who produces a key comes before who takes it.
-"""
+"""The calls of an RLHF step: of models and of functions, and the keys of `Samples` that they take and give."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ class Sequences(Protocol):
     """The sequences of a micro-batch, whose tokens may lie on several sequence-parallel ranks."""
 
     def sums(self, x_BS: Tensor) -> Tensor:
-        """(sequences,): for each sequence, in the order of sample ids, the sum of x over ALL its tokens; differentiable.
+        """(sequences,): the sum of x over ALL tokens of each sequence, in the order of sample ids; differentiable.
 
         Every sequence-parallel rank gets the same sums.
         """
@@ -108,11 +105,15 @@ class Compute:
 
     function(samples, reduce) -> the output keys of the same samples. `reduce` sums over all of the call's ranks, for
     statistics of the whole step, and is called equally often on every rank, samples or none.
-    unit: samples that must stay together, with consecutive ids.
+
+    Attributes:
+        unit: samples that must stay together, with consecutive ids.
+        scalars: output keys that are one number per sample; the others have one per token. All are float32.
     """
 
     function: Callable[[Samples, Reduce], Samples]
     unit: int = 1
+    scalars: tuple[str, ...] = ("score",)
 
 
 Work: TypeAlias = Generate | Inference | TrainStep | Compute
