@@ -1,7 +1,7 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, stages, agree, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint, wire,
-memory, testing.
+dims, stages, agree, groups, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint,
+wire, memory, testing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from .checkpoint import Checkpointer, latest
 from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
+from .groups import ProcessGroups
 from .mesh import ParallelMesh
 from .safetensors_storage import read_extra
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
@@ -22,6 +23,7 @@ __all__ = [
     "Checkpointer",
     "ParallelDims",
     "ParallelMesh",
+    "ProcessGroups",
     "agree",
     "apply_fsdp",
     "before_micro_batch",

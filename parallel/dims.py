@@ -8,6 +8,13 @@ from typing import Literal, get_args
 
 SpOrder = Literal["ring-outer", "ulysses-outer"]
 SP_ORDERS: tuple[str, ...] = get_args(SpOrder)
+# The same ranks under coarser axes, named by their use. Each derived axis joins neighbouring axes, in either sp_order.
+DERIVED_AXES = {
+    "sp": ("ring", "ulysses"),  # what a sequence is sharded over
+    "batch": ("dp_replicate", "dp_shard"),  # what sees different data
+    "fsdp": ("dp_shard", "ring", "ulysses"),  # what parameters are sharded over
+    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),  # what token counts are summed over
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,19 @@ class ParallelDims:
         values = asdict(self)
         sp = ("ring", "ulysses") if self.sp_order == "ring-outer" else ("ulysses", "ring")
         return {axis: values[axis] for axis in ("pp", "dp_replicate", "dp_shard", *sp, "tp")}
+
+    def coordinates(self, number: int) -> dict[str, int]:
+        """Where rank `number` of the grid is along each axis, derived ones too. Needs resolved degrees."""
+        degrees = self.degrees()
+        found: dict[str, int] = {}
+        rest = number
+        for axis, degree in reversed(degrees.items()):
+            rest, found[axis] = divmod(rest, degree)
+        for name, joined in DERIVED_AXES.items():
+            found[name] = 0
+            for axis in (axis for axis in degrees if axis in joined):
+                found[name] = found[name] * degrees[axis] + found[axis]
+        return found
 
     @property
     def sp(self) -> int:

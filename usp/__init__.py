@@ -2,7 +2,7 @@
 
 sp_axes, sequence, sp_attention, batch, loss, tokenizer, presets, config, activations, costs, documents, packing, data,
 checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling, resume, validate, hf, engines, prepare,
-build, trainer, cli.
+build, trainer, cli, rlhf.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of training: flags and a file make a `TrainConfig`, and every failure ends in one message.
+"""The command lines: flags and a file make a configuration, and every failure ends in one message.
 
     argv, --config FILE -> TrainConfig -> usp.trainer.train -> exit code
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,18 +43,43 @@ class CommandLine(TrainConfig):
     """A YAML or TOML file with these keys (the config.yaml of an earlier run, say). Flags override it."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
-    """Train as `argv` asks, in the place that `environ` names; returns the exit code."""
+@dataclass(frozen=True)
+class Command:
+    """A program that torchrun starts on every rank.
+
+    Attributes:
+        prog: its name.
+        line: the class of its flags: `config`, and the flag --config.
+        config: the class of its configuration.
+        load: gives what runs a configuration; called when the flags are right, because importing it takes seconds.
+    """
+
+    prog: str
+    line: type
+    config: type
+    load: Callable[[], Callable[[Any, Launch, StopRequest, str | None], None]]
+
+
+def _load_train() -> Callable[[Any, Launch, StopRequest, str | None], None]:
+    from usp.trainer import train
+
+    return train
+
+
+TRAIN = Command("train.py", CommandLine, TrainConfig, _load_train)
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], command: Command = TRAIN) -> int:
+    """Run `command` as `argv` asks, in the place that `environ` names; returns the exit code."""
     launch = meet(Launch.from_environment(environ))
     stay_on_loopback(launch, environ)
     environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed asks for it, launched or not
     stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
-        config = parse(argv, show_help=launch.rank == 0)
-        from usp.trainer import train  # takes seconds to import: --help and a mistyped flag answer without it
-
+        config = parse(argv, show_help=launch.rank == 0, command=command)
+        run = command.load()
         with stop.listening():
-            train(config, launch, stop, error_file)
+            run(config, launch, stop, error_file)
     except (Exception, KeyboardInterrupt) as error:
         try:
             return end(ending_of(error, launch.rank), launch, error_file, asked_to_stop=stop.requested)
@@ -63,7 +88,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str], show_help: bool = True) -> TrainConfig:
+def parse(argv: Sequence[str], show_help: bool = True, command: Command = TRAIN) -> Any:
     """The configuration that the flags, and the file that --config names, ask for.
 
     Leaves with SystemExit(0) when asked for help, printed where `show_help`. Raises ConfigurationError for a wrong
@@ -72,24 +97,24 @@ def parse(argv: Sequence[str], show_help: bool = True) -> TrainConfig:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
     path = finder.parse_known_args(argv)[0].config
-    file_config = read_config(path) if path else TrainConfig()
-    default = CommandLine(**config_to_mapping(file_config), config=path)
+    file_config = read_config(path, command.config) if path else command.config()
+    default = command.line(**config_to_mapping(file_config), config=path)
     mistakes = io.StringIO()
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
-            parsed = tyro.cli(CommandLine, args=argv, default=default, prog="train.py")
+            parsed = tyro.cli(command.line, args=argv, default=default, prog=command.prog)
     except SystemExit as stop:
         if stop.code:
             raise ConfigurationError(f"the command line holds a mistake\n{mistakes.getvalue().rstrip()}") from None
         raise
-    return TrainConfig(**{field.name: getattr(parsed, field.name) for field in fields(TrainConfig)})
+    return command.config(**{field.name: getattr(parsed, field.name) for field in fields(command.config)})
 
 
-def read_config(path: str) -> TrainConfig:
-    """The configuration that a .yaml, .yml or .toml file holds; ConfigurationError when it holds none."""
+def read_config(path: str, kind: type) -> Any:
+    """The configuration of class `kind` in a .yaml, .yml or .toml file; ConfigurationError when it holds none."""
     file = Path(path).expanduser()
     try:
-        return config_from_mapping(_read_mapping(file))
+        return config_from_mapping(_read_mapping(file), kind)
     except FileNotFoundError as error:
         raise ConfigurationError(f"--config {path}: no such file") from error
     except (OSError, ValueError, yaml.YAMLError) as error:

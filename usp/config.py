@@ -1,22 +1,25 @@
 """The configuration of a training run: one flat frozen dataclass, and the mapping that a file holds.
 
-`TrainConfig` is the single list of knobs. The command line makes a flag of every field (`sp_ring` is `--sp-ring`)
-and shows the string under the field as its help; a YAML or TOML file holds the same keys. Nothing here looks at
-the machine: what a configuration must satisfy is in `usp.validate`.
+`TrainConfig` is the single list of train.py's knobs; rlhf.py's (`usp.rlhf.config`) shares its first and last part. The
+command line makes a flag of every field (`sp_ring` is `--sp-ring`) and shows the string under the field as its help; a
+YAML or TOML file holds the same keys. Nothing here looks at the machine: what a configuration must satisfy is in
+`usp.validate`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
 from usp.presets import PRESETS
+
+C = TypeVar("C")
 
 ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "attention-saved", "full")
@@ -32,12 +35,8 @@ def _one_of(choices: tuple[str, ...]) -> Any:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a causal language model with its sequences split over a Ulysses x Ring mesh, inside data, tensor, pipeline
-    and expert parallelism.
-
-    Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
-    """
+class ParallelConfig:
+    """How ranks share the work, for train.py and rlhf.py alike."""
 
     sp_ulysses: int = 1
     """Ulysses degree: ranks that trade sequence for heads in an all-to-all. Best inside one host."""
@@ -57,12 +56,45 @@ class TrainConfig:
     """Between matrices, share the tokens over the tensor-parallel ranks too (Megatron's sequence parallelism)."""
     pp: int = 1
     """Pipeline-parallel degree: groups of ranks that each hold some of the layers."""
+    zero: int = 3
+    """ZeRO stage: 0 shards nothing over dp x sp, 1 the optimiser, 2 gradients too, 3 parameters too."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run computes, and what it leaves, for train.py and rlhf.py alike."""
+
+    attention_kernel: Annotated[str, _one_of(KERNEL_NAMES)] = "auto"
+    """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
+    dtype: Annotated[str, _one_of(DTYPES)] = "auto"
+    """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    device: Annotated[str, _one_of(DEVICES)] = "auto"
+    """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
+
+    output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
+    """The run's folder: configuration, metrics, TensorBoard, checkpoints, and the trained model."""
+    log_every: int = 10
+    """Print a line every this many steps. metrics.jsonl holds every step."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints to resume from; the last step has one too. 0: only when a signal asks to stop."""
+    keep_checkpoints: int = 2
+    """How many of them to keep, the newest."""
+    resume: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """Continue a run from its newest checkpoint (or the one named), on the same or another layout and world size."""
+    hang_timeout: float = 600.0
+    """Seconds without progress after which the run stops and names what hangs where. 0: wait for ever."""
+    wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
+    """Log to this Weights & Biases project too (needs wandb)."""
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What is train.py's own."""
+
     pp_schedule: Annotated[str, _one_of(PP_SCHEDULES)] = "1f1b"
     """Order of the micro-batches in the pipeline. The last two give each rank two stages, for a smaller bubble."""
     ep: int = 1
     """Expert-parallel degree: over how many of the dp_shard x ring x ulysses x tp ranks experts are spread."""
-    zero: int = 3
-    """ZeRO stage: 0 shards nothing over dp x sp, 1 the optimiser, 2 gradients too, 3 parameters too."""
     engine: Annotated[str, _one_of(ENGINES)] = "fsdp2"
     """What shards and updates the weights: torch's FSDP2, or DeepSpeed (needs the deepspeed extra)."""
 
@@ -109,30 +141,17 @@ class TrainConfig:
     """Tokens whose logits exist at a time, on each rank."""
     mlp_tile: int = 0
     """Tokens that pass through an MLP at a time, recomputed in the backward. 0: all of a rank's tokens at once."""
-
-    dtype: Annotated[str, _one_of(DTYPES)] = "auto"
-    """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
-    attention_kernel: Annotated[str, _one_of(KERNEL_NAMES)] = "auto"
-    """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
-    device: Annotated[str, _one_of(DEVICES)] = "auto"
-    """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
-
-    output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
-    """The run's folder: configuration, metrics, TensorBoard, checkpoints, and the trained model."""
-    log_every: int = 10
-    """Print a line every this many steps. metrics.jsonl holds every step."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints to resume from; the last step has one too. 0: only when a signal asks to stop."""
-    keep_checkpoints: int = 2
-    """How many of them to keep, the newest."""
-    resume: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """Continue a run from its newest checkpoint (or the one named), on the same or another layout and world size."""
-    hang_timeout: float = 600.0
-    """Seconds without progress after which the run stops and names what hangs where. 0: wait for ever."""
     profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""
     """Steps to trace; the traces go to the run's folder, for chrome://tracing or Perfetto."""
-    wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
-    """Log to this Weights & Biases project too (needs wandb)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig, _Training, ParallelConfig):
+    """Train a causal language model with its sequences split over a Ulysses x Ring mesh, inside data, tensor, pipeline
+    and expert parallelism.
+
+    Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
+    """
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -141,13 +160,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def config_from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
-    """The configuration whose keys `mapping` gives, defaults elsewhere; keys with dashes or underscores.
+def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
+    """The configuration of class `kind` whose keys `mapping` gives, defaults elsewhere; dashes are underscores.
 
     Raises ValueError that lists every unknown key with its nearest match,
     every key given twice, and every value of a wrong kind.
     """
-    hints = get_type_hints(TrainConfig)
+    hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in mapping.items():
@@ -163,17 +182,16 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
                 problems.append(f"{key} = {value!r} must be {_kind(hints[name])}")
     if problems:
         raise ValueError("; ".join(problems))
-    return TrainConfig(**values)
+    return kind(**values)
 
 
-def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
+def config_to_mapping(config: Any) -> dict[str, Any]:
     """Every field by its name; `config_from_mapping` reads it back to an equal configuration."""
     return asdict(config)
 
 
 def flag(name: str) -> str:
     """The command line's name of a field: `sp_ring` is `--sp-ring`."""
-    assert name in {field.name for field in fields(TrainConfig)}, name
     return "--" + name.replace("_", "-")
 
 

@@ -18,13 +18,27 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class Record(Protocol):
+    """One step of any kind of run."""
+
+    @property
+    def step(self) -> int:
+        """Counted from 1."""
+
+    def numbers(self) -> dict[str, float | None]:
+        """What is kept of it; None where nobody knows."""
+
+    def line(self) -> str:
+        """The record for a person."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,9 @@ class StepRecord:
     memory_bytes: int
     attention_sent_bytes: int
     fsdp_sent_bytes: int | None
+
+    def numbers(self) -> dict[str, float | None]:
+        return {name: value for name, value in asdict(self).items() if name != "step"}
 
     def line(self) -> str:
         """The record for a person."""
@@ -87,11 +104,11 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.finish(exit_code=0 if kind is None else 1)
 
-    def record(self, record: StepRecord) -> None:
+    def record(self, record: Record) -> None:
         """Keep and show one step."""
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        self._file.write(json.dumps({"step": record.step, **record.numbers()}) + "\n")
         self._file.flush()
-        numbers = {name: value for name, value in asdict(record).items() if name != "step" and value is not None}
+        numbers = {name: value for name, value in record.numbers().items() if value is not None}
         for name, value in numbers.items():
             self._tensorboard.add_scalar(name, value, record.step)
         if self._wandb is not None:

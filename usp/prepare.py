@@ -91,7 +91,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:
         raise ConfigurationError(_listed(problems))
 
-    dims = parallel_dims(config).resolve(launch.world_size)
+    dims = parallel_dims(config, config.ep).resolve(launch.world_size)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
     batches = BatchStream(
         units, tokenizer, rows=rows, seq_len=config.seq_len, seed=config.seed, vocab_size=facts.vocab_size

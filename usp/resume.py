@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel import latest
-from usp.config import TrainConfig
+from usp.config import RunConfig
 from usp.launch import Launch
 from usp.metrics import METRICS_FILE
 
@@ -30,7 +30,7 @@ class Start:
     finished_too: bool = False
 
 
-def find_start(config: TrainConfig, launch: Launch) -> Start:
+def find_start(config: RunConfig, launch: Launch) -> Start:
     """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
 
     Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, micro_batch_violation, stages_per_rank
-from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PP_SCHEDULES, TrainConfig, flag, nearest
+from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PP_SCHEDULES, ParallelConfig, TrainConfig, flag, nearest
 from usp.costs import ModelFacts
 
 
@@ -85,12 +85,12 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
     try:
-        parallel_dims(config).resolve(world_size)
+        parallel_dims(config, config.ep).resolve(world_size)
     except ValueError as error:
         yield str(error)
 
 
-def parallel_dims(config: TrainConfig) -> ParallelDims:
+def parallel_dims(config: ParallelConfig, ep: int = 1) -> ParallelDims:
     """The degrees that `config` asks for, dp_shard still -1 where it is to take the rest."""
     return ParallelDims(
         pp=config.pp,
@@ -99,7 +99,7 @@ def parallel_dims(config: TrainConfig) -> ParallelDims:
         ring=config.sp_ring,
         ulysses=config.sp_ulysses,
         tp=config.tp,
-        ep=config.ep,
+        ep=ep,
         sp_order=config.sp_order,
     )
 

@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel import ZERO_STAGES, ParallelDims, ParallelMesh, apply_fsdp, before_micro_batch, clip_grad_norm
+from parallel import (
+    ZERO_STAGES,
+    ParallelDims,
+    ParallelMesh,
+    ProcessGroups,
+    apply_fsdp,
+    before_micro_batch,
+    clip_grad_norm,
+)
 from parallel.testing import RankError, RankPool
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "loss")
@@ -17,7 +25,9 @@ AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "l
 def coordinates(dims: ParallelDims) -> dict[str, tuple[int, int]]:
     mesh = ParallelMesh.create(dims)
     assert all(dist.get_world_size(mesh.group(axis)) == mesh.size(axis) for axis in AXES)
-    return {axis: (mesh.rank(axis), mesh.size(axis)) for axis in AXES}
+    found = {axis: (mesh.rank(axis), mesh.size(axis)) for axis in AXES}
+    assert mesh.dims.coordinates(dist.get_rank()).items() >= {axis: rank for axis, (rank, _) in found.items()}.items()
+    return found
 
 
 def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
@@ -31,6 +41,35 @@ def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
     inner = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=4, sp_order="ulysses-outer"))
     assert [c["ring"][0] for c in inner] == [0, 1] * 4
     assert [c["ulysses"][0] for c in inner] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def meshes_side_by_side() -> tuple[int, list[tuple[int, float]]]:
+    """How many groups this rank makes for four meshes, and its place and a sum in those that it is a member of."""
+    groups, found = ProcessGroups(), []
+    for ranks, dims in (
+        (None, ParallelDims(pp=2, ulysses=2, tp=2)),
+        (range(4), ParallelDims(ring=2, tp=2)),
+        (range(4, 8), ParallelDims(ulysses=4)),
+        ((1, 3, 6), ParallelDims(dp_replicate=3)),
+    ):
+        mesh = ParallelMesh.create(dims, ranks=ranks, groups=groups)
+        if not mesh.member:
+            assert dist.get_rank() not in mesh.ranks
+            continue
+        number = torch.tensor(float(dist.get_rank()))
+        for axis in ("pp", "loss", "tp"):
+            dist.all_reduce(number, group=mesh.group(axis))
+        place = mesh.dims.coordinates(mesh.ranks.index(dist.get_rank()))
+        assert place["loss"] == mesh.rank("loss") and place["tp"] == mesh.rank("tp")
+        found.append((len(mesh.ranks), number.item()))
+    return len(groups), found
+
+
+def test_meshes_of_some_ranks_live_side_by_side_and_share_groups(ranks: RankPool) -> None:
+    for rank, (made, found) in enumerate(ranks.run(meshes_side_by_side, 8)):
+        half = (4, 6.0) if rank < 4 else (4, 22.0)
+        assert found == [(8, 28.0), half] + ([(3, 10.0)] if rank in (1, 3, 6) else [])
+        assert made <= 11, made  # a group for each axis of each of 5 views would be 23 for a mesh
 
 
 def expert_coordinates(dims: ParallelDims) -> tuple[int, int, int]:

@@ -15,11 +15,13 @@ FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab
 
 def test_a_mapping_gives_back_the_configuration() -> None:
     config = TrainConfig(sp_ulysses=4, learning_rate=1e-4, data="corpus.jsonl")
-    assert config_from_mapping(config_to_mapping(config)) == config
+    assert config_from_mapping(config_to_mapping(config), TrainConfig) == config
 
 
 def test_keys_may_have_dashes_and_floats_may_be_what_yaml_reads() -> None:
-    config = config_from_mapping({"sp-ring": 2, "seq_len": 512, "learning-rate": "3e-4", "max-grad-norm": 1})
+    config = config_from_mapping(
+        {"sp-ring": 2, "seq_len": 512, "learning-rate": "3e-4", "max-grad-norm": 1}, TrainConfig
+    )
     assert config == TrainConfig(sp_ring=2, seq_len=512, learning_rate=3e-4, max_grad_norm=1.0)
 
 
@@ -38,12 +40,12 @@ def test_keys_may_have_dashes_and_floats_may_be_what_yaml_reads() -> None:
 )
 def test_a_wrong_mapping_is_refused(mapping: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        config_from_mapping(mapping)
+        config_from_mapping(mapping, TrainConfig)
 
 
 def test_all_wrong_keys_are_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"seq_lenn.*steps"):
-        config_from_mapping({"seq_lenn": 1, "steps": None})
+        config_from_mapping({"seq_lenn": 1, "steps": None}, TrainConfig)
 
 
 def test_nearest_says_nothing_about_words_that_are_far() -> None:
