@@ -37,11 +37,16 @@ class Objective(Protocol):
         temperature: of the log-probabilities.
     """
 
-    head: Literal["logprobs", "values"]
-    entropy: bool
-    keys: tuple[str, ...]
-    unit: int
-    temperature: float
+    @property
+    def head(self) -> Literal["logprobs", "values"]: ...
+    @property
+    def entropy(self) -> bool: ...
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
