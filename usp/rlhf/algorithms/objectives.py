@@ -118,7 +118,7 @@ class ClippedValue:
         weights_BS = given["weights"]
         v_BS, old_BS, returns_BS = (x.where(weights_BS != 0, 0) for x in (output_BS, given["values"], given["returns"]))
         free_BS = (v_BS - returns_BS).square()
-        bound_BS = (old_BS + (v_BS - old_BS).clamp(-self.eps, self.eps) - returns_BS).square()
+        bound_BS = (v_BS.clamp(old_BS - self.eps, old_BS + self.eps) - returns_BS).square()
         loss = (weights_BS * torch.maximum(free_BS, bound_BS)).sum() / 2
         clipped = (weights_BS * (bound_BS > free_BS)).sum()
         return loss, {"clip_fraction": clipped, "value": (weights_BS * v_BS.detach()).sum()}

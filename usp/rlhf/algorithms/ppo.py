@@ -16,7 +16,7 @@ from .gae import gae
 from .kl import KLControl
 from .options import PPO
 from .responses import per_sample, scalars
-from .statistics import SUMS, RunningMoments, moments, whitened
+from .statistics import EPSILON, SUMS, RunningMoments, moments, whitened
 
 
 @runtime_checkable
@@ -83,7 +83,8 @@ class PPOAdvantages:
         if options.kl_in_reward:
             divergence = moments(seen.log_ratios_NR.sum(1), reduce)
             self.kl = self.kl.updated(divergence.mean, int(divergence.count))
-        explained = 1 - of_errors.variance / of_returns.variance if of_returns.variance else 0.0
+        vary = of_returns.variance > EPSILON**2  # else there is nothing to explain but rounding
+        explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0
         result = seen.result(advantages_NR, reduce)
         result["returns"] = responses.per_token(self.returns.normalise(returns_NR))
         for name, value in (("kl_coefficient", coefficient), ("explained_variance", explained)):

@@ -5,7 +5,7 @@ In float64, so that the order in which ranks are summed is not seen in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -65,13 +65,11 @@ class RunningMoments:
         if self.kind == "none" or not batch.count:
             return self
         old, new = (self.beta, 1 - self.beta) if self.kind == "exp" else (1.0, batch.count)
-        return RunningMoments(
-            self.kind,
-            self.beta,
-            self.epsilon,
-            old * self.weight + new,
-            old * self.total + new * batch.mean,
-            old * self.total_square + new * (batch.variance + batch.mean**2),
+        return replace(
+            self,
+            weight=old * self.weight + new,
+            total=old * self.total + new * batch.mean,
+            total_square=old * self.total_square + new * (batch.variance + batch.mean**2),
         )
 
     @property
