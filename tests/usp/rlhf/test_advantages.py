@@ -204,6 +204,16 @@ def test_ppo_normalises_and_remembers() -> None:
         again.load_state_dict({"total": 1.0})
 
 
+def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
+    options = PPO(normalise_rewards=True, normalise_advantages=False, value_norm="none", reward_scaling=3.0)
+    samples = make()
+    result = PPOAdvantages.of(options)(samples, alone)
+    assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options))  # as they were
+    (rewards,) = standardised([shaped(samples, options)])
+    normal = samples.updated(Samples(samples.ids, {"score": [torch.tensor(reward / 3) for reward in rewards]}))
+    check_rows(samples, "advantages", oracle_gae(normal, options, kl=0.1), result)
+
+
 def test_statistics_of_all_numbers() -> None:
     batches = ([1.0, 2.0, 6.0], [4.0], [-3.0, 0.5])
     running = RunningMoments("mean")

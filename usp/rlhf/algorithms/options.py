@@ -123,6 +123,7 @@ class PPO(PolicyOptions):
     Attributes:
         gamma, lam: discount of rewards, and of temporal differences (GAE).
         value_eps_clip: see `ClippedValue`.
+        normalise_rewards: to mean 0 and standard deviation 1 over the responses of the step, before the KL penalty.
         normalise_advantages: to mean 0 and standard deviation 1 over the tokens of the step.
         kl_target, kl_horizon: see `KLControl`.
         value_norm, value_norm_beta, value_norm_eps: see `RunningMoments`.
@@ -132,6 +133,7 @@ class PPO(PolicyOptions):
     gamma: float = 1.0
     lam: float = 1.0
     value_eps_clip: float = 0.2
+    normalise_rewards: bool = False
     normalise_advantages: bool = True
     kl_target: float = 0.0
     kl_horizon: int = 10_000
@@ -168,7 +170,8 @@ class GRPO(PolicyOptions):
         generate: group_size responses to a prompt are compared with each other.
         kl_estimator: of the divergence in the loss.
         scale_by_std: divide a reward's distance from its group's mean by the group's standard deviation.
-        drop_equal_groups: a group whose rewards are all equal counts nowhere in the loss, its normalisation included.
+        drop_equal_groups: a group whose rewards are all equal counts nowhere in the loss, its normalisation included;
+            a mini-batch of nothing but such groups has a gradient of 0.
         overlong_buffer, overlong_penalty: see `RewardShape`.
     """
 

@@ -62,12 +62,14 @@ class PPOAdvantages:
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         options, coefficient = self.options, self.kl.coefficient
-        seen = Batch.of(samples, options)
+        seen = rewarded = Batch.of(samples, options)
+        if options.normalise_rewards:
+            rewarded = replace(seen, rewards_N=whitened(seen.rewards_N, moments(seen.rewards_N, reduce)))
         responses = seen.responses
         inside_NR = responses.inside_NR
         values_NR = self.returns.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
         advantages_NR = gae(
-            seen.token_rewards(coefficient),
+            rewarded.token_rewards(coefficient),
             values_NR,
             inside_NR,
             self._last_values(samples),
