@@ -22,7 +22,9 @@ from .samples import Samples
 from .schedule import Copy, Operation
 from .step import Step
 from .timeline import Timeline, Traffic
-from .transfer import Arriving, Transfer, plan_transfer
+from .transfer import Arriving, Messenger, plan_transfer
+
+LANE = "transfer"  # a transfer is on its way while its ranks compute: what their models send must not wait for it
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ class Setting:
     kinds: Mapping[str, KeyKind]
     groups: ProcessGroups
     copies: RoleCopies
+    operations: tuple[Operation, ...]
     timeline: Timeline
     device: torch.device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Posted:
     """A transfer that this rank has not waited for."""
 
@@ -114,13 +117,14 @@ class StepRun:
         )
         if not plan.items:
             return
-        group = setting.groups.get(operation.ranks)
+        group = setting.groups.get(operation.ranks, LANE)
         assert group
         start = setting.timeline.now()
         sizes = (setting.kinds, step.lengths)
         received = plan.received(self._rank, *sizes)
         traffic = Traffic(plan.sent(self._rank, *sizes), received, received)
-        arriving = Transfer(plan, operation.ranks, group, *sizes).start(step.store, setting.device)
+        messenger = Messenger(group, setting.device, *sizes)
+        arriving = messenger.post(plan, step.store, tag=setting.operations.index(operation))
         self._posted.append(_Posted(operation.calls, operation.name, start, traffic, arriving))
 
     def _wait(self, posted: Sequence[_Posted]) -> None:
@@ -154,7 +158,7 @@ class StepRun:
 
     def _work(self, call: ModelCall, samples: Samples) -> Samples:
         if isinstance(call.work, Generate):
-            made = self._model(call).generate(samples, call.work, _mixed(self._seed, call.name))
+            made = self._model(call).generate(samples, call.work, call_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}
             return Samples(made.ids, {key: made[name] for key, name in names.items() if name in made.values})
         if isinstance(call.work, Inference):
@@ -172,6 +176,6 @@ class StepRun:
         return total.to(value.device)
 
 
-def _mixed(seed: int, name: str) -> int:
+def call_seed(seed: int, name: str) -> int:
     """A seed for one call, so that two calls of a step do not draw the same."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")

@@ -143,6 +143,6 @@ class _Scheduler:
 
 
 def lengths_needed(producer: ModelCall, consumer: ModelCall, kinds: Mapping[str, KeyKind]) -> set[str]:
-    """The sequences whose lengths a transfer needs: for its sizes, and to know which ranks have the consumer's samples."""
+    """The sequences whose lengths a transfer needs: for its sizes, and to know who has the consumer's samples."""
     moved = {kinds[key].tokens for key in producer.outputs if key in consumer.inputs}
     return {key for key in moved if key} | {key for key in consumer.inputs if canonical(key) == "tokens"}

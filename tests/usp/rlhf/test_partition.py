@@ -9,7 +9,7 @@ from usp.rlhf.partition import batch_violation, mini_batch_ids, partition
 
 
 @given(st.data())
-def test_each_sample_is_somewhere_once_with_its_unit_in_its_mini_batch_and_parts_are_balanced(
+def test_each_sample_is_somewhere_once_with_its_unit_and_mini_batches_are_balanced(
     data: st.DataObject,
 ) -> None:
     unit, parts, mini_batches = (data.draw(st.integers(1, most)) for most in (3, 6, 3))
