@@ -125,18 +125,21 @@ class StepRun:
         traffic = Traffic(plan.sent(self._rank, *sizes), received, received)
         messenger = Messenger(group, setting.device, *sizes)
         arriving = messenger.post(plan, step.store, tag=setting.operations.index(operation))
+        if traffic.sent and not traffic.received:
+            setting.timeline.add("transfer", operation.name, start, traffic)
         self._posted.append(_Posted(operation.calls, operation.name, start, traffic, arriving))
 
     def _wait(self, posted: Sequence[_Posted]) -> None:
         for one in posted:
             one.arriving.wait(self._step.store)
-            self._setting.timeline.add("transfer", one.name, one.start, one.traffic)
+            if one.traffic.received:
+                self._setting.timeline.add("transfer", one.name, one.start, one.traffic)
         self._posted = [one for one in self._posted if one not in posted]
 
     def _call(self, call: ModelCall) -> None:
         setting = self._setting
         layout = setting.plan[call.name]
-        needed = [one for one in self._posted if call.name in one.consumers]
+        needed = [one for one in self._posted if call.name in one.consumers and one.traffic.received]
         if needed:
             with setting.timeline.record("wait", call.name):
                 self._wait(needed)

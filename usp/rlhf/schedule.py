@@ -32,6 +32,7 @@ class Operation:
             load, offload: bring `copy` from the host and back. call: run `call`. announce: tell every rank how long
             the sequences are that `calls` have generated. transfer: send outputs of `call` to `calls`.
         ranks: who takes part, ascending.
+            Of weights: the calls that they are for.
         served: of a transfer: calls that have had outputs of `call` in earlier transfers.
     """
 
@@ -46,8 +47,11 @@ class Operation:
     def name(self) -> str:
         """What a timeline calls it."""
         if self.copy:
-            return self.copy.role
-        return f"{self.call} to {', '.join(self.calls)}" if self.kind == "transfer" else self.call or "lengths"
+            return f"{self.copy.role} for {', '.join(self.calls)}"
+        if self.kind == "transfer":
+            more = f" and {len(self.calls) - 2} more" if len(self.calls) > 2 else ""
+            return f"{self.call} to {', '.join(self.calls[:2])}{more}"
+        return self.call or "lengths"
 
 
 def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelCall, ...]]:
@@ -108,15 +112,15 @@ class _Scheduler:
         copy = Copy(call.role, self._plan[call.name])
         if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
             return
-        source = home(self._graph, self._plan, call.role)
+        source, names = home(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])
         if source is None:
             if call.role in self._plan.offload:
-                yield Operation("load" if first else "offload", copy.layout.ranks, copy=copy)
+                yield Operation("load" if first else "offload", copy.layout.ranks, calls=names, copy=copy)
         elif copy != source and first:
             ranks = tuple(sorted({*source.layout.ranks, *copy.layout.ranks}))
-            yield Operation("reallocate", ranks, copy=copy)
+            yield Operation("reallocate", ranks, calls=names, copy=copy)
         elif copy != source:
-            yield Operation("release", copy.layout.ranks, copy=copy)
+            yield Operation("release", copy.layout.ranks, calls=names, copy=copy)
 
     def _unannounced(self, level: tuple[ModelCall, ...]) -> tuple[str, ...]:
         """The generate calls whose lengths a level is the first to need."""
