@@ -97,10 +97,14 @@ class RoleCopies:
         """Let a copy live in the memory of the trained one, where every rank of it has the same boxes of that."""
         source = self._homes[copy.role]
         model = self._models.get(copy)
-        same = layouts[copy].parameters == layouts[source].parameters and all(
-            layouts[source].boxes[name].get(rank) == box
-            for name, boxes in layouts[copy].boxes.items()
-            for rank, box in boxes.items()
+        same = (
+            copy.layout.zero == 0
+            and layouts[copy].parameters == layouts[source].parameters
+            and all(
+                layouts[source].boxes[name].get(rank) == box
+                for name, boxes in layouts[copy].boxes.items()
+                for rank, box in boxes.items()
+            )
         )
         can = torch.tensor(int(same and (model is None or isinstance(model, Sharing))), device=self._device)
         dist.all_reduce(can, dist.ReduceOp.MIN)

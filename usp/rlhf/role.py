@@ -56,7 +56,10 @@ class Sharing(Protocol):
     """A model whose weights can live in another's memory."""
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these tensors, of the same names and boxes, from now on, instead of memory of its own."""
+        """Use these tensors, of the same names and boxes, from now on, instead of memory of its own.
+
+        Asked of copies with zero=0 that never had memory.
+        """
 
 
 # The call is the role's train step where the copy is the one that an optimiser changes, else the copy's first call.

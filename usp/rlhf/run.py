@@ -19,7 +19,7 @@ from .keys import KeyKind, canonical, tokens_key
 from .plan import ExecutionPlan
 from .role import RoleModel
 from .samples import Samples
-from .schedule import Copy, Operation
+from .schedule import Copy, Operation, copy_of
 from .step import Step
 from .timeline import Timeline, Traffic
 from .transfer import Arriving, Messenger, plan_transfer
@@ -157,7 +157,7 @@ class StepRun:
             self._step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> RoleModel:
-        return self._setting.copies.model(Copy(call.role, self._setting.plan[call.name]))
+        return self._setting.copies.model(copy_of(self._setting.graph, self._setting.plan, call))
 
     def _work(self, call: ModelCall, samples: Samples) -> Samples:
         if isinstance(call.work, Generate):

@@ -7,7 +7,7 @@ posted in this order and waited for where their values are needed, so it cannot 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .dataflow import DataflowGraph
 from .graph import Generate, ModelCall
@@ -17,10 +17,16 @@ from .plan import CallLayout, ExecutionPlan
 
 @dataclass(frozen=True)
 class Copy:
-    """The weights of a role in one layout. Calls with equal layouts share them."""
+    """The weights of a role in one layout. Calls with equal layouts share them.
+
+    Attributes:
+        apart: it generates, beside the trained copy of the same layout: a generate call takes weights that are not
+            wrapped for training.
+    """
 
     role: str
     layout: CallLayout
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,18 @@ class Operation:
         return self.call or "lengths"
 
 
+def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> Copy:
+    """The copy that a model's call runs on."""
+    copy = Copy(call.role, plan[call.name])
+    return replace(copy, apart=isinstance(call.work, Generate) and copy == home(graph, plan, call.role))
+
+
 def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelCall, ...]]:
     """The copies that a plan needs, and the calls that each serves, in the order of their first use."""
     found: dict[Copy, tuple[ModelCall, ...]] = {}
     for call in graph.order:
         if call.role:
-            copy = Copy(call.role, plan[call.name])
+            copy = copy_of(graph, plan, call)
             found[copy] = (*found.get(copy, ()), call)
     return found
 
@@ -109,7 +121,7 @@ class _Scheduler:
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
         """What a call's copy of the weights needs before its first and after its last call of a step."""
-        copy = Copy(call.role, self._plan[call.name])
+        copy = copy_of(self._graph, self._plan, call)
         if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
             return
         source, names = home(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])

@@ -14,7 +14,7 @@ from usp.rlhf.dataflow import DataflowGraph
 from usp.rlhf.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan import CallLayout, ExecutionPlan
 from usp.rlhf.plan_text import from_mapping, parse_ranks, to_mapping
-from usp.rlhf.schedule import Copy, Operation, home, schedule
+from usp.rlhf.schedule import Operation, copy_of, home, schedule
 
 FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))
@@ -157,7 +157,7 @@ def test_calls_have_weights_and_samples_before_they_start(name: str) -> None:
     for call in graph.calls:
         start = calls[call.name]
         assert all(calls[other] < start for other in graph.before(call.name))
-        copy, source = Copy(call.role, plan[call.name]), home(graph, plan, call.role)
+        copy, source = copy_of(graph, plan, call), home(graph, plan, call.role)
         held = call.role and source not in (None, copy)
         moves = [place for kind in ("reallocate", "release") for place, op in places(found, kind) if op.copy == copy]
         assert len(moves) == (2 if held else 0)

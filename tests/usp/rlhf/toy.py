@@ -192,6 +192,7 @@ class ToyModel:
         return dist.get_rank() in self.layout.leaders
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        assert self.call.kind == "generate"  # not on the trained copy
         logits_of = self._forward()
         made = {
             prompt * work.group_size + k: respond(logits_of, ids, work, seed, prompt * work.group_size + k)
@@ -241,6 +242,7 @@ class SharingModel(ToyModel):
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
         assert all(isinstance(value, DTensor) for value in weights.values())
+        assert not (self.layout.zero or self._at_hand)
         self._weights, self._at_hand = dict(weights), True  # type: ignore[arg-type]
 
 
