@@ -1,5 +1,5 @@
 """RLHF as a dataflow graph of model calls, each with ranks and a layout of its own. Each file imports earlier ones:
 
-samples, graph, dataflow, keys, partition, plan, plan_text, named_plans, fingerprint, role, schedule, transfer,
-timeline, measure, step, summary, copies, run, executor, trace.
+samples, mini_batches, graph, dataflow, keys, partition, plan, plan_text, named_plans, fingerprint, role, schedule,
+transfer, timeline, measure, step, summary, copies, run, executor, trace.
 """

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def mini_batch_ids(samples: int, mini_batches: int, number: int, unit: int = 1) -> range:
-    """The ids of mini-batch `number` of a step's samples, cut at multiples of `unit`."""
-    units = samples // unit
-    return range(number * units // mini_batches * unit, (number + 1) * units // mini_batches * unit)
+from .mini_batches import mini_batch_ids
 
 
 def batch_violation(samples: int, mini_batches: int, unit: int) -> str:

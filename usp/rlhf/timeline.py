@@ -55,7 +55,9 @@ def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | 
     offsets: list[float] = []
     begin = 0.0
     for _ in range(_ROUNDS):
-        dist.barrier(group)
+        together = torch.zeros(1, device=device)
+        dist.all_reduce(together, group=group)
+        together.item()  # a device may be behind its host
         own = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
         first = own.clone()
         dist.broadcast(first, group_src=0, group=group)

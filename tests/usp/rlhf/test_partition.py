@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from usp.rlhf.partition import batch_violation, mini_batch_ids, partition
+from usp.rlhf.mini_batches import mini_batch_ids
+from usp.rlhf.partition import batch_violation, partition
 
 
 @given(st.data())

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 import yaml
 
 from parallel import ParallelDims
 from tests.usp.rlhf.toy import ppo
 from usp.rlhf.dataflow import DataflowGraph
+from usp.rlhf.fingerprint import fingerprint
+from usp.rlhf.measure import sampling_difference, with_measures
 from usp.rlhf.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan import CallLayout, ExecutionPlan
 from usp.rlhf.plan_text import from_mapping, parse_ranks, to_mapping
+from usp.rlhf.samples import Samples
 from usp.rlhf.schedule import Operation, copy_of, home, schedule
+from usp.rlhf.summary import Summary, merge
 
 FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))
@@ -133,6 +140,43 @@ def test_everything_wrong_with_a_plan_is_said_at_once() -> None:
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="plan 'best' must be one of heuristic, flattening"):
         named_plan("best", graph, FACTS)
+
+
+# Measures, and what ranks compare
+
+
+def test_sampling_is_compared_where_the_training_layout_recomputes() -> None:
+    plan = named_plan("separation", ppo(), FACTS)
+    graph, measured = with_measures(ppo(), plan, ("tokens",), print)
+    assert measured["sampling_difference"].ranks == plan["actor_inference"].ranks
+    assert (graph["collect"].inputs, measured["collect"].ranks) == (("tokens",), (0,))
+    measured.check(graph, FACTS.world_size)
+    with pytest.raises(ValueError, match=r"collect=\['text'\]: nobody gives text; keys: advantages"):
+        with_measures(ppo(), plan, ("text",), print)
+
+
+def test_sampling_difference_counts_the_response_alone() -> None:
+    values = {
+        "logprobs": [torch.tensor([9.0, -1.0, -2.0, 0.0]), torch.zeros(1)],
+        "old_logprobs": [torch.tensor([0.0, -1.5, -2.0, 0.0]), torch.zeros(1)],
+        "mask": [torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.zeros(1)],
+    }
+    found = sampling_difference(Samples((0, 1), values), lambda x: x)
+    assert {key: [float(x) for x in of_key] for key, of_key in found.values.items()} == {
+        "difference_max": [0.5, 0.0],
+        "difference_sum": [0.5, 0.0],
+        "difference_tokens": [2.0, 0.0],
+    }
+    assert math.isnan(
+        merge([Summary({}, {k: [float("nan"), 1.0] for k in found.values})], {})["logprob_difference_max"]
+    )
+
+
+def test_a_fingerprint_is_of_values_and_not_of_addresses() -> None:
+    assert fingerprint((ppo(), sampling_difference)) == fingerprint((ppo(), sampling_difference))
+    graphs = [ppo(), ppo(temperature=0.5), ppo(mini_batches=1)]
+    different = [*graphs, partial(ppo, 1), partial(ppo, 2), {"a", "b"}, {"a": "b"}]
+    assert len({fingerprint(value) for value in different}) == len(different)
 
 
 # The order of operations
