@@ -35,9 +35,9 @@ def rlhf_trace(asked: argparse.Namespace) -> None:
     from rich.console import Console
 
     from usp.rlhf.timeline import read_events
-    from usp.rlhf.trace import plot, table, write_chrome_trace
+    from usp.rlhf.trace import plot, shown, table, write_chrome_trace
 
-    events = read_events(asked.run, asked.step)
+    events = shown(read_events(asked.run, asked.step))
     out = asked.out or asked.run / "timeline" / "timeline.png"
     if out.suffix != ".png":
         raise ValueError(f"--out {out} must end in .png")

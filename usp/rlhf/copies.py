@@ -56,14 +56,14 @@ class RoleCopies:
                 call = graph.train_call(copy.role) if copy == self._homes.get(copy.role) else calls[0]
                 assert call
                 self._models[copy] = build_role(call, copy.layout, meshes[place])
+                if self._homes.get(copy.role, copy) == copy:
+                    self._models[copy].fill()
         made = [copy for copy in copies(graph, plan) if self._homes.get(copy.role, copy) != copy]
         layouts = {copy: gather_layout(self._weights(copy)) for copy in [*self._homes.values(), *made]}
         self.aliases = frozenset(copy for copy in made if self._share(copy, layouts))
         for copy in made:
             if copy not in self.aliases:
                 self._reallocations[copy] = self._plan(layouts[self._homes[copy.role]], layouts[copy])
-                if copy in self._models:
-                    self._models[copy].release()
 
     def model(self, copy: Copy) -> RoleModel:
         """A copy that this rank has a part of."""
@@ -97,10 +97,14 @@ class RoleCopies:
         """Let a copy live in the memory of the trained one, where every rank of it has the same boxes of that."""
         source = self._homes[copy.role]
         model = self._models.get(copy)
-        same = layouts[copy].parameters == layouts[source].parameters and all(
-            layouts[source].boxes[name].get(rank) == box
-            for name, boxes in layouts[copy].boxes.items()
-            for rank, box in boxes.items()
+        same = (
+            copy.layout.zero == 0
+            and layouts[copy].parameters == layouts[source].parameters
+            and all(
+                layouts[source].boxes[name].get(rank) == box
+                for name, boxes in layouts[copy].boxes.items()
+                for rank, box in boxes.items()
+            )
         )
         can = torch.tensor(int(same and (model is None or isinstance(model, Sharing))), device=self._device)
         dist.all_reduce(can, dist.ReduceOp.MIN)

@@ -22,9 +22,9 @@ from .keys import key_kinds
 from .measure import with_measures
 from .plan import ExecutionPlan
 from .role import BuildRole, RoleModel
-from .run import Setting, StepRun
+from .run import LANE, Setting, StepRun
 from .samples import Samples
-from .schedule import schedule
+from .schedule import Operation, schedule
 from .step import Step, step_violations
 from .summary import exchange, merge, summarise
 from .timeline import Event, Timeline, clock_offset
@@ -49,7 +49,6 @@ class Executor:
     """The models of a plan on this rank, and the order of a step. Making one is collective over the world.
 
     Attributes:
-        operations: what a step is made of.
         doing: the operation that runs, for whoever asks why it does not end.
 
     Args:
@@ -82,16 +81,21 @@ class Executor:
         self._device = device
         self._agree(fingerprint((graph, plan, moving, collect)), "the hash of the graph and the plan")
         copies = RoleCopies(graph, plan, groups, build_role, device, moving)
-        self.operations = schedule(graph, plan, world_size, copies.aliases)
-        for operation in self.operations:
+        operations = schedule(graph, plan, world_size, copies.aliases)
+        for operation in operations:
             if operation.kind in ("call", "transfer"):
-                groups.get(operation.ranks)
+                self._meet(groups.get(operation.ranks, LANE if operation.kind == "transfer" else ""))
             elif operation.kind == "offload" and operation.copy and rank in operation.ranks:
                 copies.model(operation.copy).offload()
         timeline = Timeline(rank, clock_offset(device=device), device, folder)
-        self._setting = Setting(graph, plan, key_kinds(graph), groups, copies, timeline, device)
+        self._setting = Setting(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._rank = rank
         self.doing = ""
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What a step is made of, in order."""
+        return self._setting.operations
 
     @property
     def trained(self) -> Mapping[str, RoleModel]:
@@ -113,7 +117,7 @@ class Executor:
         self._agree((number, seed, step.samples, step.lengths), "number, seed and samples of a step")
         setting.timeline.step = number
         run = StepRun(setting, step, seed)
-        for operation in self.operations:
+        for operation in setting.operations:
             if self._rank in operation.ranks:
                 self.doing = f"{operation.kind} {operation.name}"
                 run.run(operation)
@@ -127,6 +131,11 @@ class Executor:
 
     def _collect(self, samples: Samples) -> None:
         self._collected = samples
+
+    def _meet(self, group: dist.ProcessGroup | None) -> None:
+        """Have all members connect: NCCL does so at a group's first communication, for which all must be there."""
+        if group:
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def _agree(self, value: object, what: str) -> None:
         assert dist.group.WORLD

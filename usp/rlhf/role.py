@@ -15,7 +15,9 @@ from .samples import Samples
 
 
 class RoleModel(Protocol):
-    """One copy of a role's weights, and what can be done with them. Every rank of the mesh makes the same calls.
+    """One copy of a role's weights, which has no memory at first, and what can be done with them.
+
+    Every rank of the mesh makes the same calls.
 
     The leader of a data-parallel index is the rank that `CallLayout.leaders` names; the others of its group return no
     samples.
@@ -23,6 +25,9 @@ class RoleModel(Protocol):
 
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters by their global names, DTensors or plain; with memory or without."""
+
+    def fill(self) -> None:
+        """Give the weights memory and their first values, for the copy that others are made of."""
 
     def allocate(self) -> None:
         """Give the weights memory, with any content."""
@@ -51,7 +56,10 @@ class Sharing(Protocol):
     """A model whose weights can live in another's memory."""
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these tensors, of the same names and boxes, from now on, instead of memory of its own."""
+        """Use these tensors, of the same names and boxes, from now on, instead of memory of its own.
+
+        Asked of copies with zero=0 that never had memory.
+        """
 
 
 # The call is the role's train step where the copy is the one that an optimiser changes, else the copy's first call.

@@ -19,10 +19,12 @@ from .keys import KeyKind, canonical, tokens_key
 from .plan import ExecutionPlan
 from .role import RoleModel
 from .samples import Samples
-from .schedule import Copy, Operation
+from .schedule import Copy, Operation, copy_of
 from .step import Step
 from .timeline import Timeline, Traffic
-from .transfer import Arriving, Transfer, plan_transfer
+from .transfer import Arriving, Messenger, plan_transfer
+
+LANE = "transfer"  # a transfer is on its way while its ranks compute: what their models send must not wait for it
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ class Setting:
     kinds: Mapping[str, KeyKind]
     groups: ProcessGroups
     copies: RoleCopies
+    operations: tuple[Operation, ...]
     timeline: Timeline
     device: torch.device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Posted:
     """A transfer that this rank has not waited for."""
 
@@ -114,25 +117,29 @@ class StepRun:
         )
         if not plan.items:
             return
-        group = setting.groups.get(operation.ranks)
+        group = setting.groups.get(operation.ranks, LANE)
         assert group
         start = setting.timeline.now()
         sizes = (setting.kinds, step.lengths)
         received = plan.received(self._rank, *sizes)
         traffic = Traffic(plan.sent(self._rank, *sizes), received, received)
-        arriving = Transfer(plan, operation.ranks, group, *sizes).start(step.store, setting.device)
+        messenger = Messenger(group, setting.device, *sizes)
+        arriving = messenger.post(plan, step.store, tag=setting.operations.index(operation))
+        if traffic.sent and not traffic.received:
+            setting.timeline.add("transfer", operation.name, start, traffic)
         self._posted.append(_Posted(operation.calls, operation.name, start, traffic, arriving))
 
     def _wait(self, posted: Sequence[_Posted]) -> None:
         for one in posted:
             one.arriving.wait(self._step.store)
-            self._setting.timeline.add("transfer", one.name, one.start, one.traffic)
+            if one.traffic.received:
+                self._setting.timeline.add("transfer", one.name, one.start, one.traffic)
         self._posted = [one for one in self._posted if one not in posted]
 
     def _call(self, call: ModelCall) -> None:
         setting = self._setting
         layout = setting.plan[call.name]
-        needed = [one for one in self._posted if call.name in one.consumers]
+        needed = [one for one in self._posted if call.name in one.consumers and one.traffic.received]
         if needed:
             with setting.timeline.record("wait", call.name):
                 self._wait(needed)
@@ -150,11 +157,11 @@ class StepRun:
             self._step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> RoleModel:
-        return self._setting.copies.model(Copy(call.role, self._setting.plan[call.name]))
+        return self._setting.copies.model(copy_of(self._setting.graph, self._setting.plan, call))
 
     def _work(self, call: ModelCall, samples: Samples) -> Samples:
         if isinstance(call.work, Generate):
-            made = self._model(call).generate(samples, call.work, _mixed(self._seed, call.name))
+            made = self._model(call).generate(samples, call.work, call_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}
             return Samples(made.ids, {key: made[name] for key, name in names.items() if name in made.values})
         if isinstance(call.work, Inference):
@@ -172,6 +179,6 @@ class StepRun:
         return total.to(value.device)
 
 
-def _mixed(seed: int, name: str) -> int:
+def call_seed(seed: int, name: str) -> int:
     """A seed for one call, so that two calls of a step do not draw the same."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")

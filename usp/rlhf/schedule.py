@@ -7,7 +7,7 @@ posted in this order and waited for where their values are needed, so it cannot 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .dataflow import DataflowGraph
 from .graph import Generate, ModelCall
@@ -17,10 +17,16 @@ from .plan import CallLayout, ExecutionPlan
 
 @dataclass(frozen=True)
 class Copy:
-    """The weights of a role in one layout. Calls with equal layouts share them."""
+    """The weights of a role in one layout. Calls with equal layouts share them.
+
+    Attributes:
+        apart: it generates, beside the trained copy of the same layout: a generate call takes weights that are not
+            wrapped for training.
+    """
 
     role: str
     layout: CallLayout
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Operation:
             load, offload: bring `copy` from the host and back. call: run `call`. announce: tell every rank how long
             the sequences are that `calls` have generated. transfer: send outputs of `call` to `calls`.
         ranks: who takes part, ascending.
+            Of weights: the calls that they are for.
         served: of a transfer: calls that have had outputs of `call` in earlier transfers.
     """
 
@@ -46,8 +53,17 @@ class Operation:
     def name(self) -> str:
         """What a timeline calls it."""
         if self.copy:
-            return self.copy.role
-        return f"{self.call} to {', '.join(self.calls)}" if self.kind == "transfer" else self.call or "lengths"
+            return f"{self.copy.role} for {', '.join(self.calls)}"
+        if self.kind == "transfer":
+            more = f" and {len(self.calls) - 2} more" if len(self.calls) > 2 else ""
+            return f"{self.call} to {', '.join(self.calls[:2])}{more}"
+        return self.call or "lengths"
+
+
+def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> Copy:
+    """The copy that a model's call runs on."""
+    copy = Copy(call.role, plan[call.name])
+    return replace(copy, apart=isinstance(call.work, Generate) and copy == home(graph, plan, call.role))
 
 
 def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelCall, ...]]:
@@ -55,7 +71,7 @@ def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelC
     found: dict[Copy, tuple[ModelCall, ...]] = {}
     for call in graph.order:
         if call.role:
-            copy = Copy(call.role, plan[call.name])
+            copy = copy_of(graph, plan, call)
             found[copy] = (*found.get(copy, ()), call)
     return found
 
@@ -105,18 +121,18 @@ class _Scheduler:
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
         """What a call's copy of the weights needs before its first and after its last call of a step."""
-        copy = Copy(call.role, self._plan[call.name])
+        copy = copy_of(self._graph, self._plan, call)
         if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
             return
-        source = home(self._graph, self._plan, call.role)
+        source, names = home(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])
         if source is None:
             if call.role in self._plan.offload:
-                yield Operation("load" if first else "offload", copy.layout.ranks, copy=copy)
+                yield Operation("load" if first else "offload", copy.layout.ranks, calls=names, copy=copy)
         elif copy != source and first:
             ranks = tuple(sorted({*source.layout.ranks, *copy.layout.ranks}))
-            yield Operation("reallocate", ranks, copy=copy)
+            yield Operation("reallocate", ranks, calls=names, copy=copy)
         elif copy != source:
-            yield Operation("release", copy.layout.ranks, copy=copy)
+            yield Operation("release", copy.layout.ranks, calls=names, copy=copy)
 
     def _unannounced(self, level: tuple[ModelCall, ...]) -> tuple[str, ...]:
         """The generate calls whose lengths a level is the first to need."""
@@ -143,6 +159,6 @@ class _Scheduler:
 
 
 def lengths_needed(producer: ModelCall, consumer: ModelCall, kinds: Mapping[str, KeyKind]) -> set[str]:
-    """The sequences whose lengths a transfer needs: for its sizes, and to know which ranks have the consumer's samples."""
+    """The sequences whose lengths a transfer needs: for its sizes, and to know who has the consumer's samples."""
     moved = {kinds[key].tokens for key in producer.outputs if key in consumer.inputs}
     return {key for key in moved if key} | {key for key in consumer.inputs if canonical(key) == "tokens"}

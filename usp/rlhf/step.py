@@ -1,4 +1,4 @@
-"""What a rank knows of the step that runs: the samples it holds, all lengths, and which samples each call's ranks have."""
+"""What a rank knows of the step that runs: samples that it holds, all lengths, and who has which samples."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ class Event:
 
     Attributes:
         kind: an `Operation`'s, a call's (generate, inference, train_step, compute) in place of "call", or wait: for
-            values that other ranks send. A transfer lasts from being posted to being waited for, beside other events.
+            values that other ranks send. A transfer is beside other events: on a rank that receives it lasts from being
+            posted to being waited for, on the others until it is posted.
         start, end: seconds since the run began, on rank 0's clock.
         sent, received: bytes between ranks that the operation itself moves; those within a model are not counted.
         minimum: bytes that this rank cannot do without.
@@ -54,7 +55,9 @@ def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | 
     offsets: list[float] = []
     begin = 0.0
     for _ in range(_ROUNDS):
-        dist.barrier(group)
+        together = torch.zeros(1, device=device)
+        dist.all_reduce(together, group=group)
+        together.item()  # a device may be behind its host
         own = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
         first = own.clone()
         dist.broadcast(first, group_src=0, group=group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,21 @@ class Total:
         return self.bytes / self.minimum if self.minimum else None
 
 
+def shown(events: Sequence[Event]) -> list[Event]:
+    """The events with transfers from when the first sender had its values: receivers are ready long before."""
+    first: dict[tuple[int, str], float] = {}
+    for event in events:
+        if event.kind == "transfer" and event.sent:
+            place = (event.step, event.name)
+            first[place] = min(event.start, first.get(place, event.start))
+
+    def clipped(event: Event) -> Event:
+        sent = first.get((event.step, event.name), event.start) if event.kind == "transfer" else event.start
+        return replace(event, start=min(max(event.start, sent), event.end))
+
+    return [clipped(event) for event in events]
+
+
 def totals(events: Sequence[Event]) -> list[Total]:
     """One `Total` for each kind and name, in the order of their first start."""
     steps = sorted({event.step for event in events})
@@ -78,8 +93,8 @@ def _span(events: Sequence[Event]) -> float:
 def table(events: Sequence[Event]) -> Table:
     """The totals, for a terminal."""
     steps = sorted({event.step for event in events})
-    shown = f"step {steps[0]}" if len(steps) == 1 else f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}"
-    result = Table(title=f"{shown}, {len({event.rank for event in events})} ranks")
+    title = f"step {steps[0]}" if len(steps) == 1 else f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}"
+    result = Table(title=f"{title}, {len({event.rank for event in events})} ranks")
     for heading in ("kind", "name"):
         result.add_column(heading)
     for heading in ("seconds", "share", "bytes", "minimum", "ratio"):
@@ -149,18 +164,25 @@ def plot(events: Sequence[Event], path: Path) -> None:
 
 
 def _label(axes: Any, events: Sequence[Event], ranks: Sequence[int], begin: float, width: float) -> None:
-    """Names inside bars that are wide enough; of the other calls, above the first rank that has them."""
-    named: set[tuple[int, str]] = set()
-    for event in sorted(events, key=lambda event: (event.rank, event.start)):
+    """Names inside bars that are wide enough; those of other calls above the plot, with a line to the first of them."""
+    inside: set[tuple[int, str]] = set()
+    narrow: dict[tuple[int, str], tuple[float, int]] = {}
+    for event in sorted(events, key=lambda event: (event.start, event.rank)):
         if event.kind in (*_THIN, "wait", "announce", "release"):
             continue
-        middle = (event.start + event.end) / 2 - begin
+        middle, row = (event.start + event.end) / 2 - begin, ranks.index(event.rank)
         text = f"{event.kind} {event.name}" if event.kind in _HATCHED else event.name
-        row = ranks.index(event.rank)
         if event.end - event.start > 0.0062 * width * len(text):
-            axes.text(middle, row - 0.06, text, ha="center", va="center", fontsize=8, clip_on=True)
-        elif (event.step, event.name) not in named and event.kind not in _HATCHED:
-            axes.annotate(text, (middle, row - 0.42), fontsize=7, rotation=30, va="bottom", annotation_clip=False)
-        else:
-            continue
-        named.add((event.step, event.name))
+            back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if event.kind in _HATCHED else None
+            axes.text(middle, row - 0.06, text, ha="center", va="center", fontsize=8, clip_on=True, bbox=back)
+            inside.add((event.step, text))
+        elif event.kind not in _HATCHED:
+            narrow.setdefault((event.step, text), (middle, row))
+    free = -width
+    for (step, text), (middle, row) in sorted(narrow.items(), key=lambda item: item[1]):
+        if (step, text) not in inside:
+            free = max(middle, free + 0.018 * width)
+            line = {"arrowstyle": "-", "color": "gray", "linewidth": 0.5, "relpos": (0, 0)}
+            axes.annotate(
+                text, (middle, row - 0.4), (free, -0.7), fontsize=7, rotation=35, va="bottom", arrowprops=line
+            )

@@ -1,12 +1,12 @@
 """Values of samples go from the ranks that made them to the ranks that take them, each once.
 
-The sender is the leader that has a sample (ReaL, arXiv 2406.14088, section 4.2); a receiver gets what it lacks, in one
-all-to-all of bytes among the ranks of both calls. All sizes are known beforehand, so it is posted and not waited for.
+The sender is the leader that has a sample, as in ReaL (arXiv 2406.14088); a receiver gets what it lacks, in one message
+of bytes from each sender. All sizes are known beforehand, so messages are posted and waited for where they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,59 +77,59 @@ def plan_transfer(producer: Part, consumers: Sequence[Part], served: Sequence[Pa
     return TransferPlan({pair: tuple(message) for pair, message in items.items()})
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A plan on its way. `ranks` are those of `group`, ascending."""
-
-    plan: TransferPlan
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-    kinds: Mapping[str, KeyKind]
-    lengths: Lengths
-
-    def start(self, store: Store, device: torch.device) -> Arriving:
-        """Post the messages of this rank, and return without waiting for any."""
-        rank = dist.get_rank()
-        outgoing = [self.plan.items.get((rank, target), ()) for target in self.ranks]
-        incoming = [self.plan.items.get((source, rank), ()) for source in self.ranks]
-        values = [
-            store[key][i].reshape(-1).contiguous().view(torch.uint8) for message in outgoing for key, i in message
-        ]
-        buffer = (
-            torch.cat([value.view(torch.uint8) for value in values]).to(device)
-            if values
-            else torch.empty(0, dtype=torch.uint8, device=device)
-        )
-        sizes = [message_bytes(message, self.kinds, self.lengths) for message in incoming]
-        into = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        out_sizes = [message_bytes(message, self.kinds, self.lengths) for message in outgoing]
-        work = dist.all_to_all_single(into, buffer, sizes, out_sizes, group=self.group, async_op=True)
-        expected = tuple(item for message in incoming for item in message)
-        return Arriving(work, buffer, into, expected, self.kinds, self.lengths)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arriving:
-    """Messages that were posted. `outgoing` is kept until they have left."""
+    """Messages that were posted, and all tensors that they need until they have left or arrived."""
 
-    work: dist.Work
-    outgoing: Tensor
-    incoming: Tensor
-    expected: tuple[tuple[str, int], ...]
+    works: Sequence[dist.Work]
+    outgoing: Sequence[Tensor]
+    incoming: Mapping[int, Tensor]
+    plan: TransferPlan
     kinds: Mapping[str, KeyKind]
     lengths: Lengths
 
     def wait(self, store: Store) -> None:
         """Put what arrives into the store."""
-        self.work.wait()
-        for key, i, value in self._values(self.incoming.cpu()):
-            store.setdefault(key, {})[i] = value
+        for work in self.works:
+            work.wait()
+        for source, received in self.incoming.items():
+            message = self.plan.items[source, dist.get_rank()]
+            sizes = [message_bytes([item], self.kinds, self.lengths) for item in message]
+            for (key, i), piece in zip(message, received.cpu().split(sizes), strict=True):
+                value = piece.clone().view(self.kinds[key].dtype)  # a piece may lie where its type must not begin
+                store.setdefault(key, {})[i] = value if self.kinds[key].tokens else value.reshape(())
 
-    def _values(self, received: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        sizes = [_numel(self.kinds[key], self.lengths, i) * self.kinds[key].dtype.itemsize for key, i in self.expected]
-        for (key, i), piece in zip(self.expected, received.split(sizes), strict=True):
-            value = piece.clone().view(self.kinds[key].dtype)  # a piece may lie where its type must not begin
-            yield key, i, value if self.kinds[key].tokens else value.reshape(())
+
+@dataclass(frozen=True, eq=False)
+class Messenger:
+    """Posts the messages of plans. `kinds` and `lengths` are those of the keys that travel."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    kinds: Mapping[str, KeyKind]
+    lengths: Lengths
+
+    def post(self, plan: TransferPlan, store: Store, tag: int) -> Arriving:
+        """Post this rank's messages, one for each peer, and wait for none.
+
+        Point to point: a collective that waits for one sender would hold up the next one of its group.
+
+        Args:
+            tag: tells the transfers of a group that may be on their way at the same time apart.
+        """
+        rank = dist.get_rank()
+        outgoing, incoming, posts = [], {}, []
+        for (source, target), message in plan.items.items():
+            if source == rank:
+                values = [store[key][i].reshape(-1).contiguous().view(torch.uint8) for key, i in message]
+                outgoing.append(torch.cat(values).to(self.device))
+                posts.append(dist.P2POp(dist.isend, outgoing[-1], target, self.group, tag))
+            elif target == rank:
+                size = message_bytes(message, self.kinds, self.lengths)
+                incoming[source] = torch.empty(size, dtype=torch.uint8, device=self.device)
+                posts.append(dist.P2POp(dist.irecv, incoming[source], source, self.group, tag))
+        works = dist.batch_isend_irecv(posts) if posts else []
+        return Arriving(works, outgoing, incoming, plan, self.kinds, self.lengths)
 
 
 def _numel(kind: KeyKind, lengths: Lengths, i: int) -> int:

@@ -78,10 +78,8 @@ def test_a_cycle_is_named() -> None:
 @given(st.data())
 def test_an_order_puts_producers_first_and_each_call_as_early_as_it_can_be(data: st.DataObject) -> None:
     number = data.draw(st.integers(1, 8))
-    calls = [
-        function(f"c{n}", " ".join(f"k{m}" for m in range(n) if data.draw(st.booleans())), f"k{n}")
-        for n in range(number)
-    ]
+    inputs = [" ".join(f"k{m}" for m in range(n) if data.draw(st.booleans())) for n in range(number)]
+    calls = [function(f"c{n}", keys, f"k{n}") for n, keys in enumerate(inputs)]
     graph = DataflowGraph(tuple(data.draw(st.permutations(calls))), ())
     level = {call.name: n for n, calls in enumerate(graph.levels) for call in calls}
     assert len(graph.order) == number

@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from usp.rlhf.partition import batch_violation, mini_batch_ids, partition
+from usp.rlhf.mini_batches import mini_batch_ids
+from usp.rlhf.partition import batch_violation, partition
 
 
 @given(st.data())
-def test_each_sample_is_somewhere_once_with_its_unit_in_its_mini_batch_and_parts_are_balanced(
+def test_each_sample_is_somewhere_once_with_its_unit_and_mini_batches_are_balanced(
     data: st.DataObject,
 ) -> None:
     unit, parts, mini_batches = (data.draw(st.integers(1, most)) for most in (3, 6, 3))

@@ -1,12 +1,12 @@
 """A PPO step on models small enough to write down: token -> tanh(E[token] A) B, as logits or as a value.
 
-`ToyModel` is a role on a mesh: A is divided by columns and B by rows over tp, E and A are stage 0 and B stage 1, and all
-of them are sharded over fsdp with ZeRO-3. `ppo_alone` is the same step in one process, without graph or executor.
+`ToyModel` is a role on a mesh: A is divided by columns and B by rows over tp, E and A are stage 0 and B stage 1, and
+all of them are sharded over fsdp with ZeRO-3. `Alone` is the same step in one process, without an executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +108,7 @@ class ToyModel:
 
     def __init__(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, stale: bool = False) -> None:
         self.call, self.layout, self.mesh, self._stale = call, layout, mesh, stale
-        self._at_hand = True
+        self._at_hand = False
         view = mesh.parameter_mesh("fsdp", "tp")
         zero = Shard(0) if layout.zero == 3 else Replicate()
         divided = {"E": Replicate(), "A": Shard(1), "B": Shard(0)}
@@ -118,8 +118,17 @@ class ToyModel:
             if mesh.dims.pp == 1 or STAGE[name] == mesh.rank("pp")
         }
 
+        if not stale:
+            self._forget()
+
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights
+
+    def fill(self) -> None:
+        self.allocate()
+        for name, value in self._weights.items():
+            whole = distribute_tensor(initial(self.call.role)[name], value.device_mesh, value.placements)
+            value.to_local().copy_(whole.to_local())
 
     def allocate(self) -> None:
         assert not self._at_hand
@@ -128,8 +137,12 @@ class ToyModel:
     def release(self) -> None:
         assert self._at_hand
         self._at_hand = False
+        if not self._stale:
+            self._forget()
+
+    def _forget(self) -> None:
         for value in self._weights.values():
-            value.to_local().fill_(torch.nan) if not self._stale else None
+            value.to_local().fill_(torch.nan)
 
     def load(self) -> None:
         self.allocate()
@@ -150,12 +163,16 @@ class ToyModel:
             values[name] = whole
         return values
 
+    def _forward(self) -> Callable[[Tensor], Tensor]:
+        """tokens -> logits, the same on every rank of the data-parallel group."""
+        if not self.layout.zero:
+            return self._logits
+        full = self.full()  # once: data-parallel ranks have different numbers of samples
+        return lambda tokens: (full["E"][tokens] @ full["A"]).tanh() @ full["B"]
+
     def _logits(self, tokens: Tensor) -> Tensor:
-        """By columns of A and rows of B, through the stages; the same on every rank of the data-parallel group."""
+        """By columns of A and rows of B, through the stages."""
         assert self._at_hand
-        if self.layout.zero:
-            full = self.full()
-            return (full["E"][tokens] @ full["A"]).tanh() @ full["B"]
         local = {name: value.to_local() for name, value in self._weights.items()}
         width = HIDDEN // self.mesh.dims.tp
         hidden = torch.empty(len(tokens), width, dtype=torch.float64)
@@ -175,8 +192,10 @@ class ToyModel:
         return dist.get_rank() in self.layout.leaders
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        assert self.call.kind == "generate"  # not on the trained copy
+        logits_of = self._forward()
         made = {
-            prompt * work.group_size + k: respond(self._logits, ids, work, seed, prompt * work.group_size + k)
+            prompt * work.group_size + k: respond(logits_of, ids, work, seed, prompt * work.group_size + k)
             for prompt, ids in zip(prompts.ids, prompts["prompt_ids"], strict=True)
             for k in range(work.group_size)
         }
@@ -186,7 +205,8 @@ class ToyModel:
         return Samples(tuple(made), {key: [values[key] for values in made.values()] for key in keys})
 
     def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
-        found = [infer(self._logits(tokens), tokens, work) for tokens in samples["tokens"]]
+        logits_of = self._forward()
+        found = [infer(logits_of(tokens), tokens, work) for tokens in samples["tokens"]]
         return Samples(samples.ids, {output: found}) if self._leads() else Samples((), {})
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> dict[str, float]:
@@ -222,11 +242,13 @@ class SharingModel(ToyModel):
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
         assert all(isinstance(value, DTensor) for value in weights.values())
-        self._weights = dict(weights)  # type: ignore[arg-type]
+        assert not (self.layout.zero or self._at_hand)
+        self._weights, self._at_hand = dict(weights), True  # type: ignore[arg-type]
 
 
-def respond(logits_of, prompt: Tensor, work: Generate, seed: int, sample: int) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-    tokens, chosen, finished = prompt, [], False
+def respond(logits_of, prompt: Tensor, work: Generate, seed: int, sample: int) -> dict[str, Tensor]:
+    tokens, finished = prompt, False
+    chosen: list[Tensor] = []
     while len(chosen) < work.max_new_tokens and not finished:
         logits = logits_of(tokens[-1:])[0]
         token = next_token(logits, work, seed, sample, len(chosen))
@@ -272,9 +294,8 @@ class Alone:
         ):
             values[key] = [infer(self._logits(role, t), t, Inference(head)) for t in values["tokens"]]  # type: ignore[arg-type]
         values |= advantages(Samples(tuple(range(len(made))), values), lambda x: x).values  # type: ignore[arg-type]
-        metrics = {
-            f"{role}/loss": self._train(role, graph[f"{role}_train"].work, values) for role in ("actor", "critic")
-        }
+        trains = {role: graph[f"{role}_train"].work for role in ("actor", "critic")}
+        metrics = {f"{role}/loss": self._train(role, work, values) for role, work in trains.items()}
         metrics["score"] = float(torch.stack(values["score"]).double().mean())
         metrics["finished"] = float(torch.stack(values["finished"]).double().mean())
         return metrics, values
@@ -286,10 +307,11 @@ class Alone:
             weights = {name: value.requires_grad_() for name, value in self.weights[role].items()}
             ids = range(m * number // work.mini_batches, (m + 1) * number // work.mini_batches)
             samples = [{key: of_key[i] for key, of_key in values.items()} for i in ids]
-            loss = sum(loss_of(work, self._logits(role, s["tokens"]), s, torch.tensor(1.0)) for s in samples)
-            loss = loss / sum(float(s["mask"].sum()) for s in samples)
-            assert isinstance(loss, Tensor)
-            loss.backward()
-            self.weights[role] = {name: (value - RATE * value.grad).detach() for name, value in weights.items()}
-            losses.append(float(loss))
+            losses_of = [loss_of(work, self._logits(role, s["tokens"]), s, torch.tensor(1.0)) for s in samples]
+            loss = torch.stack(losses_of).sum() / sum(float(s["mask"].sum()) for s in samples)
+            grads = torch.autograd.grad(loss, list(weights.values()))
+            self.weights[role] = {
+                name: (value - RATE * grad).detach() for (name, value), grad in zip(weights.items(), grads, strict=True)
+            }
+            losses.append(float(loss.detach()))
         return sum(losses) / len(losses)
