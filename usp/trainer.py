@@ -37,6 +37,7 @@ from usp.costs import peak_flops, training_flops
 from usp.data import PackedBatch
 from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
+from usp.heads import NextToken
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -134,7 +135,7 @@ class Trainer:
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
-        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), tokens)
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), NextToken(tokens))
 
         sent = self._attention_sent() - sent_before
         total_loss, total_sent, stops = self._sum([share.item(), sent, float(self.stop.requested)])

@@ -16,6 +16,7 @@ from parallel.testing import RankPool, run_ranks
 from usp import shard_batch
 from usp.build import build_engine
 from usp.config import TrainConfig
+from usp.heads import NextToken
 from usp.hf.models import load_model_config, model_facts
 from usp.loss import global_token_count
 from usp.prepare import Prepared
@@ -111,7 +112,7 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
         tokens = int(global_token_count(local["shift_labels"], mesh))
-        loss = engine.forward_backward(split_rows(local, config.micro_batches), tokens)
+        loss = engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
         for axis in ("pp", "loss"):
             dist.all_reduce(loss, group=mesh.group(axis))
         history.append((loss.item(), engine.step(LEARNING_RATE, MAX_NORM)))

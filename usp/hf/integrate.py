@@ -2,7 +2,8 @@
 
 transformers sends every attention through a registry of functions (`AttentionInterface`) and makes masks through
 another. Both get one entry, found by the name in the model's configuration; the entry calls the layer's own
-`unified_sp`. What a layer needs beyond q, k and v (`cu_seqlens`, its window) comes as keyword arguments of the forward.
+`unified_sp`. What a layer needs beyond q, k and v (`cu_seqlens`, its window) comes as keyword arguments of the forward;
+so does `kv_cache`, with which a forward keeps its keys and values (`Prefill`) or attends over kept ones (`DecodeStep`).
 Whatever cannot be honoured is refused: nothing is dropped, no layer is left unsharded.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 
 from ..batch import document_starts
@@ -119,6 +122,11 @@ class _ForwardGuard:
         violations = []
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
+        cache = kwargs.get("kv_cache")
+        if cache is not None and torch.is_grad_enabled():
+            violations.append("kv_cache keeps no gradients: call the model under torch.no_grad()")
+        if cache is not None and kwargs.get("cu_seqlens") is not None:
+            violations.append("kv_cache is for rows of one sequence each: leave cu_seqlens out")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True asks for weights that are never formed")
         if kwargs.get("output_router_logits"):
@@ -132,7 +140,7 @@ class _ForwardGuard:
             violations.append("input_ids or inputs_embeds must be given")
         elif position_ids is None:
             violations.append("position_ids must be given, as shard_batch makes them: each rank would count from 0")
-        elif not violations:
+        elif not violations and not isinstance(cache, DecodeStep):  # which is the same on all ranks, and not sharded
             # Hidden states may be sharded over tp as well, and position_ids are not.
             shape = position_ids.shape if ids is None else ids.shape
             violations += self._position_violations(shape, position_ids, kwargs.get("cu_seqlens"))
@@ -184,6 +192,7 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    kv_cache: Prefill | DecodeStep | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention registry's entry. Heads before tokens: (B, N, S, H) in, (B, S, N, H) out."""
@@ -192,15 +201,25 @@ def _attention_forward(
         violations.append("a ready-made attention_mask is not honoured: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not computed by the sharded kernels: set it to 0")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if kv_cache is not None and not (causal and softcap is None and s_aux is None):
+        violations.append("kv_cache is for causal attention without softcap and sinks")
     if violations:
         raise ValueError("; ".join(violations))
     attention = module.unified_sp
     assert isinstance(attention, UnifiedSPAttention)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    layer = module.layer_idx
+    if isinstance(kv_cache, DecodeStep):
+        attention.calls += 1
+        return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
+    if kv_cache is not None:
+        kv_cache.store(layer, k, v)  # type: ignore[arg-type]
     out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        q,
+        k,
+        v,
+        causal=causal,
         scale=scaling,
         # transformers counts the query itself: a window of W sees W - 1 tokens back.
         window=None if sliding_window is None else (sliding_window - 1, -1),
