@@ -136,8 +136,6 @@ class RoleModel:
             values = unpack(said, plan, samples, self.layout, self.mesh) if self.stage.last else []
         if not self._leads:
             return Samples((), {})
-        for value in values if work.head == "values" else ():
-            value[-1] = 0  # the last token predicts nothing
         return Samples(samples.ids, {output: [value[-1] if work.head == "score" else value for value in values]})
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> dict[str, float]:

@@ -197,8 +197,6 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     work = Inference(case.head, TEMPERATURE)
     spec, found = spec_of(case), {}
     before, after = ([*wanted[when]] for when in ("before", "after"))
-    if case.head == "values":
-        before, after = ([torch.cat((value[:-1], torch.zeros(1))) for value in said] for said in (before, after))
     still = RoleModel(spec, case.layout, mesh)
     still.fill()
     boxes = {name: local_box(weight) for name, weight in still.weights().items()}

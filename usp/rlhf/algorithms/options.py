@@ -246,7 +246,7 @@ class RLOO(PolicyOptions):
 class ReinforcePlusPlus(PolicyOptions):
     """REINFORCE with PPO's clipping, `kl` in each token's reward, and advantages normalised over the whole step.
 
-    Hu, "REINFORCE++" (arXiv 2501.03262), section 3.
+    Hu, "REINFORCE++" (arXiv 2501.03262).
 
     Attributes:
         gamma: discount of rewards.

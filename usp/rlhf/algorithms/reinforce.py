@@ -22,7 +22,7 @@ _STD_EPSILON = 1e-4  # beside a group's standard deviation, so that such differe
 
 
 def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
-    """A response's reward less the mean of the others' to the prompt (arXiv 2402.14740, section 4.2); the reward is
+    """A response's reward less the mean of the others' to the prompt (arXiv 2402.14740); the reward is
     less kl times the response's log-ratio."""
     batch = Batch.of(samples, options)
     group_size = options.generate.group_size
@@ -35,7 +35,7 @@ def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
 
 def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples, reduce: Reduce) -> Samples:
     """Discounted rewards from a token on, to mean 0 and standard deviation 1 over all tokens of the step (arXiv
-    2501.03262, section 3)."""
+    2501.03262)."""
     batch = Batch.of(samples, options)
     inside_NR = batch.responses.inside_NR
     returns_NR = discounted_sums(batch.token_rewards(options.kl), options.gamma)
@@ -43,7 +43,7 @@ def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples,
 
 
 def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
-    """Rewards from a token on, less the reward of the greedy response to the prompt (arXiv 2310.10505, equation 6)."""
+    """Rewards from a token on, less the reward of the greedy response to the prompt (arXiv 2310.10505)."""
     batch = Batch.of(samples, options)
     shape = options.shape()
     baselines_N = shape(samples["greedy_score"], samples["greedy_finished"], torch.zeros(len(samples)))

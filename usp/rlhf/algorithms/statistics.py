@@ -44,7 +44,7 @@ class RunningMoments:
     """Mean and standard deviation of all batches so far: what a critic learns is normalised by them.
 
     "exp": a batch counts beta times as much as the next one (PopArt's statistics, van Hasselt et al., arXiv
-    1602.07714, section 2, without the bias towards the start). "mean": every number counts alike. "none": mean 0 and
+    1602.07714, without the bias towards the start). "mean": every number counts alike. "none": mean 0 and
     standard deviation 1, which hold for the others too until there is a batch.
 
     Attributes:

@@ -24,7 +24,7 @@ class Weighting:
     token_mean: their mean. sequence_mean: the mean over sequences of each one's mean (GRPO: DeepSeekMath, arXiv
     2402.03300, equation 3). sequence_sum: the mean over sequences of each one's sum, which is the gradient of
     sequence log-probabilities. constant: that divided by `length`, which is the same for all (Dr. GRPO, arXiv
-    2503.20783, appendix A).
+    2503.20783).
 
     Attributes:
         mini_batches, unit: of the train step.
