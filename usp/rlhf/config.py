@@ -13,7 +13,6 @@ from usp.config import MODEL_HELP, ParallelConfig, RunConfig, nearest, one_of
 from .algorithms.graphs import ALGORITHMS
 from .algorithms.options import PolicyOptions
 from .graph import Generate
-from .named_plans import NAMED_PLANS
 
 _NOT_OPTIONS = {"generate", "reward"}  # they have flags of their own
 

@@ -123,7 +123,9 @@ def open_examples(
     if data == STDLIB:
         least = 64
         if not least <= prompt_tokens <= longest:
-            raise ValueError(f"--prompt-tokens = {prompt_tokens} must be from {least} to {longest}, what the model reads")
+            raise ValueError(
+                f"--prompt-tokens = {prompt_tokens} must be from {least} to {longest}, what the model reads"
+            )
         return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed)
     file = Path(data).expanduser()
     if not file.is_file() or file.suffix != ".jsonl":
@@ -177,4 +179,3 @@ def chosen(begin: int, count: int, size: int, seed: int) -> list[int]:
     places = [divmod(place, size) for place in range(begin, begin + count)]
     orders = {epoch: np.random.default_rng((seed, epoch)).permutation(size) for epoch, _ in places}
     return [int(orders[epoch][place]) for epoch, place in places]
-
