@@ -34,7 +34,7 @@ from torch import Tensor
 
 from parallel import Checkpointer, ParallelMesh, ProcessGroups, latest
 from usp.config import config_to_mapping
-from usp.failures import ConfigurationError, RanksDisagree, Stopped, lost_peer
+from usp.failures import ConfigurationError, RanksDisagree, Stopped, UserCodeFailed, lost_peer
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -184,8 +184,8 @@ class RlhfTrainer:
         try:
             result = self.executor.run_step(self._given(indices), number, seed)
         except RewardFailed as failed:
-            self._keep_bad(number, failed)
-            raise
+            file = self._keep_bad(number, failed)
+            raise UserCodeFailed(f"step {number}: {failed}; the sample is in {file}") from failed
         except RuntimeError as error:
             if "must be the same on all ranks" in str(error) and not lost_peer(error):
                 raise RanksDisagree(str(error)) from error
@@ -329,7 +329,9 @@ class RlhfTrainer:
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-    def _keep_bad(self, number: int, failed: RewardFailed) -> None:
+    def _keep_bad(self, number: int, failed: RewardFailed) -> Path:
         """The sample, so that people can see what their function could not score; by whichever rank saw it."""
-        with (self.folder / "bad-samples.jsonl").open("a") as file:
+        path = self.folder / "bad-samples.jsonl"
+        with path.open("a") as file:
             file.write(json.dumps({"step": number, **failed.record}, ensure_ascii=False) + "\n")
+        return path

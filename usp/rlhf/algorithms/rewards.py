@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from usp.failures import UserCodeFailed
+
 from ..graph import Reduce
 from ..samples import Samples
 from .responses import scalars
@@ -20,7 +22,7 @@ from .responses import scalars
 RewardFunction = Callable[[Any, Any, Any], float]
 
 
-class RewardFailed(RuntimeError):
+class RewardFailed(UserCodeFailed):
     """A reward function raised, or gave what is not a finite number.
 
     Attributes:
