@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,14 @@ LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket cl
 
 class ConfigurationError(ValueError):
     """The configuration cannot run; every rank finds the same before any of them communicates."""
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One message of all of them."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    return "\n".join([f"{len(problems)} things to change", *lines])
 
 
 class TrainingDiverged(RuntimeError):

@@ -46,7 +46,7 @@ from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory
 from usp.prepare import Prepared, prepare
 from usp.profiling import StepProfiler, parse_steps
-from usp.resume import CHECKPOINTS, FOLDER_KEY
+from usp.resume import CHECKPOINTS, run_folder
 from usp.signals import StopRequest
 from usp.sp_attention import UnifiedSPAttention
 from usp.watchdog import Watchdog
@@ -102,7 +102,7 @@ class Trainer:
             self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.folder = self._name_folder()
+        self.folder = run_folder(prepared.start, self.launch, Path(config.model).name, self.device)
         self.checkpointer = Checkpointer(self.folder / CHECKPOINTS, config.keep_checkpoints, self.device.type)
         self.done, self.tokens, self.stopping = 0, 0, False
         if prepared.start.checkpoint is not None:
@@ -288,21 +288,6 @@ class Trainer:
             after=self.done,
             wandb=open_wandb(self.config.wandb_project, self.folder, config_to_mapping(self.config)),
         )
-
-    def _name_folder(self) -> Path:
-        """Where the run is kept; a name made of the time is rank 0's, so that all ranks name the same folder.
-
-        A later start of the same launch finds it again.
-        """
-        folder = self.prepared.start.folder
-        if folder is None:
-            now = torch.tensor(int(time.time()), device=self.device)
-            dist.broadcast(now, src=0)
-            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
-            folder = Path("runs") / f"{stamp}-{Path(self.config.model).name}"
-        if self.is_writer:
-            self.launch.remember(FOLDER_KEY, str(folder))
-        return folder
 
 
 def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:

@@ -2,5 +2,5 @@
 
 samples, mini_batches, graph, dataflow, keys, partition, plan, plan_text, named_plans, fingerprint, role, schedule,
 transfer, timeline, measure, step, summary, copies, run, executor, trace, algorithms, sampling, batching, generate,
-spec, rows, heads, forward, storage, responses, models.
+spec, rows, heads, forward, storage, responses, models, examples, config, checkpoints, prepare, trainer, cli.
 """

@@ -57,6 +57,10 @@ class CallLayout:
         """The data-parallel index of one of the ranks."""
         return self.dims.coordinates(self.ranks.index(rank))["batch"]
 
+    def __str__(self) -> str:
+        zero = f", ZeRO {self.zero}" if self.zero else ""
+        return f"ranks {format_ranks(self.ranks)} ({self.dims}{zero})"
+
 
 @dataclass(frozen=True)
 class ExecutionPlan:
