@@ -19,7 +19,6 @@ from usp.rlhf.algorithms.options import (
     PPO,
     Options,
     ReMax,
-    RewardModel,
     dapo,
 )
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -47,7 +46,6 @@ FUNCTION = ScoreWith(share_of_odd_tokens, list, float)
 GROUP = Generate(group_size=2, max_new_tokens=6, temperature=0.8, stop_ids=tuple(range(8)))
 ONE = replace(GROUP, group_size=1)
 ALGORITHMS: dict[str, tuple[str, Options]] = {
-    "reward_model": ("reward_model", RewardModel(mini_batches=2)),
     "dpo": ("dpo", DPO(beta=0.5, epochs=2)),
     "ppo": ("ppo", PPO(generate=GROUP, lam=0.9, kl_target=1.0, kl_horizon=50, mini_batches=3)),
     "grpo": ("grpo", replace(dapo(GRPO(generate=GROUP, reward=FUNCTION, mini_batches=2)), kl=0.1, entropy_bonus=0.01)),
