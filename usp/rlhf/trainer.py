@@ -247,12 +247,20 @@ class RlhfTrainer:
         due = bool(every) and (number % every == 0 or number == self.config.steps)
         if due or self.stopping:
             self.watchdog.progress(number, "checkpoint", long=True)
-            functions = {name: function.state_dict() for name, function in stateful(self.prepared.graph).items()}
-            state = RlhfState(number, self.taken, functions, config_to_mapping(self.config))
+            state = RlhfState(number, self.taken, self._remembered(), config_to_mapping(self.config))
             self.checkpointer.save(number, self._state(), state.to_extra())
         if self.stopping and number < self.config.steps:
             self.checkpointer.wait()
             raise Stopped(self.stop.signal_number or signal.SIGTERM, number, latest(self.folder / CHECKPOINTS))
+
+    def _remembered(self) -> dict[str, dict[str, float]]:
+        """What functions of samples remember, which only the ranks that call them know."""
+        found = {}
+        for name, function in stateful(self.prepared.graph).items():
+            state = [function.state_dict()]
+            dist.broadcast_object_list(state, src=self.prepared.plan[name].ranks[0], device=self.device)
+            found[name] = state[0]
+        return found
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None

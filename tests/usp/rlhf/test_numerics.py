@@ -28,7 +28,7 @@ from usp.rlhf.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Samples
 from usp.rlhf.spec import RoleSpec
 
-STEPS = 5
+STEPS = {"ppo": 5, "grpo": 2, "dpo": 2, "remax": 2}
 TOLERANCE = 1e-5
 SAMPLING = Generate(max_new_tokens=6, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
 FACTS = Facts(8, 4, 2, 2)
@@ -128,7 +128,7 @@ def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
         graph, plan, ProcessGroups(), build, torch.device("cpu"), moving=Moving(ranks_per_host=4), collect=shown
     )
     steps: Steps = []
-    for number in range(1, STEPS + 1):
+    for number in range(1, STEPS[algorithm] + 1):
         result = executor.run_step(given(algorithm, number), number, seed=number)
         if result.samples is not None:
             steps.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
