@@ -1,7 +1,7 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, stages, agree, groups, mesh, boxes, fsdp, grad_norm, pipeline, tensor, expert, safetensors_storage, checkpoint,
-wire, memory, testing.
+dims, stages, agree, groups, mesh, boxes, param_layout, realloc_plan, realloc, fsdp, grad_norm, pipeline, tensor,
+expert, safetensors_storage, checkpoint, wire, memory, testing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
 from .mesh import ParallelMesh
+from .param_layout import ParamLayout, gather_layout
+from .realloc import Reallocation
+from .realloc_plan import ReallocPlan, plan_realloc
 from .safetensors_storage import read_extra
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
 
@@ -23,14 +26,19 @@ __all__ = [
     "Checkpointer",
     "ParallelDims",
     "ParallelMesh",
+    "ParamLayout",
     "ProcessGroups",
+    "ReallocPlan",
+    "Reallocation",
     "agree",
     "apply_fsdp",
     "before_micro_batch",
     "bubble_fraction",
     "clip_grad_norm",
+    "gather_layout",
     "latest",
     "micro_batch_violation",
+    "plan_realloc",
     "rank_stages",
     "read_extra",
     "stage_layers",
