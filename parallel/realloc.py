@@ -23,6 +23,8 @@ from .groups import ProcessGroups
 from .param_layout import ParamLayout
 from .realloc_plan import ReallocPlan
 
+_ALONE = 64 << 10  # bytes from which a piece has a message of its own
+
 
 class Piece(NamedTuple):
     """A box of a parameter that travels as a whole, row-major."""
@@ -88,7 +90,7 @@ class Reallocation:
         self._rank, self._device = dist.get_rank(), device
         self._group = groups.get(plan.ranks) if plan.ranks else None
         self._rounds = [
-            (_Message(sends, plan.src, self._rank, plan.ranks), _Message(receives, plan.dst, self._rank, plan.ranks))
+            (_messages(sends, plan.src, self._rank), _messages(receives, plan.dst, self._rank))
             for sends, receives in rank_rounds(plan, self._rank)
         ]
         src, dst, rank = plan.src.boxes, plan.dst.boxes, self._rank
@@ -111,66 +113,96 @@ class Reallocation:
         """
         before = _local_parts(src, self.plan.src, self._rank, "src")
         after = _local_parts(dst, self.plan.dst, self._rank, "dst")
+        if self._group is None:
+            self._keep(before, after)
+            return
+        flying: _Flight | None = None
+        for sends, receives in self._rounds:
+            posted = _post(sends, receives, before, after, self._group)
+            if flying:
+                flying.land()
+            else:
+                self._keep(before, after)
+            flying = posted
+        assert flying is not None
+        flying.land()
+
+    def _keep(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         for name, old, new in self._kept:
             if before[name].data_ptr() != after[name].data_ptr():
                 after[name][new].copy_(before[name][old])
-        if self._group is not None:
-            self._exchange(before, after, self._group)
-
-    def _exchange(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        sizes = [max(message.nbytes for message in messages) for messages in zip(*self._rounds, strict=True)]
-        buffers = [
-            [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-            for _ in range(min(2, len(self._rounds)))
-        ]
-        flying: tuple[dist.Work, _Message, Tensor] | None = None
-        for number, (outgoing, incoming) in enumerate(self._rounds):
-            send_buffer, receive_buffer = buffers[number % 2]
-            sent, received = send_buffer[: outgoing.nbytes], receive_buffer[: incoming.nbytes]
-            outgoing.pack(before, sent)
-            landed, flying = flying, None
-            if landed:
-                landed[0].wait()
-            work = dist.all_to_all_single(received, sent, incoming.splits, outgoing.splits, group=group, async_op=True)
-            assert work is not None
-            flying = (work, incoming, received)
-            if landed:
-                landed[1].unpack(landed[2], after)
-        if flying:
-            flying[0].wait()
-            flying[1].unpack(flying[2], after)
 
 
-class _Message:
-    """What a rank sends to all, or receives from all, in one round: where each piece stands in it."""
+class _Message(NamedTuple):
+    """Pieces that travel together: for each, its parameter, where it lies in what this rank holds, and its bytes."""
 
-    def __init__(
-        self, pieces: Mapping[int, Sequence[Piece]], layout: ParamLayout, rank: int, peers: Sequence[int]
-    ) -> None:
-        self._parts: list[tuple[str, tuple[slice, ...], int, int]] = []
-        self.splits = []
-        self.nbytes = 0
-        for peer in peers:
-            begin = self.nbytes
-            for name, box in pieces.get(peer, ()):
-                end = self.nbytes + box.numel * layout.parameters[name].dtype.itemsize
-                self._parts.append((name, box.slices(layout.boxes[name][rank]), self.nbytes, end))
-                self.nbytes = end
-            self.splits.append(self.nbytes - begin)
+    peer: int
+    parts: Sequence[tuple[str, tuple[slice, ...], int]]
 
-    def pack(self, tensors: Mapping[str, Tensor], message: Tensor) -> None:
-        for name, slices, begin, end in self._parts:
-            part = tensors[name][slices]
-            if begin % part.itemsize:  # behind elements of another size
-                message[begin:end].copy_(part.contiguous().view(-1).view(torch.uint8))
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, _, size in self.parts]
+
+
+def _messages(peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, rank: int) -> list[_Message]:
+    messages = []
+    for peer, pieces in peers.items():
+        small = []
+        for name, box in pieces:
+            size = box.numel * layout.parameters[name].dtype.itemsize
+            part = (name, box.slices(layout.boxes[name][rank]), size)
+            if size < _ALONE:
+                small.append(part)
             else:
-                message[begin:end].view(part.dtype).view(part.shape).copy_(part)
+                messages.append(_Message(peer, [part]))
+        if small:
+            messages.append(_Message(peer, small))
+    return messages
 
-    def unpack(self, message: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        for name, slices, begin, end in self._parts:
-            part = tensors[name][slices]
-            values = message[begin:end].clone() if begin % part.itemsize else message[begin:end]
-            part.copy_(values.view(part.dtype).view(part.shape))
+
+class _Flight(NamedTuple):
+    """Messages under way, and where those go that were not received in their place."""
+
+    works: Sequence[dist.Work]
+    sent: Sequence[Tensor]  # must live until they have left
+    landing: Sequence[tuple[Tensor, Sequence[Tensor]]]
+
+    def land(self) -> None:
+        for work in self.works:
+            work.wait()
+        for buffer, parts in self.landing:
+            for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
+                part.copy_(values.view(part.dtype).view(part.shape))
+
+
+def _post(
+    sends: Sequence[_Message],
+    receives: Sequence[_Message],
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+) -> _Flight:
+    """A piece alone in its message and in one run of memory needs no buffer there, whatever it is at the other end."""
+    operations, sent, landing = [], [], []
+    for peer, places in receives:
+        parts = [after[name][slices] for name, slices, _ in places]
+        if len(parts) == 1 and parts[0].is_contiguous():
+            buffer = parts[0].view(-1).view(torch.uint8)
+        else:
+            buffer = parts[0].new_empty(sum(size for _, _, size in places), dtype=torch.uint8)
+            landing.append((buffer, parts))
+        operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
+    for peer, places in sends:
+        parts = [before[name][slices] for name, slices, _ in places]
+        if len(parts) == 1 and parts[0].is_contiguous():
+            buffer = parts[0].view(-1).view(torch.uint8)
+        else:
+            buffer = parts[0].new_empty(sum(size for _, _, size in places), dtype=torch.uint8)
+            for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
+                values.view(part.dtype).view(part.shape).copy_(part)
+        operations.append(dist.P2POp(dist.isend, buffer, peer, group))
+        sent.append(buffer)
+    return _Flight(dist.batch_isend_irecv(operations) if operations else [], sent, landing)
 
 
 def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:

@@ -98,10 +98,13 @@ class ReallocPlan:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that a rank needs at most beside its parameters: for the messages of up to two rounds at a time."""
-        if self.rounds <= 1:
-            return max((self.sent_bytes.get(r, 0) + self.received_bytes.get(r, 0) for r in self.ranks), default=0)
-        return 4 * self.bucket_bytes
+        """Memory that a rank needs at most beside its parameters: messages of up to two rounds, sent and received.
+
+        Where elements have several sizes, one of them may have to be copied once more, to align it.
+        """
+        message = min(self.bucket_bytes, max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0))
+        aligned = len({move.itemsize for move in self.moves}) < 2
+        return message * (2 * min(self.rounds, 2) + (not aligned))
 
     def kept(self, rank: int) -> dict[str, Box]:
         """What a rank holds in both layouts, by name: copied on the rank, or not at all where it `may_share`."""

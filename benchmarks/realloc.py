@@ -1,0 +1,240 @@
+"""How near is a reallocation to a raw all-to-all of the same bytes?
+
+A llama of 160 MB moves between layouts on gloo ranks of this machine, whole and bit by bit. The peer is one
+all_to_all_single of as many bytes on every link, which packs nothing, unpacks nothing and has all its memory before,
+in the same run on the same ranks, taking turns. Layouts are (pp, dp, tp), in that order of ranks; zero: parameters
+are sharded over dp as well.
+
+    python -m benchmarks.realloc            # about three minutes on two cores
+    python -m benchmarks.realloc --quick    # one case, a small model; saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.record import RESULTS, Record, machine
+from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
+from parallel.boxes import Box
+from parallel.param_layout import Kind
+from parallel.testing import RankPool
+
+BUCKET = 8 << 20
+OURS, RAW = "ours", "raw all-to-all"
+COLUMNS = ("ranks", "from", "to", "MB moved", "of the minimum", "ReaL's broadcast", "rounds", "extra MB per rank")
+COLUMNS += ("ms", "GB/s", "of raw")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """pp x dp x tp ranks from rank `first` on."""
+
+    pp: int
+    dp: int
+    tp: int
+    zero: bool = False
+    first: int = 0
+
+    def __str__(self) -> str:
+        shown = f"({self.pp}, {self.dp}, {self.tp})" + (" zero" if self.zero else "")
+        return shown + (f" from rank {self.first}" if self.first else "")
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    src: Layout
+    dst: Layout
+    hidden: int = 768
+    bucket_bytes: int = BUCKET
+
+    def plan(self) -> ReallocPlan:
+        layouts = [param_layout(layout, self.hidden) for layout in (self.src, self.dst)]
+        return plan_realloc(*layouts, bucket_bytes=self.bucket_bytes, ranks_per_host=self.ranks)
+
+
+CASES = (
+    Case(8, Layout(1, 8, 1, zero=True), Layout(1, 2, 4)),
+    Case(8, Layout(1, 4, 2, zero=True), Layout(1, 2, 4)),
+    Case(8, Layout(1, 1, 8), Layout(2, 4, 1)),
+    Case(8, Layout(2, 2, 2), Layout(1, 8, 1)),
+    Case(8, Layout(2, 2, 2), Layout(1, 1, 8)),
+    Case(8, Layout(1, 2, 2), Layout(1, 2, 2, first=4)),
+    Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2)),
+    Case(4, Layout(2, 1, 2), Layout(1, 4, 1)),
+    Case(4, Layout(1, 2, 1), Layout(1, 1, 2, first=2)),
+)
+
+
+def shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    inner, vocab = hidden * 8 // 3, 8192
+    layer: dict[str, tuple[int, ...]] = {"q": (hidden, hidden), "k": (hidden, hidden), "v": (hidden, hidden)}
+    layer |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    layer |= {"input_norm": (hidden,), "norm": (hidden,)}
+    layers = {f"layers.{n}.{name}": shape for n in range(4) for name, shape in layer.items()}
+    return {"embed": (vocab, hidden), **layers, "norm": (hidden,), "head": (vocab, hidden)}
+
+
+def param_layout(layout: Layout, hidden: int) -> ParamLayout:
+    """Stages of as many parameters each; o and down are divided over tp by columns, norms are not."""
+    kinds = {name: Kind(shape, torch.float32) for name, shape in shapes(hidden).items()}
+    boxes: dict[str, dict[int, Box]] = {}
+    for index, (name, kind) in enumerate(kinds.items()):
+        stage = index * layout.pp // len(kinds)
+        first = layout.first + stage * layout.dp * layout.tp
+        boxes[name] = {}
+        for dp in range(layout.dp):
+            for tp in range(layout.tp):
+                box = Box.whole(kind.shape)
+                if len(kind.shape) > 1:
+                    box = divided(box, int(name.endswith((".o", ".down"))), layout.tp, tp)
+                boxes[name][first + dp * layout.tp + tp] = divided(box, 0, layout.dp, dp) if layout.zero else box
+    return ParamLayout(kinds, boxes)
+
+
+def divided(box: Box, dim: int, pieces: int, piece: int) -> Box:
+    size = box.sizes[dim] // pieces
+    offset = (*box.offset[:dim], box.offset[dim] + piece * size, *box.offset[dim + 1 :])
+    return Box(offset, (*box.sizes[:dim], size, *box.sizes[dim + 1 :]))
+
+
+def broadcast_bytes(plan: ReallocPlan) -> int:
+    """What ReaL sends in our model of it: each source shard's part of a rank's box goes from one rank to all that hold
+    it in the new layout, but for the sender; that is one of those where it can be."""
+    total = 0
+    for name, (_, dtype) in plan.dst.parameters.items():
+        held: dict[Box, list[int]] = {}
+        for rank, box in plan.src.boxes[name].items():
+            held.setdefault(box, []).append(rank)
+        receivers: dict[tuple[Box, Box], set[int]] = {}
+        for source in held:
+            for rank, box in plan.dst.boxes[name].items():
+                if common := box.overlap(source):
+                    receivers.setdefault((source, common), set()).add(rank)
+        for (source, part), ranks in receivers.items():
+            total += part.numel * dtype.itemsize * (len(ranks) - bool(ranks & set(held[source])))
+    return total
+
+
+# On each rank
+
+
+def measure(case: Case, warmups: int, iterations: int) -> dict[str, list[tuple[int, int]]]:
+    """(start, end) in ns of every timed call by system. Checks once that the weights arrived."""
+    plan, rank = case.plan(), dist.get_rank()
+    groups = ProcessGroups()
+    reallocation = Reallocation(plan, groups, torch.device("cpu"))
+    src = {name: torch.full(boxes[rank].sizes, 1.0) for name, boxes in plan.src.boxes.items() if rank in boxes}
+    dst = {name: torch.zeros(boxes[rank].sizes) for name, boxes in plan.dst.boxes.items() if rank in boxes}
+    group = groups.get(plan.ranks)
+    systems: dict[str, Callable[[], Any]] = {OURS: lambda: reallocation.run(src, dst), RAW: lambda: None}
+    if group is not None:
+        sends = [plan.links.get((rank, peer), 0) for peer in plan.ranks]
+        receives = [plan.links.get((peer, rank), 0) for peer in plan.ranks]
+        sent, received = (torch.ones(sum(sizes), dtype=torch.uint8) for sizes in (sends, receives))
+        systems[RAW] = lambda: dist.all_to_all_single(received, sent, receives, sends, group=group)
+    spans: dict[str, list[tuple[int, int]]] = {OURS: [], RAW: []}
+    for turn in range(warmups + iterations):
+        for name in (OURS, RAW) if turn % 2 else (RAW, OURS):
+            dist.barrier()
+            start = time.perf_counter_ns()  # one clock for all processes of a machine
+            systems[name]()
+            if turn >= warmups:
+                spans[name].append((start, time.perf_counter_ns()))
+    dist.barrier()
+    assert all(bool((tensor == 1).all()) for tensor in dst.values())
+    return spans
+
+
+# Here
+
+
+def summarise(case: Case, spans: list[Mapping[str, list[tuple[int, int]]]]) -> dict[str, Any]:
+    """A call takes from when the first rank begins to when the last one ends."""
+    plan = case.plan()
+    milliseconds = {
+        name: statistics.median(
+            (max(end for _, end in call) - min(start for start, _ in call)) / 1e6
+            for call in zip(*(rank[name] for rank in spans), strict=True)
+        )
+        for name in (OURS, RAW)
+    }
+    return {
+        "ranks": case.ranks,
+        "src": str(case.src),
+        "dst": str(case.dst),
+        "bytes": plan.total_bytes,
+        "minimum_bytes": plan.minimum_bytes,
+        "broadcast_bytes": broadcast_bytes(plan),
+        "rounds": plan.rounds,
+        "extra_bytes": plan.extra_bytes,
+        "milliseconds": milliseconds,
+        "of_raw": milliseconds[RAW] / milliseconds[OURS],
+    }
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    ours, raw = row["milliseconds"][OURS], row["milliseconds"][RAW]
+    moved, fewest = row["bytes"], row["minimum_bytes"]
+    return (
+        str(row["ranks"]),
+        row["src"],
+        row["dst"],
+        f"{moved / 1e6:.0f}",
+        f"{moved / fewest:.3f}",
+        f"{row['broadcast_bytes'] / fewest:.3f}",
+        str(row["rounds"]),
+        f"{row['extra_bytes'] / 1e6:.0f}",
+        f"{ours:.0f} / {raw:.0f}",
+        f"{moved / ours / 1e6:.2f} / {moved / raw / 1e6:.2f}",
+        f"{row['of_raw']:.2f}",
+    )
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    ratios = [row["of_raw"] for row in rows]
+    return [
+        "ms and GB/s (of all ranks together): ours / raw all-to-all of the same bytes on every link, medians; of raw: "
+        "the ratio of the bandwidths. Ours packs, unpacks, copies what stays on a rank, and takes its memory anew.",
+        f"Bandwidth of raw: geometric mean {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}.",
+        "of the minimum, ReaL's broadcast: bytes sent, in units of what ranks lack. The broadcast is our model of it.",
+        f"Buckets of {BUCKET >> 20} MiB; extra MB: messages in memory on a rank at a time, at most.",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small case; saves nothing")
+    parser.add_argument("--iterations", type=int, default=11, help="timed calls of each system")
+    arguments = parser.parse_args()
+    cases = [Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=192)] if arguments.quick else CASES
+    rows = []
+    with RankPool() as ranks:
+        for case in cases:
+            rows.append(summarise(case, ranks.run(measure, case.ranks, case, 2, arguments.iterations, timeout=600)))
+            print(*cells(rows[-1]), sep="  ", flush=True)
+    record = Record(
+        name="realloc",
+        question="How near is a reallocation of weights to a raw all-to-all of the same bytes?",
+        command="python -m benchmarks.realloc",
+        machine=machine(),
+        columns=COLUMNS,
+        rows=tuple(map(cells, rows)),
+        notes=tuple(notes(rows)),
+        data=rows,
+    )
+    record.print()
+    if not arguments.quick:
+        record.save(RESULTS / "realloc.json")
+
+
+if __name__ == "__main__":
+    main()
