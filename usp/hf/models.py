@@ -124,6 +124,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         intermediate_size=config.intermediate_size,
         num_experts=getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0,
+        router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         tied=_ties_head(config),
     )
 
