@@ -103,18 +103,13 @@ class Generator:
             RuntimeError: on every rank, if their arguments differ, or if the model's logits are not finite.
         """
         context = self._model.config.max_position_embeddings
+        violations = work_violations(work) + _prompt_violations(prompts, context)
+        if violations:
+            raise ValueError("; ".join(violations))
         rollouts = [
             Rollout(prompt.tolist(), seed, min(work.max_new_tokens, context - len(prompt)))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        violations = work_violations(work) + [
-            f"prompt {index} has {len(rollout.prompt)} tokens, and must have at least 1 and leave room for one more in "
-            f"the model's context of {context}"
-            for index, rollout in enumerate(rollouts)
-            if not 0 < len(rollout.prompt) < context
-        ]
-        if violations:
-            raise ValueError("; ".join(violations))
         self._agree(rollouts, work)
         if rollouts:
             self._run(rollouts, work)
@@ -222,6 +217,21 @@ class Generator:
         parts = [torch.empty_like(logits) for _ in range(tp.size())]
         dist.all_gather(parts, logits, group=tp)
         return torch.cat(parts, 1)
+
+
+def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
+    violations = []
+    for index, prompt in enumerate(prompts):
+        if prompt.dim() != 1 or prompt.dtype == torch.bool or prompt.is_floating_point():
+            violations.append(
+                f"prompt {index} is {prompt.dtype} of shape {tuple(prompt.shape)}, and must be 1-D integers"
+            )
+        elif not 0 < len(prompt) < context:
+            violations.append(
+                f"prompt {index} has {len(prompt)} tokens, and must have at least 1 and leave room for one more in the "
+                f"model's context of {context}"
+            )
+    return violations
 
 
 def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:

@@ -53,7 +53,7 @@ def probabilities(logprobs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
         logprobs_BV = logprobs_BV.masked_fill(logprobs_BV < lowest, float("-inf"))
     probs = logprobs_BV.softmax(-1)
     if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         likelier = ordered.cumsum(-1) - ordered
         probs = probs.masked_fill((likelier >= top_p).gather(1, order.argsort(-1)), 0)
     return probs
