@@ -144,14 +144,15 @@ class DecodeStep:
         """
         slots, _, heads, head_dim = q_B1NH.shape
         kv_heads = k_B1KH.shape[2]
-        parts = []
         for kept, new in ((self._cache.keys[layer], k_B1KH), (self._cache.values[layer], v_B1KH)):
             _put(kept.view(-1, head_dim), self._places, new.reshape(-1, head_dim), self._own)
-            parts.append(kept[:, :, : self._length].flatten(0, 1))
+        k_mLH, v_mLH = (
+            kept[layer][:, :, : self._length].flatten(0, 1) for kept in (self._cache.keys, self._cache.values)
+        )
         # The queries of one KV head are the rows of one matrix: no key is repeated.
         q_mGH = q_B1NH.reshape(slots * kv_heads, heads // kv_heads, head_dim)
         scale = head_dim**-0.5 if scale is None else scale
-        out_mGH = self._whole(q_mGH, *parts, self._mask(window, kv_heads, q_B1NH.dtype), scale)
+        out_mGH = self._whole(q_mGH, k_mLH, v_mLH, self._mask(window, kv_heads, q_B1NH.dtype), scale)
         return out_mGH.view(slots, 1, heads, head_dim).to(q_B1NH.dtype)
 
     def _whole(self, q_mGH: Tensor, k_mLH: Tensor, v_mLH: Tensor, mask_m1L: Tensor, scale: float) -> Tensor:

@@ -29,8 +29,10 @@ from parallel.testing import RankPool
 
 BUCKET = 8 << 20
 OURS, RAW = "ours", "raw all-to-all"
-COLUMNS = ("ranks", "from", "to", "MB moved", "of the minimum", "ReaL's broadcast", "rounds", "extra MB per rank")
-COLUMNS += ("ms", "GB/s", "of raw")
+COLUMNS = (
+    *("ranks", "from", "to", "MB moved", "of the minimum", "ReaL's broadcast", "rounds", "extra MB per rank"),
+    *("ms", "GB/s", "of raw"),
+)
 
 
 @dataclass(frozen=True)

@@ -75,40 +75,6 @@ class Box:
         parts += [rows(first, last)] if first < last else []
         return parts + (rows(last, last + 1).run(0, end - last * row, dim + 1) if last * row < end else [])
 
-    def minus(self, other: Box) -> list[Box]:
-        """What of this box lies outside the other, in boxes that do not overlap."""
-        common = self.overlap(other)
-        if common is None:
-            return [self]
-        parts, begin, end = [], list(self.offset), list(self.end)
-        for dim, (inner_begin, inner_end) in enumerate(zip(common.offset, common.end, strict=True)):
-            for a, b in ((begin[dim], inner_begin), (inner_end, end[dim])):
-                if a < b:
-                    low, high = (*begin[:dim], a, *begin[dim + 1 :]), (*end[:dim], b, *end[dim + 1 :])
-                    parts.append(Box(low, tuple(y - x for x, y in zip(low, high, strict=True))))
-            begin[dim], end[dim] = inner_begin, inner_end
-        return parts
-
-    def run(self, begin: int, end: int, dim: int = 0) -> list[Box]:
-        """The elements begin to end - 1 of this box, counted row-major, in boxes in that order.
-
-        Dims before `dim` must have size 1.
-        """
-        if end - begin == self.numel:
-            return [self]
-        row = math.prod(self.sizes[dim + 1 :])
-
-        def rows(first: int, last: int) -> Box:
-            offset = (*self.offset[:dim], self.offset[dim] + first, *self.offset[dim + 1 :])
-            return Box(offset, (*self.sizes[:dim], last - first, *self.sizes[dim + 1 :]))
-
-        first, last = -(-begin // row), end // row  # whole rows
-        if first > last:
-            return rows(last, first).run(begin - last * row, end - last * row, dim + 1)
-        parts = rows(first - 1, first).run(begin - (first - 1) * row, row, dim + 1) if begin < first * row else []
-        parts += [rows(first, last)] if first < last else []
-        return parts + (rows(last, last + 1).run(0, end - last * row, dim + 1) if last * row < end else [])
-
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
         """Indices of this box in the whole tensor, or in a tensor that holds just the box `within`."""
         origin = (0,) * len(self.offset) if within is None else within.offset
