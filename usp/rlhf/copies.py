@@ -47,6 +47,7 @@ class RoleCopies:
         self._models: dict[Copy, RoleModel] = {}
         self._homes = {role: copy for role in graph.roles if (copy := home(graph, plan, role))}
         self._reallocations: dict[Copy, Reallocation] = {}
+        self._minimum: dict[Copy, int] = {}  # bytes that this rank must receive
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
         for copy, calls in copies(graph, plan).items():
             place = (copy.layout.ranks, copy.layout.dims)
@@ -64,6 +65,7 @@ class RoleCopies:
         for copy in made:
             if copy not in self.aliases:
                 self._reallocations[copy] = self._plan(layouts[self._homes[copy.role]], layouts[copy])
+                self._minimum[copy] = self._reallocations[copy].plan.lacking_bytes(dist.get_rank())
 
     def model(self, copy: Copy) -> RoleModel:
         """A copy that this rank has a part of."""
@@ -83,7 +85,7 @@ class RoleCopies:
         rank = dist.get_rank()
         traffic.sent = reallocation.plan.sent_bytes.get(rank, 0)
         traffic.received = reallocation.plan.received_bytes.get(rank, 0)
-        traffic.minimum = traffic.received
+        traffic.minimum = self._minimum[copy]
 
     def _weights(self, copy: Copy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
