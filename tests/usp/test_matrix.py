@@ -55,7 +55,7 @@ MATRIX = [
     row("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
     row("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     row("pp2 dp2 r2, interleaved", "llama-deep", pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
-    row("pp2 u2 r2, zero bubble", "llama-deep", pp=2, pp_schedule="zero-bubble", micro_batches=2, zero=1, **U2_R2),
+    row("pp2 u2 r2, zero bubble", "llama-deep", pp=2, pp_schedule="zero-bubble", micro_batches=4, zero=1, **U2_R2),
     row("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
     # experts
     row("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
