@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from .accumulate import accumulate_dtype
 
@@ -35,11 +36,13 @@ class KVCache:
         keys, values: by layer, (B, K, C, H): heads before tokens, so that any part of the tokens is a
             batch of matrices.
         positions: (B, C) global positions of the tokens, ascending or not; those without a token are ahead of all.
+        starts: (B, K) where the tokens of each slot's heads begin, counted in all of a layer's.
     """
 
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
     positions: Tensor
+    starts: Tensor
 
     @staticmethod
     def allocate(
@@ -60,7 +63,8 @@ class KVCache:
             return {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in own}
 
         own = tuple(layers)
-        return KVCache(room(), room(), torch.full((slots, capacity), _FREE, device=device))
+        starts = torch.arange(0, slots * kv_heads * capacity, capacity, device=device).view(slots, kv_heads)
+        return KVCache(room(), room(), torch.full((slots, capacity), _FREE, device=device), starts)
 
     @property
     def nbytes(self) -> int:
@@ -120,15 +124,12 @@ class DecodeStep:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._cache, self._positions, self._length, self._group = cache, positions, length, group
-        slots, capacity = cache.positions.shape
-        kv_heads = next(iter(cache.keys.values())).shape[1]
-        ends = slots * kv_heads * capacity
-        rows = torch.arange(0, ends, capacity, device=places.device).view(slots, kv_heads)
-        self._places = (rows + places.unsqueeze(1)).flatten()  # of a layer's heads one after the other
-        self._own = None if own is None else own.repeat_interleave(kv_heads).unsqueeze(1)
+        self._places = (cache.starts + places.unsqueeze(1)).flatten()  # of a layer's heads one after the other
+        self._own = None if own is None else own.repeat_interleave(cache.starts.shape[1]).unsqueeze(1)
         self._masks: dict[int | None, Tensor] = {}
-        place = torch.arange(0, slots * capacity, capacity, device=places.device) + places
-        _put(cache.positions.view(-1), place, positions, own)
+        at_B1 = places.unsqueeze(1)
+        kept = positions if own is None else positions.where(own, cache.positions.gather(1, at_B1).squeeze(1))
+        cache.positions.scatter_(1, at_B1, kept.unsqueeze(1))
 
     def attend(
         self, layer: int, q_B1NH: Tensor, k_B1KH: Tensor, v_B1KH: Tensor, *, scale: float | None, window: int | None
@@ -143,51 +144,45 @@ class DecodeStep:
             (B, 1, N, H) in q's dtype, the same bits on every rank; zero for a slot without any token.
         """
         slots, _, heads, head_dim = q_B1NH.shape
-        kv_heads = k_B1KH.shape[2]
-        for kept, new in ((self._cache.keys[layer], k_B1KH), (self._cache.values[layer], v_B1KH)):
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        for kept, new in ((keys, k_B1KH), (values, v_B1KH)):
             _put(kept.view(-1, head_dim), self._places, new.reshape(-1, head_dim), self._own)
-        k_mLH, v_mLH = (
-            kept[layer][:, :, : self._length].flatten(0, 1) for kept in (self._cache.keys, self._cache.values)
-        )
+        k_BKLH, v_BKLH = keys[:, :, : self._length], values[:, :, : self._length]
         # The queries of one KV head are the rows of one matrix: no key is repeated.
-        q_mGH = q_B1NH.reshape(slots * kv_heads, heads // kv_heads, head_dim)
-        scale = head_dim**-0.5 if scale is None else scale
-        out_mGH = self._whole(q_mGH, k_mLH, v_mLH, self._mask(window, kv_heads, q_B1NH.dtype), scale)
-        return out_mGH.view(slots, 1, heads, head_dim).to(q_B1NH.dtype)
+        q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
+        mask = self._mask(window, q_B1NH.dtype)
+        if self._group is None:
+            out = scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLH, attn_mask=mask, scale=scale)
+        else:
+            out = merge_parts(*_gather(*partial_attention(q_BKGH, k_BKLH, v_BKLH, mask, scale), self._group))
+        return out.reshape(slots, 1, heads, head_dim).to(q_B1NH.dtype)
 
-    def _whole(self, q_mGH: Tensor, k_mLH: Tensor, v_mLH: Tensor, mask_m1L: Tensor, scale: float) -> Tensor:
-        if self._group is not None:
-            return merge_parts(*_gather(*partial_attention(q_mGH, k_mLH, v_mLH, mask_m1L, scale), self._group))
-        q, k, v = (x.to(mask_m1L.dtype) for x in (q_mGH, k_mLH, v_mLH))
-        return torch.bmm(torch.baddbmm(mask_m1L, q, k.transpose(1, 2), alpha=scale).softmax(-1), v)
-
-    def _mask(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """(B * K, 1, L): 0 for keys that a slot's token sees, else -inf. Made once for all layers with this window."""
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(B, 1, 1, L): 0 for keys that a slot's token sees, else -inf. Made once for all layers with this window."""
         if window not in self._masks:
-            at = self._cache.positions[:, : self._length]
-            seen = at <= self._positions.unsqueeze(1)
+            at, query = self._cache.positions[:, : self._length], self._positions.unsqueeze(1)
+            seen = at <= query
             if window is not None:
-                seen &= at > (self._positions - window).unsqueeze(1)
-            mask = torch.zeros(seen.shape, dtype=accumulate_dtype(dtype), device=seen.device)
-            mask = mask.masked_fill_(~seen, float("-inf"))
-            self._masks[window] = mask.repeat_interleave(kv_heads, 0).unsqueeze(1)
+                seen &= at > query - window
+            mask = torch.where(seen, 0.0, float("-inf")).to(dtype)
+            self._masks[window] = mask.view(len(at), 1, 1, -1)
         return self._masks[window]
 
 
 def partial_attention(
-    q_mGH: Tensor, k_mLH: Tensor, v_mLH: Tensor, mask_m1L: Tensor, scale: float
+    q_BKGH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B11L: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """out (m, G, H) and lse (m, G) over these keys, in the mask's dtype; 0 and -inf for a row that sees none."""
-    q, k, v = (x.to(mask_m1L.dtype) for x in (q_mGH, k_mLH, v_mLH))
-    scores = torch.baddbmm(mask_m1L, q, k.transpose(1, 2), alpha=scale)
+    """out (B, K, G, H) and lse (B, K, G) over these keys, in fp32 or fp64; 0 and -inf for a row that sees none."""
+    q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q_BKGH, k_BKLH, v_BKLH))
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT + mask_B11L
     lse = scores.logsumexp(-1)
-    return torch.bmm((scores - _finite(lse).unsqueeze(-1)).exp_(), v), lse
+    return (scores - _finite(lse).unsqueeze(-1)).exp_() @ v, lse
 
 
-def merge_parts(out_PmGH: Tensor, lse_PmG: Tensor) -> Tensor:
-    """What P parts of the keys make together, (m, G, H); zero where all saw none."""
-    weights = (lse_PmG - _finite(lse_PmG.logsumexp(0))).exp()
-    return (weights.unsqueeze(-1) * out_PmGH).sum(0)
+def merge_parts(out_PBKGH: Tensor, lse_PBKG: Tensor) -> Tensor:
+    """What P parts of the keys make together, (B, K, G, H); zero where all saw none."""
+    weights = (lse_PBKG - _finite(lse_PBKG.logsumexp(0))).exp()
+    return (weights.unsqueeze(-1) * out_PBKGH).sum(0)
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -195,9 +190,9 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-def _gather(out_mGH: Tensor, lse_mG: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather(out_BKGH: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Every rank's out and lse, in rank order, in one message."""
-    mine = torch.cat((out_mGH, lse_mG.unsqueeze(-1)), -1)
+    mine = torch.cat((out_BKGH, lse_BKG.unsqueeze(-1)), -1)
     every = mine.new_empty(dist.get_world_size(group), *mine.shape)
     dist.all_gather(list(every.unbind()), mine, group=group)
     return every[..., :-1], every[..., -1]

@@ -66,13 +66,13 @@ def test_a_token_of_another_rank_is_not_kept() -> None:
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
     keys = 11
-    q, k, v = draw(0, 4, 3, HEAD_DIM), draw(1, 4, keys, HEAD_DIM), draw(2, 4, keys, HEAD_DIM)
-    seen = torch.rand(4, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.4
-    seen[:, :, 3:6] = False  # the second part is empty
+    q, k, v = draw(0, 4, 2, 3, HEAD_DIM), draw(1, 4, 2, keys, HEAD_DIM), draw(2, 4, 2, keys, HEAD_DIM)
+    seen = torch.rand(4, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.4
+    seen[..., 3:6] = False  # the second part is empty
     seen[2] = False  # and the third row of all parts
     mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
     cuts = (slice(0, 3), slice(3, 6), slice(6, keys))
-    parts = [partial_attention(q, k[:, cut], v[:, cut], mask[:, :, cut], 0.5) for cut in cuts]
+    parts = [partial_attention(q, k[:, :, cut], v[:, :, cut], mask[..., cut], 0.5) for cut in cuts]
     assert bool(parts[1][1].isneginf().all()) and not parts[1][0].any()
     merged = merge_parts(torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts]))
     wanted = torch.where(seen, q @ k.mT * 0.5, float("-inf")).softmax(-1).nan_to_num() @ v

@@ -69,6 +69,20 @@ def apply_unified_sp(
     return model
 
 
+def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: DecodeStep) -> Tensor:
+    """Hidden states (B, 1, H) of a stage's step, from ids (B, 1), or from hidden states where it is not the first.
+
+    The model's own forward also makes a mask and looks for packed documents, which takes a small model longer than its
+    layers. Needs a model of `FAMILIES` after `apply_unified_sp`.
+    """
+    base: Any = model.base_model
+    hidden = x if base.embed_tokens is None else base.embed_tokens(x)
+    rotary = base.rotary_emb(hidden, position_ids=position_ids)
+    for layer in base.layers:
+        hidden = layer(hidden, position_embeddings=rotary, kv_cache=step)
+    return base.norm(hidden)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The repeated layers of a causal LM of a supported family, without those that other pipeline stages have."""
     layers = model.base_model.layers
@@ -123,6 +137,8 @@ class _ForwardGuard:
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
         cache = kwargs.get("kv_cache")
+        if isinstance(cache, DecodeStep):
+            violations.append("a step's tokens are not sharded over the sequence: call decode_stage")
         if cache is not None and torch.is_grad_enabled():
             violations.append("kv_cache keeps no gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
@@ -140,7 +156,7 @@ class _ForwardGuard:
             violations.append("input_ids or inputs_embeds must be given")
         elif position_ids is None:
             violations.append("position_ids must be given, as shard_batch makes them: each rank would count from 0")
-        elif not violations and not isinstance(cache, DecodeStep):  # which is the same on all ranks, and not sharded
+        elif not violations:
             # Hidden states may be sharded over tp as well, and position_ids are not.
             shape = position_ids.shape if ids is None else ids.shape
             violations += self._position_violations(shape, position_ids, kwargs.get("cu_seqlens"))
@@ -196,7 +212,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention registry's entry. Heads before tokens: (B, N, S, H) in, (B, S, N, H) out."""
-    violations = [f"{name} is not known to unified_sp" for name in sorted(set(kwargs) - _NEUTRAL)]
+    violations = [f"{name} is not known to unified_sp" for name in kwargs if name not in _NEUTRAL]
     if attention_mask is not None:
         violations.append("a ready-made attention_mask is not honoured: use cu_seqlens")
     if dropout:
@@ -211,7 +227,6 @@ def _attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
-        attention.calls += 1
         return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(layer, k, v)  # type: ignore[arg-type]

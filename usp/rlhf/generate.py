@@ -23,7 +23,7 @@ from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh
 
 from ..hf.experts import expert_modules
-from ..hf.integrate import decoder_layers
+from ..hf.integrate import decode_stage, decoder_layers
 from ..sp_attention import UnifiedSPAttention
 from .batching import Group, Rollout, Slots, capacity
 from .graph import Generate
@@ -31,7 +31,7 @@ from .sampling import noise, sample, work_violations
 
 _PREFILL_TOKENS = 16384  # of one call, on all ranks of a sequence together, unless one prompt has more
 _ROW_MULTIPLE = 16  # prompts are padded to a multiple of it: few shapes
-_READ_MULTIPLE = 128  # and so much of the cache is read: few shapes
+_READ_MULTIPLE = 64  # and so much of the cache is read: few shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,7 @@ class Generator:
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
         self._layers = [cast(Any, layer).self_attn.layer_idx for layer in decoder_layers(self._model)]
+        self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         sizes = {axis: mesh.size(axis) for axis in ("tp", "sp", "pp")}
@@ -85,7 +86,7 @@ class Generator:
         self._multiple *= -(-_ROW_MULTIPLE // self._multiple)
         self.cache_bytes = 0
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[Generated]:
         """A response to each prompt, in their order, the same on every rank of the data-parallel group.
 
@@ -192,24 +193,25 @@ class Generator:
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
         """Hidden states of this stage (rows, tokens, hidden); those of the stage before come in over the pp axis."""
-        inputs: dict[str, Any] = {"input_ids": ids}
-        pp = self._groups.get("pp")
+        pp, x = self._groups.get("pp"), ids
         if not self._first:
-            hidden = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
-            dist.recv(hidden, group=pp, group_src=dist.get_rank(pp) - 1)
-            inputs = {"inputs_embeds": hidden}
-        if hasattr(self._model.config, "output_router_logits"):
-            inputs["output_router_logits"] = False
-        stage = self._model.base_model
-        hidden = stage(**inputs, position_ids=position_ids, kv_cache=kv_cache, use_cache=False).last_hidden_state
+            x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
+            dist.recv(x, group=pp, group_src=dist.get_rank(pp) - 1)
+        if isinstance(kv_cache, DecodeStep):
+            hidden = decode_stage(self._model, x, position_ids, kv_cache)
+        else:
+            inputs: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": x, "use_cache": False}
+            if hasattr(self._model.config, "output_router_logits"):
+                inputs["output_router_logits"] = False
+            stage = self._model.base_model
+            hidden = stage(**inputs, position_ids=position_ids, kv_cache=kv_cache).last_hidden_state
         if not self._last:
             dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
         return hidden
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """(B, V). Collective over tp, whose ranks have rows of the vocabulary each."""
-        head = self._model.get_output_embeddings()
-        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (head.weight, head.bias))
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self._head.weight, self._head.bias))
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
         if tp is None:
