@@ -21,7 +21,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,20 @@ def train(config: TrainConfig, launch: Launch, stop: StopRequest | None = None, 
         trainer.run()
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+class Schedule(Protocol):
+    """What a configuration says of learning rates."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warmup_steps(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+def learning_rate(step: int, config: Schedule) -> float:
     """The rate of step 1, 2, ...: linear to the peak over warmup_steps, then a cosine to a tenth at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

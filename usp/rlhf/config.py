@@ -65,12 +65,12 @@ class _Rlhf:
     """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 100 for a preset's random weights, else none."""
-    steps: int = 100
+    """Supervised steps before the first, on the right answers. -1: 60 for a preset's random weights, else none."""
+    steps: int = 120
     """RLHF steps."""
-    learning_rate: float = 3e-4
-    """Learning rate of AdamW, after the warm-up."""
-    critic_learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
+    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""
+    critic_learning_rate: float = 2e-3
     """That of the critic."""
     sft_learning_rate: float = 2e-3
     """That of the supervised steps before the first."""

@@ -43,7 +43,7 @@ from .spec import RoleSpec
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
-DEFAULT_SFT_STEPS = 100
+DEFAULT_SFT_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def violations(config: RlhfConfig) -> Iterator[str]:
     if not 0 < config.top_p <= 1:
         yield f"--top-p = {config.top_p} must be above 0 and at most 1"
     if config.sft_steps < -1:
-        yield f"--sft-steps = {config.sft_steps} must not be negative, or -1 for 100 where weights are random"
+        yield f"--sft-steps = {config.sft_steps} must not be negative, or -1 for 60 where weights are random"
     if problem := wandb_problem(config.wandb_project):
         yield problem
 

@@ -42,6 +42,7 @@ from usp.launch import Launch, outlast, process_group
 from usp.metrics import RunLog, count, open_wandb
 from usp.resume import CHECKPOINTS, Start, run_folder
 from usp.signals import StopRequest
+from usp.trainer import learning_rate
 from usp.watchdog import Watchdog
 
 from .algorithms.graphs import stateful
@@ -176,7 +177,7 @@ class RlhfTrainer:
         """Step `number` (from 1)."""
         begin = time.perf_counter()
         self.watchdog.progress(number, "step", long=True)
-        rate = min(1.0, number / max(1, self.config.warmup_steps))
+        rate = learning_rate(number, self.config) / self.config.learning_rate
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * rate
         indices = chosen(self.taken, self.config.prompts, self.prepared.examples.size, self.config.seed)
