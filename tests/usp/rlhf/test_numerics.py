@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from parallel.testing import RankPool
 from tests.usp.rlhf.test_role_models import ADAM, config_of
-from tests.usp.tiny import VOCAB
+from tests.usp.tiny import LEARNING_RATE, VOCAB
 from usp.rlhf.algorithms.graphs import build_graph
 from usp.rlhf.algorithms.options import DPO, GRPO, PPO, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -47,14 +47,11 @@ ALGORITHMS: dict[str, Any] = {
     "remax": ReMax(generate=SAMPLING, reward=REWARD),
 }
 PLANS = (
-    "flattening",
-    "tp2 pp2 dp2",
-    "u2 r2 tp2",
-    "generate tp2 dp4, train u2 r2 dp2",
-    "separation",
-    "interleaving",
-    "heuristic",
+    *("flattening", "tp2 pp2 dp2", "u2 r2 tp2", "generate tp2 dp4, train u2 r2 dp2"),
+    *("separation", "interleaving", "heuristic"),
 )
+# The graph that has every kind of call goes through every plan; the others through those that differ most.
+FEWER = {"dpo": ("tp2 pp2 dp2", "separation"), "remax": ("u2 r2 tp2",), "grpo": PLANS[2:5]}
 
 
 def alone(graph: DataflowGraph) -> ExecutionPlan:
@@ -108,7 +105,7 @@ def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         config = config_of("llama", "logprobs" if call.role in ("actor", "ref") else "values")
         spec = RoleSpec(
-            call.role, "tiny", config, seed=len(call.role), optimizer=ADAM, learning_rate=1e-2, loss_chunk=5
+            call.role, "tiny", config, seed=len(call.role), optimizer=ADAM, learning_rate=LEARNING_RATE, loss_chunk=5
         )
 
         def generator(model: RoleModel) -> Generator:
@@ -141,7 +138,7 @@ def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
 
 
 def run_all(algorithm: str) -> dict[str, tuple[Steps, dict[str, Tensor]]]:
-    return {name: run(algorithm, name) for name in ("alone", *PLANS)}
+    return {name: run(algorithm, name) for name in ("alone", *FEWER.get(algorithm, PLANS))}
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -152,16 +149,16 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, algorithm: str) -> None:
     results = ranks.run(run_all, 8, algorithm, timeout=600)
     wanted_steps, wanted_weights = results[0]["alone"]
-    for name in PLANS:
+    for name in FEWER.get(algorithm, PLANS):
         steps = results[0][name][0]
         for number, ((metrics, samples), (wanted_metrics, wanted)) in enumerate(zip(steps, wanted_steps, strict=True)):
             where = f"{algorithm}, {name}, step {number + 1}"
-            for key in wanted:
-                for found, one in zip(samples[key], wanted[key], strict=True):
-                    if one.dtype == torch.int64:
-                        assert torch.equal(found, one), f"{where}: {key} are others"
-                    else:
-                        torch.testing.assert_close(found, one, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{where}: {key}")
+            for key, ones in wanted.items():
+                if ones[0].dtype == torch.int64:
+                    assert all(map(torch.equal, samples[key], ones)), f"{where}: {key} are others"
+                else:
+                    error = distance(torch.cat(samples[key]), torch.cat(ones))
+                    assert error < TOLERANCE, f"{where}: {key} are off by {error:.1e}"
             losses = {key: value for key, value in wanted_metrics.items() if key.endswith("loss")}
             assert losses and metrics.keys() == wanted_metrics.keys(), where
             for key, value in losses.items():
