@@ -62,10 +62,7 @@ def gathered() -> tuple[ParamLayout, str, int]:
     tensors["both"] = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1), Shard(0)])
     found = gather_layout(tensors)
     ranks = gather_layout(tensors, half).ranks if rank in (1, 3) else ()
-    bad = {
-        "stage0": torch.zeros(3 + rank % 2),
-        "both": DTensor.from_local(torch.zeros(2), mesh, [Partial(), Replicate()]),
-    }
+    partial = DTensor.from_local(torch.zeros(2), mesh, [Partial(), Replicate()])
     bad = {"stage0": torch.zeros(3 + rank % 2), "both": partial}
     with pytest.raises(ValueError) as error:
         gather_layout(bad if rank else {})
