@@ -1,16 +1,17 @@
 """Weights from one layout into another, as `realloc_plan` says: every byte that a rank lacks, sent to it once.
 
-    round 0    pack | fly ............ | unpack
-    round 1           pack |             fly ............ | unpack
-    round 2                                pack |           fly ...
+    round 0    pack | fly ................ | unpack
+    round 1           pack | fly ................... | unpack
+    round 2                                  pack | fly ...
 
-A round is one all-to-all of bytes between the ranks that take part. Every link sends the same share of its bytes in
-every round, so no round waits for one busy rank, and messages of two rounds at most are in memory.
+Every link sends the same share of its bytes in every round, so no round waits for one busy rank, and messages of two
+rounds at most are in memory. A large piece is a message of its own: where it is one run of memory, at either end, it is
+sent from its place or received in it. Small pieces, and what lies in strides, are packed and unpacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .groups import ProcessGroups
 from .param_layout import ParamLayout
 from .realloc_plan import ReallocPlan
 
-_ALONE = 64 << 10  # bytes from which a piece has a message of its own
+_ALONE = 512 << 10  # bytes from which a piece has a message of its own: below, one costs more than to copy twice
 
 
 class Piece(NamedTuple):
@@ -57,18 +58,22 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
 
 
 def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
-    """Pieces in order, cut into a share of as many bytes for each round; elements stay whole."""
+    """Pieces in order, cut into a share of as many bytes for each round, to the plan's grain."""
     itemsizes = [plan.dst.parameters[piece.name].dtype.itemsize for piece in pieces]
     total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
     shares: list[list[Piece]] = [[] for _ in range(plan.rounds)]
     number = sent = 0
-    for piece, itemsize in zip(pieces, itemsizes, strict=True):
+    for (name, box), itemsize in zip(pieces, itemsizes, strict=True):
+        row = box.numel // box.sizes[0] if box.sizes else 1
+        whole = row if row * itemsize <= plan.grain else 1
         done = 0
-        while done < piece.box.numel:
-            count = min(piece.box.numel - done, (total * (number + 1) // plan.rounds - sent) // itemsize)
-            shares[number] += [Piece(piece.name, box) for box in piece.box.run(done, done + count)]
+        while done < box.numel:
+            count = min(box.numel - done, (total * (number + 1) // plan.rounds - sent) // itemsize)
+            if done + count < box.numel:
+                count -= count % whole
+            shares[number] += [Piece(name, part) for part in box.run(done, done + count)]
             done, sent = done + count, sent + count * itemsize
-            number += done < piece.box.numel  # the next element belongs to the next round
+            number += done < box.numel  # what is left belongs to the next round
     return shares
 
 
@@ -89,6 +94,8 @@ class Reallocation:
         self.plan = plan
         self._rank, self._device = dist.get_rank(), device
         self._group = groups.get(plan.ranks) if plan.ranks else None
+        if self._group is not None:
+            dist.barrier(self._group)  # NCCL: all ranks of a group must meet in it before two of them alone may
         self._rounds = [
             (_messages(sends, plan.src, self._rank), _messages(receives, plan.dst, self._rank))
             for sends, receives in rank_rounds(plan, self._rank)
@@ -118,7 +125,12 @@ class Reallocation:
             return
         flying: _Flight | None = None
         for sends, receives in self._rounds:
-            posted = _post(sends, receives, before, after, self._group)
+            posted = _post(
+                [(message.peer, message.parts(before)) for message in sends],
+                [(message.peer, message.parts(after)) for message in receives],
+                self._group,
+                self._device,
+            )
             if flying:
                 flying.land()
             else:
@@ -134,14 +146,13 @@ class Reallocation:
 
 
 class _Message(NamedTuple):
-    """Pieces that travel together: for each, its parameter, where it lies in what this rank holds, and its bytes."""
+    """Pieces that travel together: their parameters, and where they lie in what this rank holds of them."""
 
     peer: int
-    parts: Sequence[tuple[str, tuple[slice, ...], int]]
+    places: Sequence[tuple[str, tuple[slice, ...]]]
 
-    @property
-    def sizes(self) -> list[int]:
-        return [size for _, _, size in self.parts]
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [tensors[name][slices] for name, slices in self.places]
 
 
 def _messages(peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, rank: int) -> list[_Message]:
@@ -149,60 +160,68 @@ def _messages(peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, rank: i
     for peer, pieces in peers.items():
         small = []
         for name, box in pieces:
-            size = box.numel * layout.parameters[name].dtype.itemsize
-            part = (name, box.slices(layout.boxes[name][rank]), size)
-            if size < _ALONE:
-                small.append(part)
+            place = (name, box.slices(layout.boxes[name][rank]))
+            if box.numel * layout.parameters[name].dtype.itemsize < _ALONE:
+                small.append(place)
             else:
-                messages.append(_Message(peer, [part]))
+                messages.append(_Message(peer, [place]))
         if small:
             messages.append(_Message(peer, small))
     return messages
 
 
 class _Flight(NamedTuple):
-    """Messages under way, and where those go that were not received in their place."""
+    """Messages under way, and the parts of parameters that wait for what is in a buffer."""
 
     works: Sequence[dist.Work]
-    sent: Sequence[Tensor]  # must live until they have left
+    sent: Sequence[Tensor]  # kept until they have left
     landing: Sequence[tuple[Tensor, Sequence[Tensor]]]
 
     def land(self) -> None:
         for work in self.works:
             work.wait()
         for buffer, parts in self.landing:
-            for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
-                part.copy_(values.view(part.dtype).view(part.shape))
+            for values, part in _typed(buffer, parts):
+                part.copy_(values)
 
 
 def _post(
-    sends: Sequence[_Message],
-    receives: Sequence[_Message],
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
+    sends: Sequence[tuple[int, Sequence[Tensor]]],
+    receives: Sequence[tuple[int, Sequence[Tensor]]],
     group: dist.ProcessGroup,
+    device: torch.device,
 ) -> _Flight:
-    """A piece alone in its message and in one run of memory needs no buffer there, whatever it is at the other end."""
+    """Send parts of parameters to peers, and receive parts from peers."""
     operations, sent, landing = [], [], []
-    for peer, places in receives:
-        parts = [after[name][slices] for name, slices, _ in places]
-        if len(parts) == 1 and parts[0].is_contiguous():
-            buffer = parts[0].view(-1).view(torch.uint8)
-        else:
-            buffer = parts[0].new_empty(sum(size for _, _, size in places), dtype=torch.uint8)
+    for peer, parts in receives:
+        if (buffer := _in_place(parts, device)) is None:
+            buffer = _buffer(parts, device)
             landing.append((buffer, parts))
         operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
-    for peer, places in sends:
-        parts = [before[name][slices] for name, slices, _ in places]
-        if len(parts) == 1 and parts[0].is_contiguous():
-            buffer = parts[0].view(-1).view(torch.uint8)
-        else:
-            buffer = parts[0].new_empty(sum(size for _, _, size in places), dtype=torch.uint8)
-            for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
-                values.view(part.dtype).view(part.shape).copy_(part)
+    for peer, parts in sends:
+        if (buffer := _in_place(parts, device)) is None:
+            buffer = _buffer(parts, device)
+            for values, part in _typed(buffer, parts):
+                values.copy_(part)
         operations.append(dist.P2POp(dist.isend, buffer, peer, group))
         sent.append(buffer)
     return _Flight(dist.batch_isend_irecv(operations) if operations else [], sent, landing)
+
+
+def _in_place(parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """The bytes of a part that is alone and one run of memory where messages are sent from."""
+    alone = len(parts) == 1 and parts[0].is_contiguous() and parts[0].device.type == device.type
+    return parts[0].view(-1).view(torch.uint8) if alone else None
+
+
+def _buffer(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+
+
+def _typed(buffer: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each part with its piece of the buffer. Elements are aligned in it, because a plan has large ones first."""
+    for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
+        yield values.view(part.dtype).view(part.shape), part
 
 
 def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:

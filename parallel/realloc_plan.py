@@ -59,6 +59,8 @@ class ReallocPlan:
 
     Attributes:
         links: bytes by (sender, receiver).
+        grain: each round takes a share of every link that is even to so many bytes, so that elements, and rows of up to
+            that size, stay whole.
         minimum_bytes: the fewest bytes that any plan could send: what ranks hold in `dst` and not in `src`, counted
             from the two layouts alone.
     """
@@ -70,6 +72,7 @@ class ReallocPlan:
     moves: tuple[Moves, ...]
     links: Mapping[tuple[int, int], int]
     rounds: int
+    grain: int
     minimum_bytes: int
 
     @cached_property
@@ -106,13 +109,9 @@ class ReallocPlan:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that a rank needs at most beside its parameters: messages of up to two rounds, sent and received.
-
-        Where elements have several sizes, one of them may have to be copied once more, to align it.
-        """
+        """Memory that a rank needs at most beside its parameters: messages of up to two rounds, sent and received."""
         message = min(self.bucket_bytes, max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0))
-        aligned = len({move.itemsize for move in self.moves}) < 2
-        return message * (2 * min(self.rounds, 2) + (not aligned))
+        return message * 2 * min(self.rounds, 2)
 
     def kept(self, rank: int) -> dict[str, Box]:
         """What a rank holds in both layouts, by name: copied on the rank, or not at all where it `may_share`."""
@@ -182,8 +181,8 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
     for move in moves:
         for sender, receiver, box in move.transfers:
             links[sender, receiver] += box.numel * move.itemsize * len(move.names)
-    rounds = _rounds(links, bucket_bytes, max((move.itemsize for move in moves), default=1))
-    return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, minimum)
+    rounds, grain = _rounds(links, bucket_bytes, max((move.itemsize for move in moves), default=1))
+    return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, grain, minimum)
 
 
 def _differences(src: ParamLayout, dst: ParamLayout) -> list[str]:
@@ -250,21 +249,23 @@ def _least_loaded(pattern: _Pattern, loads: Counter[int]) -> list[Moves]:
     return moves
 
 
-def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: int) -> int:
-    """How many rounds each link is divided over evenly; a round may take `itemsize` bytes of a link more than that."""
+def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:
+    """How many rounds the links are divided over evenly, and the grain: what a round may take of a link beyond that."""
     loads: dict[tuple[str, int], list[int]] = {}
     for (sender, receiver), size in links.items():
         loads.setdefault(("sends", sender), []).append(size)
         loads.setdefault(("receives", receiver), []).append(size)
+    peers = max(map(len, loads.values()), default=1)
+    grain = max(itemsize, bucket_bytes // (8 * peers))
     if all(sum(sizes) <= bucket_bytes for sizes in loads.values()):
-        return 1 if links else 0
-    spare = bucket_bytes - itemsize * max(map(len, loads.values()))
+        return min(1, len(links)), grain
+    spare = bucket_bytes - grain * peers
     if spare < 1:
         raise ValueError(
-            f"bucket_bytes={bucket_bytes} must be above {bucket_bytes - spare}, {itemsize} bytes for each of up to "
-            f"{(bucket_bytes - spare) // itemsize} peers of a rank"
+            f"bucket_bytes={bucket_bytes} must be above {grain * peers}, {grain} bytes for each of up to {peers} peers "
+            f"of a rank"
         )
-    return max(math.ceil(sum(sizes) / spare) for sizes in loads.values())
+    return max(math.ceil(sum(sizes) / spare) for sizes in loads.values()), grain
 
 
 def _sums(items: Iterator[tuple[int, int]]) -> dict[int, int]:

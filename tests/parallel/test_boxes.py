@@ -31,6 +31,25 @@ def test_slices_are_of_the_whole_or_of_a_box() -> None:
     assert inner.numel == whole[inner.slices()].numel()
 
 
+def test_a_difference_and_a_run_are_boxes_that_do_not_overlap() -> None:
+    outer = Box((1, 2, 0), (4, 3, 2))
+    for other in (Box((2, 3, 0), (2, 1, 1)), Box((0, 0, 0), (3, 4, 2)), Box((9, 9, 9), (1, 1, 1)), outer):
+        covered = torch.zeros(6, 6, 3, dtype=torch.int64)
+        for part in outer.minus(other):
+            covered[part.slices()] += 1
+        expected = torch.zeros(6, 6, 3, dtype=torch.int64)
+        expected[outer.slices()] = 1
+        expected[other.slices()] = 0
+        assert torch.equal(covered, expected), other
+    whole = torch.arange(6 * 6 * 3).view(6, 6, 3)
+    elements = whole[outer.slices()].flatten()
+    for begin in range(outer.numel):
+        for end in range(begin + 1, outer.numel + 1):
+            found = [whole[part.slices()].flatten() for part in outer.run(begin, end)]
+            assert torch.equal(torch.cat(found), elements[begin:end]), (begin, end)
+    assert outer.run(5, 5) == [] and Box((), ()).run(0, 1) == [Box((), ())]
+
+
 def values(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 

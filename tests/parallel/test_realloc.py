@@ -292,3 +292,28 @@ def test_memory_is_bounded_and_may_be_shared_and_wrong_tensors_are_refused(ranks
         "dst on rank 2 must be what its layout says: p1 is (5, 4) torch.float32 and must be (4, 5) torch.float32; "
         "p2 is missing"
     )
+
+
+def large_pieces() -> tuple[int, bool]:
+    """Rows of two ranks become the whole, rows, and columns: bytes of buffers, and whether all arrived."""
+    rank, shape = dist.get_rank(), (800, 600)
+    kind = {"large": Kind(shape, torch.float32)}
+    src = {0: Box((0, 0), (400, 600)), 1: Box((400, 0), (400, 600))}
+    dst = {1: Box((200, 0), (600, 600)), 2: Box.whole(shape), 3: Box((0, 100), (800, 400))}
+    whole = torch.arange(800 * 600.0).view(shape)
+    layouts = [ParamLayout(kind, {"large": boxes}) for boxes in (src, dst)]
+    plan = plan_realloc(*layouts, bucket_bytes=4 << 20, ranks_per_host=8)
+    before = {"large": whole[src[rank].slices()].clone()} if rank in src else {}
+    after = {"large": torch.zeros(dst[rank].sizes)} if rank in dst else {}
+    reallocation = Reallocation(plan, ProcessGroups(), CPU)
+    with track_memory() as use:
+        reallocation.run(before, after)
+    assert use.peak_bytes <= plan.extra_bytes
+    return use.peak_bytes, all(torch.equal(tensor, whole[dst[rank].slices()]) for tensor in after.values())
+
+
+def test_a_large_piece_needs_a_buffer_only_where_it_lies_in_strides(ranks: RankPool) -> None:
+    (first, _), (second, second_arrived), *others = ranks.run(large_pieces, 4)
+    columns, rows = 400 * 400 * 4, 200 * 600 * 4  # a message each; the rows are small enough to be copied
+    assert columns <= first < columns + 2 * rows and columns <= second < columns + 2 * rows
+    assert second_arrived and others == [(0, True), (0, True)]

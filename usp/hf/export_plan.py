@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from parallel.boxes import Box
+from parallel.param_layout import Holding, holdings
 from usp.hf.disk import DiskTensor, disk_tensors, file_names, plan_files
 from usp.hf.models import kept_names
 
@@ -79,10 +80,11 @@ def plan_export(
     Neighbouring files have neighbouring writers, so that pipeline stages write most of their layers themselves.
     """
     dtypes = {name: part.dtype for held in holders for name, part in held.items()}
-    ranks_of: dict[str, dict[Box, list[int]]] = {}
+    boxes: dict[str, dict[int, Box]] = {}
     for rank, held in enumerate(holders):
         for name, part in held.items():
-            ranks_of.setdefault(name, {}).setdefault(part.box, []).append(rank)
+            boxes.setdefault(name, {})[rank] = part.box
+    parts = {name: holdings(held) for name, held in boxes.items()}
     tensors = [
         tensor
         for name in dict.fromkeys(kept_names(whole).values())
@@ -93,18 +95,17 @@ def plan_export(
     for number, (name, file) in enumerate(zip(file_names(len(files)), files, strict=True)):
         writer = number * len(holders) // len(files)
         assemblies = [
-            Assembly(tensor, dtypes[tensor.parameter], writer, _sources(tensor, ranks_of[tensor.parameter], writer))
+            Assembly(tensor, dtypes[tensor.parameter], writer, _sources(tensor, parts[tensor.parameter], writer))
             for tensor in file
         ]
         by_writer[writer].append(FilePlan(name, writer, assemblies))
     return [[file for file in files_of_round if file] for files_of_round in zip_longest(*by_writer)]
 
 
-def _sources(tensor: DiskTensor, ranks_of: Mapping[Box, list[int]], writer: int) -> dict[int, Box]:
+def _sources(tensor: DiskTensor, parts: Sequence[Holding], writer: int) -> dict[int, Box]:
     """Of ranks that hold the same, the writer where it is one of them, else the first, sends."""
-    sources = {}
-    for box, ranks in ranks_of.items():
-        part = tensor.box.overlap(box)
-        if part is not None:
-            sources[writer if writer in ranks else ranks[0]] = part
-    return sources
+    return {
+        writer if writer in part.ranks else part.ranks[0]: common
+        for part in parts
+        if (common := tensor.box.overlap(part.box))
+    }

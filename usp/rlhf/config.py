@@ -42,7 +42,7 @@ class _Rlhf:
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """Prompts with answers, or with a chosen and a rejected response. stdlib: made from Python's own library."""
-    prompt_tokens: int = 512
+    prompt_tokens: int = 256
     """Tokens of a prompt that is made from the library."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
