@@ -17,7 +17,7 @@ import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
-from usp.config import DEVICES, DTYPES, flag, nearest
+from usp.config import DEVICES, flag, nearest
 from usp.engines.base import AdamW
 from usp.failures import ConfigurationError, listed
 from usp.hf.models import load_model_config, model_facts
@@ -33,7 +33,7 @@ from .algorithms.graphs import ALGORITHMS, build_graph
 from .algorithms.options import PolicyOptions
 from .algorithms.rewards import ScoreWith
 from .checkpoints import RlhfState, resume_violations
-from .config import RlhfConfig, algorithm_options, parse_options
+from .config import RLHF_DTYPES, RlhfConfig, algorithm_options, parse_options
 from .dataflow import DataflowGraph
 from .examples import Examples, open_examples
 from .named_plans import NAMED_PLANS, Facts, named_plan
@@ -95,8 +95,7 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     problems += _vocabulary_violations(specs, tokenizer)
     longest = min(spec.config.max_position_embeddings for spec in specs.values())
     room = longest - (0 if config.algorithm in ("sft", *PAIRS) else config.max_new_tokens)
-    keys = ("prompt", "chosen", "rejected") if config.algorithm in PAIRS else ("prompt", "answer")
-    opened = partial(open_examples, config.data, keys, tokenizer)
+    opened = partial(open_examples, config.data, _keys(config), tokenizer)
     examples = attempt(lambda: opened(prompt_tokens=config.prompt_tokens, longest=room, seed=config.seed))
     stop_ids = () if tokenizer.eos is None else (tokenizer.eos,)
     saved = attempt(partial(_read_state, start, config)) if start.checkpoint else None
@@ -137,14 +136,12 @@ def violations(config: RlhfConfig) -> Iterator[str]:
         ("sp_layout", LAYOUTS),
         ("sp_order", SP_ORDERS),
         ("attention_kernel", KERNEL_NAMES),
-        ("dtype", DTYPES),
+        ("dtype", RLHF_DTYPES),
         ("device", DEVICES),
     ):
         value = getattr(config, name)
         if value not in choices:
             yield f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
-    if config.dtype == "bfloat16":
-        yield "--dtype = bfloat16: weights that move between layouts are float32; use --dtype float32"
     if config.zero not in ZERO_STAGES:
         yield f"--zero = {config.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
     for name in (*AT_LEAST_ONE, "loss_chunk"):
@@ -197,6 +194,13 @@ def role_specs(config: RlhfConfig) -> dict[str, RoleSpec]:
     critic = config.critic or config.reward_model or config.model
     roles["critic"] = spec("critic", critic, "scalar", config.critic_learning_rate)
     return roles
+
+
+def _keys(config: RlhfConfig) -> tuple[str, ...]:
+    """What the lines of --data must hold."""
+    if config.algorithm in PAIRS:
+        return "prompt", "chosen", "rejected"
+    return ("prompt",) if config.reward_model and not sft_steps(config) else ("prompt", "answer")
 
 
 def _is_reward_model(folder: str) -> bool:
@@ -275,7 +279,7 @@ def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], 
                 heads=math.gcd(*(math.gcd(fact.num_heads, fact.num_kv_heads) for fact in facts)),
                 layers=min(len(fact.windows) for fact in facts),
                 dims=parallel_dims(config),
-                rollout_dims=ParallelDims(**parse_options(config.rollout, ParallelDims, "--rollout")),
+                rollout_dims=_rollout_dims(config),
                 zero=config.zero,
                 tp_sequence_parallel=config.tp_sequence_parallel,
                 micro_batch_tokens=config.micro_batch_tokens,
@@ -285,6 +289,12 @@ def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], 
     if config.offload:
         plan = replace(plan, offload=frozenset(graph.roles) - frozenset(graph.trained_roles))
     return plan
+
+
+def _rollout_dims(config: RlhfConfig) -> ParallelDims | None:
+    """What --rollout says; None where it says nothing. Raises ValueError for what is no degree."""
+    values = parse_options(config.rollout, ParallelDims, "--rollout")
+    return ParallelDims(**values) if values else None
 
 
 def _read_state(start: Start, config: RlhfConfig) -> RlhfState:
