@@ -18,6 +18,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
+        "matplotlib",
         "numpy",
         "pyarrow",
         "pyyaml",
@@ -25,13 +26,12 @@ setup(
         "safetensors",
         "tensorboard",
         "tomli; python_version < '3.11'",
-        "tomli; python_version < '3.11'",
         "tyro>=0.9",
     ],
     extras_require={
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit", "types-PyYAML"],
-        "bench": ["yunchang==0.6.4", "matplotlib"],
+        "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
         "flash": ["flash-attn>=2.8"],
     },

@@ -2,13 +2,14 @@
 
 Knows torch alone: process groups, layouts and kernels are arguments. Each file imports only earlier ones:
 
-intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified.
+intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
 """
 
 from __future__ import annotations
 
 from .bands import Task, block_tasks, rank_pieces
 from .comm import Channel
+from .decode import DecodeStep, KVCache, Prefill
 from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
 from .kernels.base import Kernel
@@ -24,10 +25,13 @@ __all__ = [
     "LAYOUTS",
     "AttentionSpec",
     "Channel",
+    "DecodeStep",
     "HeadPlan",
+    "KVCache",
     "Keep",
     "KeepResults",
     "Kernel",
+    "Prefill",
     "RingProgram",
     "RingSchedule",
     "SequenceLayout",

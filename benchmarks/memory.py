@@ -34,6 +34,7 @@ from parallel.memory import track_memory
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
+from usp.heads import NextToken
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 
@@ -115,7 +116,7 @@ def _ours(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]
 
     def loss_of(ids: Tensor) -> Tensor:
         batch = shard_batch({"input_ids": ids, "labels": ids}, mesh, layout="zigzag")
-        return stage(batch.pop("input_ids"), **{"cu_seqlens": None, **batch}, global_tokens=ids.numel() - 1)
+        return stage(batch.pop("input_ids"), **{"cu_seqlens": None, **batch}, head=NextToken(ids.numel() - 1))
 
     return stage, loss_of
 

@@ -85,6 +85,14 @@ class ReallocPlan:
         """By rank; ranks that receive nothing are absent."""
         return _sums((receiver, size) for (_, receiver), size in self.links.items())
 
+    def lacking_bytes(self, rank: int) -> int:
+        """What a rank holds in `dst` and not in `src`, counted from the two layouts alone: it can receive no less."""
+        return sum(
+            _lacking(rank, self.src.boxes[name], boxes) * self.dst.parameters[name].dtype.itemsize
+            for name, boxes in self.dst.boxes.items()
+            if rank in boxes
+        )
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that send or receive, ascending: the others do not wait for them."""

@@ -29,7 +29,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_HELP = f"A preset, built with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint folder."
 
 
-def _one_of(choices: tuple[str, ...]) -> Any:
+def one_of(choices: tuple[str, ...]) -> Any:
     """Show the choices in the help; `usp.validate` refuses the others together with every other mistake."""
     return arg(metavar="{" + ",".join(choices) + "}")
 
@@ -42,9 +42,9 @@ class ParallelConfig:
     """Ulysses degree: ranks that trade sequence for heads in an all-to-all. Best inside one host."""
     sp_ring: int = 1
     """Ring degree: ranks that pass keys and values around while they compute. May cross hosts."""
-    sp_layout: Annotated[str, _one_of(LAYOUTS)] = "zigzag"
+    sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
     """Which positions of a sequence each rank owns. zigzag and striped balance the causal mask."""
-    sp_order: Annotated[str, _one_of(SP_ORDERS)] = "ring-outer"
+    sp_order: Annotated[str, one_of(SP_ORDERS)] = "ring-outer"
     """Which of the two takes neighbouring ranks: ring-outer keeps Ulysses among neighbours."""
     dp_shard: int = -1
     """Data-parallel degree whose ranks also share the parameters (FSDP). -1 takes the ranks that are left."""
@@ -64,11 +64,11 @@ class ParallelConfig:
 class RunConfig:
     """Where a run computes, and what it leaves, for train.py and rlhf.py alike."""
 
-    attention_kernel: Annotated[str, _one_of(KERNEL_NAMES)] = "auto"
+    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
     """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
-    dtype: Annotated[str, _one_of(DTYPES)] = "auto"
+    dtype: Annotated[str, one_of(DTYPES)] = "auto"
     """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
-    device: Annotated[str, _one_of(DEVICES)] = "auto"
+    device: Annotated[str, one_of(DEVICES)] = "auto"
     """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
 
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
@@ -91,11 +91,11 @@ class RunConfig:
 class _Training:
     """What is train.py's own."""
 
-    pp_schedule: Annotated[str, _one_of(PP_SCHEDULES)] = "1f1b"
+    pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
     """Order of the micro-batches in the pipeline. The last two give each rank two stages, for a smaller bubble."""
     ep: int = 1
     """Expert-parallel degree: over how many of the dp_shard x ring x ulysses x tp ranks experts are spread."""
-    engine: Annotated[str, _one_of(ENGINES)] = "fsdp2"
+    engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """What shards and updates the weights: torch's FSDP2, or DeepSpeed (needs the deepspeed extra)."""
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
@@ -133,7 +133,7 @@ class _Training:
     seed: int = 0
     """Fixes the initial weights and the order of the data."""
 
-    ac: Annotated[str, _one_of(AC_MODES)] = "none"
+    ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing: recompute layers in the backward; attention-saved keeps attention's results."""
     ac_offload: bool = False
     """Keep what activation checkpointing keeps in the host's memory."""

@@ -44,6 +44,7 @@ class ModelFacts:
 
     windows: for each layer, how many positions back a query sees, itself included; 0 means all of them.
     num_experts: of each mixture-of-experts layer; 0 for a dense model.
+    router_jitter: width of the random factor on what a router of experts reads in training; 0 for none.
     tied: whether the output head is the embedding.
     """
 
@@ -55,6 +56,7 @@ class ModelFacts:
     windows: tuple[int, ...]
     intermediate_size: int = 0
     num_experts: int = 0
+    router_jitter: float = 0.0
     tied: bool = False
 
 

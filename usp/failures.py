@@ -3,6 +3,7 @@
     ConfigurationError   every rank raises it before it communicates   message, no traceback   exit code 2
     TrainingDiverged     every rank raises it at the same step         message, no traceback   exit code 1
     RanksDisagree        every rank raises it at the same point        message, no traceback   exit code 1
+    UserCodeFailed       one rank raises it; its message says it all   message, no traceback   exit code 1
     a lost connection    another rank is gone, and says why itself     one line                exit code 1
     anything else        one rank's own fault, or the same on all      traceback and rank      exit code 1
     Ctrl-C               every rank gets the signal                    one line                exit code 130
@@ -22,6 +23,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +42,24 @@ class ConfigurationError(ValueError):
     """The configuration cannot run; every rank finds the same before any of them communicates."""
 
 
+def listed(problems: Sequence[str]) -> str:
+    """One message of all of them."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    return "\n".join([f"{len(problems)} things to change", *lines])
+
+
 class TrainingDiverged(RuntimeError):
     """Loss or gradient norm are no longer finite; every rank sees the same at the same step."""
 
 
 class RanksDisagree(RuntimeError):
     """Ranks hold different values of what must be the same; every one of them found out at the same point."""
+
+
+class UserCodeFailed(RuntimeError):
+    """What the user gave to be called failed on this rank; the message says all there is to know."""
 
 
 class Stopped(Exception):
@@ -72,7 +86,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     """How a rank ends that `error` stops."""
     if isinstance(error, ConfigurationError):
         return Ending(f"error: {error}", 2)
-    if isinstance(error, (TrainingDiverged, RanksDisagree)):
+    if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: what came after the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)

@@ -6,17 +6,22 @@ where it is sharded).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
 
 from .batch import IGNORED_LABEL
+from .vocabulary import (
+    VocabularyRows,
+    add_weight_gradient,
+    head_inputs,
+    logits_of,
+    subtract_largest,
+    without_targets,
+)
 
 
 def global_token_count(shift_labels: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -80,73 +85,19 @@ def vocab_loss(
     """
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target to learn from")
-    rows = _vocabulary_rows(weight, group)
-    _check(hidden_BSH, weight, shift_labels_BS, chunk_tokens)
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    labels = shift_labels_BS.flatten()
-    outside = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= rows.vocabulary))
-    if labels.device.type == "cpu" and bool(outside.any()):
-        raise ValueError(f"labels {labels[outside][:5].tolist()} are not in the vocabulary of {rows.vocabulary}")
+    rows = VocabularyRows.of(weight, group)
+    local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, rows)
     loss: Tensor = _VocabLoss.apply(
         hidden_BSH.flatten(0, 1), local, labels, 1 / global_tokens, chunk_tokens, rows, torch.is_grad_enabled()
     )
     return loss.masked_fill(outside.any(), float("nan"))
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Which part of the vocabulary this rank has."""
-
-    vocabulary: int
-    start: int
-    group: dist.ProcessGroup | None  # None where this rank has it all
-
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        if self.group is not None:
-            dist.all_reduce(x, op, group=self.group)
-
-
-def _vocabulary_rows(weight: Tensor, group: dist.ProcessGroup | None) -> _Rows:
-    size = 1 if group is None else dist.get_world_size(group)
-    rank = 0 if group is None else dist.get_rank(group)
-    if not isinstance(weight, DTensor):
-        return _Rows(weight.shape[0] * size, weight.shape[0] * rank, group if size > 1 else None)
-    sharded = all(
-        isinstance(placement, Shard) and placement.dim == 0 and degree == size
-        for placement, degree in zip(weight.placements, weight.device_mesh.shape, strict=True)
-    )
-    each = -(-weight.shape[0] // size)  # as DTensor cuts: full parts first
-    if weight.device_mesh.ndim != 1 or not sharded or each * (size - 1) >= weight.shape[0]:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} is placed {weight.placements} on a mesh of {tuple(weight.device_mesh.shape)}"
-            f", and must be Shard(0) over the {size} ranks of group with at least a row on each: shard the output head "
-            f"by rows over tp alone, or give the group it is sharded over"
-        )
-    return _Rows(weight.shape[0], each * rank, group if size > 1 else None)
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
-    violations = []
-    if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2:] != weight.shape[1:]:
-        violations.append("hidden must be (batch, tokens, hidden size) and weight (vocabulary, hidden size)")
-    if labels.shape != hidden.shape[:2]:
-        violations.append("there must be one label for each token")
-    if hidden.dtype != weight.dtype:
-        violations.append("hidden and weight must share their dtype")
-    if chunk_tokens < 1:
-        violations.append("chunk_tokens must be at least 1")
-    if violations:
-        raise ValueError(
-            f"{'; '.join(violations)}; got hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} "
-            f"{weight.dtype}, labels {tuple(labels.shape)}, chunk_tokens={chunk_tokens}"
-        )
-
-
 class _VocabLoss(torch.autograd.Function):
     """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, rows, differentiate)` -> sum of losses * scale."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, scale, chunk_tokens: int, rows: _Rows, differentiate: bool):
+    def forward(ctx, hidden, weight, labels, scale, chunk_tokens: int, rows: VocabularyRows, differentiate: bool):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         wants_hidden, wants_weight = (differentiate and wanted for wanted in ctx.needs_input_grad[:2])
@@ -155,7 +106,7 @@ class _VocabLoss(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             place = slice(start, start + chunk_tokens)
             targets = labels[place]
-            if targets.device.type == "cpu" and bool((targets == IGNORED_LABEL).all()):
+            if without_targets(targets):
                 continue
             losses, grad_logits = _chunk(hidden[place], weight, targets, rows, wants_hidden or wants_weight)
             total += losses.sum()
@@ -164,10 +115,8 @@ class _VocabLoss(torch.autograd.Function):
             grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[place])
-            if grad_weight is not None and dtype == hidden.dtype:
-                grad_weight.addmm_(grad_logits.T, hidden[place])
-            elif grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[place]
+            if grad_weight is not None:
+                add_weight_gradient(grad_weight, grad_logits, hidden[place])
         if grad_hidden is not None:
             rows.all_reduce(grad_hidden)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -187,16 +136,12 @@ class _VocabLoss(torch.autograd.Function):
 
 
 def _chunk(
-    hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor, rows: _Rows, differentiate: bool
+    hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor, rows: VocabularyRows, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of each token (0 where ignored), and its gradient by this rank's logits (C, V) where wanted."""
-    logits = (hidden_CH @ weight_VH.T).to(torch.promote_types(hidden_CH.dtype, torch.float32))
-    largest = logits.amax(1)
-    rows.all_reduce(largest, dist.ReduceOp.MAX)
-    logits.sub_(largest.unsqueeze(1))
-    index = labels_C - rows.start
-    owned = (index >= 0) & (index < weight_VH.shape[0])
-    index = index.where(owned, 0).unsqueeze(1)
+    logits = logits_of(hidden_CH, weight_VH)
+    subtract_largest(logits, rows)
+    index, owned = rows.owned(labels_C, weight_VH.shape[0])
     target = logits.gather(1, index).squeeze(1).where(owned, 0)
     exp = logits.exp_()
     sums = torch.stack((exp.sum(1), target))

@@ -17,7 +17,7 @@ from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.costs import ModelFacts
 from usp.data import BatchStream
 from usp.documents import open_source
-from usp.failures import ConfigurationError
+from usp.failures import ConfigurationError, listed
 from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device
@@ -89,7 +89,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     start = attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
     if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:
-        raise ConfigurationError(_listed(problems))
+        raise ConfigurationError(listed(problems))
 
     dims = parallel_dims(config, config.ep).resolve(launch.world_size)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
@@ -99,7 +99,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     if saved is not None:
         attempt(partial(batches.load_state_dict, saved.stream))
     if problems or attempt(batches.peek) is None:
-        raise ConfigurationError(_listed(problems))
+        raise ConfigurationError(listed(problems))
     resolved = _resolved(config, dims, device)
     model = empty_model(model_config)
     return Prepared(
@@ -136,7 +136,7 @@ def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) ->
     saved = TrainingState.from_extra(read_extra(start.checkpoint))
     violations = resume_violations(saved, config, model_config.to_dict(), finished_too=start.finished_too)
     if violations:
-        raise ValueError(_listed(violations))
+        raise ValueError(listed(violations))
     return saved
 
 
@@ -159,10 +159,3 @@ def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, config.dtype)
-
-
-def _listed(problems: list[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return "\n".join([f"{len(problems)} things to change", *lines])

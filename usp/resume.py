@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from parallel import latest
 from usp.config import RunConfig
@@ -74,3 +78,19 @@ def _named(resume: str, folder: Path | None) -> Start:
             f"give the run that continues from it another --output"
         )
     return Start(folder or run, found)
+
+
+def run_folder(start: Start, launch: Launch, name: str, device: torch.device) -> Path:
+    """Where the run is kept, found again by a later start of the same launch. Collective over all ranks.
+
+    A name made of the time and `name` is rank 0's, so that all ranks name the same folder.
+    """
+    folder = start.folder
+    if folder is None:
+        now = torch.tensor(int(time.time()), device=device)
+        dist.broadcast(now, src=0)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
+        folder = Path("runs") / f"{stamp}-{name}"
+    if dist.get_rank() == 0:
+        launch.remember(FOLDER_KEY, str(folder))
+    return folder

@@ -5,6 +5,7 @@ Both end a document with their end-of-sequence id, where they have one, and add 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,13 @@ class Tokenizer(Protocol):
     def encode(self, document: bytes) -> Ids:
         """A document's ids, one dimension."""
 
+    @property
+    def eos(self) -> int | None:
+        """The id that ends a document; None where it has none."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without what stands for no text."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -47,6 +55,13 @@ class ByteTokenizer:
         ids[:-1] += BYTE_OFFSET
         ids[-1] = BYTE_EOS
         return ids
+
+    @property
+    def eos(self) -> int:
+        return BYTE_EOS
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i - BYTE_OFFSET for i in ids if 0 <= i - BYTE_OFFSET < 256).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -63,3 +78,10 @@ class TextTokenizer:
         if self.tokenizer.eos_token_id is not None:
             ids = [*ids, self.tokenizer.eos_token_id]
         return np.asarray(ids, dtype=np.int64)
+
+    @property
+    def eos(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)

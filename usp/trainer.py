@@ -21,7 +21,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from usp.costs import peak_flops, training_flops
 from usp.data import PackedBatch
 from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
+from usp.heads import NextToken
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -45,7 +46,7 @@ from usp.loss import global_token_count
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory
 from usp.prepare import Prepared, prepare
 from usp.profiling import StepProfiler, parse_steps
-from usp.resume import CHECKPOINTS, FOLDER_KEY
+from usp.resume import CHECKPOINTS, run_folder
 from usp.signals import StopRequest
 from usp.sp_attention import UnifiedSPAttention
 from usp.watchdog import Watchdog
@@ -70,7 +71,20 @@ def train(config: TrainConfig, launch: Launch, stop: StopRequest | None = None, 
         trainer.run()
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+class Schedule(Protocol):
+    """What a configuration says of learning rates."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def warmup_steps(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+def learning_rate(step: int, config: Schedule) -> float:
     """The rate of step 1, 2, ...: linear to the peak over warmup_steps, then a cosine to a tenth at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
@@ -101,7 +115,7 @@ class Trainer:
             self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.folder = self._name_folder()
+        self.folder = run_folder(prepared.start, self.launch, Path(config.model).name, self.device)
         self.checkpointer = Checkpointer(self.folder / CHECKPOINTS, config.keep_checkpoints, self.device.type)
         self.done, self.tokens, self.stopping = 0, 0, False
         if prepared.start.checkpoint is not None:
@@ -134,7 +148,7 @@ class Trainer:
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
-        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), tokens)
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), NextToken(tokens))
 
         sent = self._attention_sent() - sent_before
         total_loss, total_sent, stops = self._sum([share.item(), sent, float(self.stop.requested)])
@@ -287,21 +301,6 @@ class Trainer:
             after=self.done,
             wandb=open_wandb(self.config.wandb_project, self.folder, config_to_mapping(self.config)),
         )
-
-    def _name_folder(self) -> Path:
-        """Where the run is kept; a name made of the time is rank 0's, so that all ranks name the same folder.
-
-        A later start of the same launch finds it again.
-        """
-        folder = self.prepared.start.folder
-        if folder is None:
-            now = torch.tensor(int(time.time()), device=self.device)
-            dist.broadcast(now, src=0)
-            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
-            folder = Path("runs") / f"{stamp}-{Path(self.config.model).name}"
-        if self.is_writer:
-            self.launch.remember(FOLDER_KEY, str(folder))
-        return folder
 
 
 def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:

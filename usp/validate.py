@@ -238,6 +238,14 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         yield f"--mlp-tile = {config.mlp_tile} cuts dense MLPs, and those of {facts.name} are experts: drop it"
 
 
+def _router(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if facts.num_experts and facts.router_jitter:
+        yield (
+            f"router_jitter_noise = {facts.router_jitter} in the configuration of {facts.name} differs from rank to "
+            f"rank and layout to layout: set it to 0"
+        )
+
+
 def _above(number: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
@@ -281,4 +289,5 @@ MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tup
     (_tensor, (*_SP, "tp", "seq_len")),
     (_pipeline, ("pp", "pp_schedule")),
     (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "mlp_tile")),
+    (_router, ()),
 )

@@ -32,6 +32,16 @@ BAD = [
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data-field='text'", "it has 'body'", "--data-field"]),
     (["--model", "few-ids"], ["bytes gives ids up to 383", "vocabulary of 200"]),
+    (
+        ["--ep", "3", "--model", "noisy", "--steps", "0"],
+        [
+            "--steps = 0",
+            "--ep = 3 must divide",
+            "router_jitter_noise = 0.1",
+            "differs from rank to rank",
+            "set it to 0",
+        ],
+    ),
     (["--config", "wrong.yaml"], ["--config wrong.yaml", "unknown key 'sp-rings' (did you mean 'sp_ring'?)"]),
     (
         ["--steps", "0", "--model", "nothing", "--data", "missing.txt"],
@@ -48,10 +58,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "blank.jsonl").write_text('\n{"text": ""}\n')
     (folder / "field.jsonl").write_text('{"body": "text"}\n')
     (folder / "wrong.yaml").write_text("sp-rings: 2\n")
-    for name, change in (("few-heads", {"num_attention_heads": 4}), ("few-ids", {"vocab_size": 200})):
-        config = load_model_config("tiny")
-        for key, value in change.items():
-            setattr(config, key, value)
+    for name, preset, key, value in (
+        ("few-heads", "tiny", "num_attention_heads", 4),
+        ("few-ids", "tiny", "vocab_size", 200),
+        ("noisy", "mixtral-tiny", "router_jitter_noise", 0.1),
+    ):
+        config = load_model_config(preset)
+        setattr(config, key, value)
         model = drawn_model(config)
         save_weights(dict(model.named_parameters()), folder / name, config=config)
     return folder

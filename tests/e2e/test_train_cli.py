@@ -50,14 +50,6 @@ def test_the_checkpoint_knows_what_the_run_learned(finished: tuple[Path, Ended])
     assert loss < metrics_of(folder)[0]["loss"] - 1.5
 
 
-def test_the_written_configuration_repeats_the_losses(finished: tuple[Path, Ended], tmp_path: Path) -> None:
-    folder, _ = finished
-    args = ["--config", str(folder / "config.yaml"), "--output", "again"]
-    with Run(args, tmp_path, ranks=4) as run:
-        assert run.end().exit_code == 0
-    assert [r["loss"] for r in metrics_of(tmp_path / "again")] == [r["loss"] for r in metrics_of(folder)]
-
-
 def test_it_runs_without_a_launcher(tmp_path: Path) -> None:
     with Run(["--seq-len", "256", "--steps", "3"], tmp_path) as run:
         ended = run.end()

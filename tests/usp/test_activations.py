@@ -14,6 +14,7 @@ from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import RankPool, count_sent_bytes
 from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
 from usp.activations import apply_activation_checkpointing, apply_tiled_mlp, tiled_mlp_violations
+from usp.heads import NextToken
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 
@@ -36,7 +37,7 @@ def build(dims: ParallelDims, mode: str, offload: bool, tile: int) -> tuple[Caus
 
 def loss_of(stage: CausalLMStage, mesh: ParallelMesh, step: int) -> Tensor:
     batch = shard_batch(packed_batch(step), mesh, "zigzag")
-    return stage(batch.pop("input_ids"), **batch, global_tokens=TOKENS)
+    return stage(batch.pop("input_ids"), **batch, head=NextToken(TOKENS))
 
 
 def gradients(stage: CausalLMStage) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.batch import IGNORED_LABEL
 from usp.engines.pipeline import HandedOver, PipelineRunner, joined
+from usp.heads import NextToken
 from usp.hf.integrate import decoder_layers
 from usp.hf.pipeline import prune_to_stage
 from usp.hf.stage import CausalLMStage
@@ -64,7 +65,7 @@ def train_pipelined(
             local["shift_labels"][-1:] = IGNORED_LABEL
         size = share // MICRO_BATCHES
         cuts = [slice(first, first + size) for first in range(0, share, size)]
-        loss = runner.forward_backward([{k: v[cut] for k, v in local.items()} for cut in cuts], int(tokens))
+        loss = runner.forward_backward([{k: v[cut] for k, v in local.items()} for cut in cuts], NextToken(int(tokens)))
         if broken.scale:
             for parameter in parameters:
                 parameter.grad /= MICRO_BATCHES

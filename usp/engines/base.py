@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from usp.heads import Head
 from usp.hf.stage import CausalLMStage
 
-MicroBatch = Mapping[str, Tensor]  # input_ids, position_ids, shift_labels, cu_seqlens: see `usp.shard_batch`
+# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), and what else the head takes, lying so
+MicroBatch = Mapping[str, Tensor]
 
 
 class Engine(Protocol):
@@ -20,7 +22,7 @@ class Engine(Protocol):
 
     stages: Sequence[CausalLMStage]
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         """Add the step's gradients up; gives this rank's share of the loss, float32, 0-dim, detached.
 
         The sum of the shares over the loss axis (on the last pipeline stage; zero elsewhere) is the loss.

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
 from usp.engines.base import AdamW, MicroBatch
+from usp.heads import Head
 from usp.hf.stage import CausalLMStage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,12 +73,12 @@ class DeepSpeedEngine:
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
         self._make_moments()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         share = torch.zeros((), device=self.mesh.device_type)
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             inputs = {key: value for key, value in batch.items() if key != "input_ids"}
-            loss = self.engine(batch["input_ids"], **inputs, global_tokens=global_tokens)
+            loss = self.engine(batch["input_ids"], **inputs, head=head)
             self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
             share += loss.detach()
         return share

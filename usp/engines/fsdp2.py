@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
 from usp.costs import fsdp_sent_bytes
 from usp.engines.base import AdamW, MicroBatch
+from usp.heads import Head
 from usp.hf.experts import expert_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
@@ -46,15 +47,15 @@ class Fsdp2Engine:
         self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
         self.optimizer = optimizer.over(self.parameters.values())
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(micro_batches, global_tokens)
+            return self.pipeline.forward_backward(micro_batches, head)
         (stage,) = self.stages
         share = torch.zeros((), device=self.mesh.device_type)
         for number, batch in enumerate(micro_batches, start=1):
             before_micro_batch(stage, self.zero, last=number == len(micro_batches))
             inputs = {key: value for key, value in batch.items() if key != "input_ids"}
-            loss = stage(batch["input_ids"], **inputs, global_tokens=global_tokens)
+            loss = stage(batch["input_ids"], **inputs, head=head)
             loss.backward()
             share += loss.detach()
         return share

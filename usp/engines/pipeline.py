@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from parallel import ParallelMesh
 from parallel.pipeline import Pipeline
 from usp.engines.base import MicroBatch
+from usp.heads import Head
 from usp.hf.stage import CausalLMStage
 
 
@@ -47,16 +49,15 @@ class PipelineRunner:
         self, stages: Sequence[CausalLMStage], mesh: ParallelMesh, *, schedule: str, zero: int, handed: HandedOver
     ) -> None:
         self.stages, self.mesh, self.schedule, self.zero, self.handed = stages, mesh, schedule, zero, handed
-        self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        # Shapes that vary from step to step must not pile up: a pipeline keeps what it receives into.
+        self._prepare = lru_cache(maxsize=4)(self._pipeline)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], global_tokens: int) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         """Adds up gradients; gives the loss share, float32, 0-dim, on the rank of the last stage, zero elsewhere."""
         batch = joined(micro_batches)
         ids = batch.pop("input_ids")
         shape = (len(micro_batches), *micro_batches[0]["input_ids"].shape)
-        if shape not in self._pipelines:
-            self._pipelines[shape] = self._pipeline(*shape)
-        return self._pipelines[shape].step(ids, **batch, global_tokens=global_tokens)
+        return self._prepare(*shape).step(ids, **batch, head=head)
 
     def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
         handed = self.handed.tensors(rows, tokens)

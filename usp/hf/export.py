@@ -43,11 +43,11 @@ def save_weights(
     max_shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a model that `AutoModelForCausalLM.from_pretrained(folder)` loads, in the dtypes of `weights`. Collective.
+    """Write a folder that transformers' `from_pretrained` loads as the model of `config`, in the dtypes of `weights`.
 
-    Beside its own weights, a rank holds one file, one tensor, and copies of the parts that it sends at a time. The
-    folder is written under another name and renamed when it is whole; a model that lay there is replaced, and so is
-    what a broken attempt left. It exists when any rank returns. Without a process group, one process holds all.
+    Collective. Beside its own weights, a rank holds one file, one tensor, and copies of the parts that it sends at a
+    time. The folder is written under another name and renamed when it is whole; a model that lay there is replaced, and
+    so is what a broken attempt left. It exists when any rank returns. Without a process group, one process holds all.
 
     Args:
         weights: by their names in the transformers model; those of this rank's pipeline stages, plain (all of it) or
@@ -158,10 +158,11 @@ def _exported_model(config: PretrainedConfig, generation_config: GenerationConfi
     config.use_cache = True  # off while sequences are sharded; whoever loads the model generates with it
     whole = empty_model(config)
     whole.config.architectures = [type(whole).__name__]
-    if generation_config is not None:
-        whole.generation_config = copy.deepcopy(generation_config)
-    assert whole.generation_config is not None
-    whole.generation_config.use_cache = True
+    if whole.can_generate():  # not with a scalar head
+        if generation_config is not None:
+            whole.generation_config = copy.deepcopy(generation_config)
+        assert whole.generation_config is not None
+        whole.generation_config.use_cache = True
     return whole
 
 
@@ -186,7 +187,9 @@ def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partia
     whole.config.dtype = str(assemblies[0].dtype).removeprefix("torch.")
     try:
         whole.config.save_pretrained(partial)
-        whole.generation_config.save_pretrained(partial)
+        if whole.can_generate():
+            assert whole.generation_config is not None
+            whole.generation_config.save_pretrained(partial)
         if len(files) > 1:
             metadata = {
                 "total_parameters": sum(assembly.tensor.box.numel for assembly in assemblies),

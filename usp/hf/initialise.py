@@ -19,9 +19,10 @@ from usp.hf.models import empty_model, kept_names
 
 
 @torch.no_grad()
-def initialise(model: PreTrainedModel, seed: int) -> None:
+def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
     """Fill parameters and buffers of a model, or of a pipeline stage of it, after `materialise`.
 
+    only: the name of the one module to fill; "": all.
     Parameters may be plain or DTensors. Tied parameters get the values that transformers gives the first of them.
     Random states stay as they are. A rank draws every module of which it holds a part, so time does not fall with the
     number of ranks that share one.
@@ -37,7 +38,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     for prefix, module in whole.named_modules():
         names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]
         targets = {name: held[full] for name, full in names if kept[full] == full and full in held}
-        if targets:
+        if targets and only in ("", prefix):
             _fill(whole, prefix, seed, targets)
     fill_buffers(model)
 

@@ -2,7 +2,8 @@
 
 transformers sends every attention through a registry of functions (`AttentionInterface`) and makes masks through
 another. Both get one entry, found by the name in the model's configuration; the entry calls the layer's own
-`unified_sp`. What a layer needs beyond q, k and v (`cu_seqlens`, its window) comes as keyword arguments of the forward.
+`unified_sp`. What a layer needs beyond q, k and v (`cu_seqlens`, its window) comes as keyword arguments of the forward;
+so does `kv_cache`, with which a forward keeps its keys and values (`Prefill`) or attends over kept ones (`DecodeStep`).
 Whatever cannot be honoured is refused: nothing is dropped, no layer is left unsharded.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 
 from ..batch import document_starts
@@ -64,6 +67,20 @@ def apply_unified_sp(
     model.base_model.register_forward_pre_hook(guard.before, with_kwargs=True)
     model.base_model.register_forward_hook(guard.after)
     return model
+
+
+def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: DecodeStep) -> Tensor:
+    """Hidden states (B, 1, H) of a stage's step, from ids (B, 1), or from hidden states where it is not the first.
+
+    The model's own forward also makes a mask and looks for packed documents, which takes a small model longer than its
+    layers. Needs a model of `FAMILIES` after `apply_unified_sp`.
+    """
+    base: Any = model.base_model
+    hidden = x if base.embed_tokens is None else base.embed_tokens(x)
+    rotary = base.rotary_emb(hidden, position_ids=position_ids)
+    for layer in base.layers:
+        hidden = layer(hidden, position_embeddings=rotary, kv_cache=step)
+    return base.norm(hidden)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -119,6 +136,13 @@ class _ForwardGuard:
         violations = []
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
+        cache = kwargs.get("kv_cache")
+        if isinstance(cache, DecodeStep):
+            violations.append("a step's tokens are not sharded over the sequence: call decode_stage")
+        if cache is not None and torch.is_grad_enabled():
+            violations.append("kv_cache keeps no gradients: call the model under torch.no_grad()")
+        if cache is not None and kwargs.get("cu_seqlens") is not None:
+            violations.append("kv_cache is for rows of one sequence each: leave cu_seqlens out")
         if kwargs.get("output_attentions"):
             violations.append("output_attentions=True asks for weights that are never formed")
         if kwargs.get("output_router_logits"):
@@ -184,23 +208,33 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    kv_cache: Prefill | DecodeStep | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention registry's entry. Heads before tokens: (B, N, S, H) in, (B, S, N, H) out."""
-    violations = [f"{name} is not known to unified_sp" for name in sorted(set(kwargs) - _NEUTRAL)]
+    violations = [f"{name} is not known to unified_sp" for name in kwargs if name not in _NEUTRAL]
     if attention_mask is not None:
         violations.append("a ready-made attention_mask is not honoured: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not computed by the sharded kernels: set it to 0")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if kv_cache is not None and not (causal and softcap is None and s_aux is None):
+        violations.append("kv_cache is for causal attention without softcap and sinks")
     if violations:
         raise ValueError("; ".join(violations))
     attention = module.unified_sp
     assert isinstance(attention, UnifiedSPAttention)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    layer = module.layer_idx
+    if isinstance(kv_cache, DecodeStep):
+        return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
+    if kv_cache is not None:
+        kv_cache.store(layer, k, v)  # type: ignore[arg-type]
     out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        q,
+        k,
+        v,
+        causal=causal,
         scale=scaling,
         # transformers counts the query itself: a window of W sees W - 1 tokens back.
         window=None if sliding_window is None else (sliding_window - 1, -1),

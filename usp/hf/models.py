@@ -1,5 +1,8 @@
 """Causal language models by a preset's name or a local checkpoint folder: their configuration, facts, and empty model.
 
+With a scalar head, a number per token in place of the vocabulary (critics, reward models), a model is transformers'
+<Family>ForSequenceClassification with one label, and its configuration's `architectures` say so.
+
 Nothing is ever downloaded and no code out of a checkpoint is ever run: a model is a preset's name or a folder on
 this machine, its class is one that transformers ships, and its weights are safetensors.
 """
@@ -8,11 +11,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from usp.config import nearest
@@ -22,6 +32,8 @@ from usp.hf.integrate import FAMILIES
 from usp.presets import PRESETS
 
 ModelConfig: TypeAlias = PretrainedConfig
+ModelHead: TypeAlias = Literal["lm", "scalar"]
+_SCALAR = "ForSequenceClassification"
 
 
 def hide_progress_bars() -> None:
@@ -29,13 +41,17 @@ def hide_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def load_model_config(model: str) -> PretrainedConfig:
-    """The transformers configuration of a preset or of a local checkpoint folder.
+def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False) -> PretrainedConfig:
+    """The transformers configuration of a preset or of a local checkpoint folder, with the head that is asked for.
 
-    Raises ValueError when `model` is neither, and for a folder whose model type or weights cannot be used.
+    new_head: give a folder's causal LM a scalar head, which `load_weights` draws; else the folder must have one.
+
+    Raises ValueError when `model` is neither, for a folder whose model type or weights cannot be used, and for one with
+    another head.
     """
     if model in PRESETS:
-        return AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
+        config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
+        return config if head == "lm" else scalar_config(config)
     folder = Path(model).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -55,6 +71,41 @@ def load_model_config(model: str) -> PretrainedConfig:
             f"model={model} is of type {config.model_type!r}, and the types that can be trained with their sequence "
             f"split are {', '.join(FAMILIES)}"
         )
+    return _with_head(model, config, head, new_head)
+
+
+def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: bool) -> PretrainedConfig:
+    if is_scalar(config) and (head == "lm" or new_head):
+        raise ValueError(f"model={model} has a scalar head, which is no next-token model's: give a causal LM's folder")
+    if is_scalar(config) and config.num_labels != 1:
+        raise ValueError(f"model={model} gives num_labels={config.num_labels} numbers for each token, and must give 1")
+    if head == "scalar" and not is_scalar(config):
+        if not new_head:
+            raise ValueError(
+                f"model={model} is a causal LM without a scalar head: ask for a new head, or give the folder of a "
+                f"model that has one"
+            )
+        return scalar_config(config)
+    return config
+
+
+def is_scalar(config: PretrainedConfig) -> bool:
+    """Whether the model that `config` describes has a scalar head."""
+    return any(name.endswith(_SCALAR) for name in config.architectures or ())
+
+
+def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same model with a scalar head in place of a causal LM's."""
+    config = copy.deepcopy(config)
+    config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
+    config.num_labels = 1
+    return config
+
+
+def causal_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same model with a causal LM's head."""
+    config = copy.deepcopy(config)
+    config.architectures = None
     return config
 
 
@@ -73,14 +124,16 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         intermediate_size=config.intermediate_size,
         num_experts=getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0,
-        tied=bool(config.tie_word_embeddings),
+        router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
+        tied=_ties_head(config),
     )
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model in float32 on the meta device, with a configuration of its own."""
+    kind = AutoModelForSequenceClassification if is_scalar(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
@@ -111,7 +164,11 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     for experts in expert_modules(model):
         total -= _idle_weights(experts, model.config)
     embedding = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-    return total if model.config.tie_word_embeddings else total - embedding
+    return total if _ties_head(model.config) else total - embedding
+
+
+def _ties_head(config: PretrainedConfig) -> bool:
+    return bool(config.tie_word_embeddings) and not is_scalar(config)
 
 
 def _idle_weights(experts: nn.Module, config: PretrainedConfig) -> int:

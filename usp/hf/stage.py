@@ -1,9 +1,9 @@
-"""What one pipeline stage of a causal language model computes: from ids or hidden states to hidden states or the loss.
+"""What one pipeline stage of a language model computes: from ids or hidden states to hidden states, or what is wanted.
 
-    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> vocabulary loss   last stage
+    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.heads.Head   last stage
 
 The model is the unchanged transformers one, with the layers of other stages taken out. Its head is never called: the
-loss takes the head's weight, so that the logits of all tokens never exist. Without pipeline parallelism one stage is
+loss takes its weight, so that the logits of all tokens never exist. Without pipeline parallelism one stage is
 first and last.
 """
 
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
+from usp.heads import Head, LastHidden
 from usp.hf.balance import RouterBalance
-from usp.loss import vocab_loss
+from usp.hf.pipeline import head_name
 
 
 class CausalLMStage(nn.Module):
     """A stage of `model`, and the root module that the engine shards.
 
     Args:
-        first, last: whether the stage takes ids, and whether it gives the loss.
+        first, last: whether the stage takes ids, and whether it has the head.
         loss_chunk: tokens whose logits exist at a time.
         balance: what counts the choices of the model's routers, where their auxiliary loss is part of the loss.
     """
@@ -47,18 +48,18 @@ class CausalLMStage(nn.Module):
         x: Tensor,
         chosen: Tensor | None = None,
         *,
+        head: Head,
         position_ids: Tensor,
-        shift_labels: Tensor,
-        global_tokens: int,
         cu_seqlens: Tensor | None = None,
+        **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states, or on the last stage this rank's share of the loss, in fp32.
+        """Hidden states, or on the last stage what `head` makes of them: in training this rank's share of the loss.
 
         Args:
             x: (B, S) ids on the first stage, else hidden states (B, S, H).
             chosen: with `balance`, what the stage before gave beside its hidden states.
-            position_ids, shift_labels, cu_seqlens: as `shard_batch` gives them.
-            global_tokens: targets of the whole step, over all ranks and micro-batches.
+            position_ids, cu_seqlens: as `shard_batch` gives them.
+            inputs: what `head` takes, such as `shift_labels`.
         """
         if self.balance is not None:
             self.balance.open(chosen)
@@ -70,13 +71,8 @@ class CausalLMStage(nn.Module):
             chosen = self.balance.close()
         if not self.last:
             return hidden if chosen is None else (hidden, chosen)
-        head = cast(nn.Linear, self.model.get_output_embeddings())
-        loss = vocab_loss(
-            hidden,
-            head.weight,
-            shift_labels,
-            global_tokens=global_tokens,
-            chunk_tokens=self.loss_chunk,
-            group=self.tp_group,
-        )
-        return loss if self.balance is None or chosen is None else loss + self.balance.share(chosen)
+        weight = cast(nn.Linear, getattr(self.model, head_name(self.model))).weight
+        if cu_seqlens is not None:
+            inputs["cu_seqlens"] = cu_seqlens
+        wanted = head(LastHidden(hidden, weight, self.loss_chunk, self.tp_group), inputs)
+        return wanted if self.balance is None or chosen is None else wanted + self.balance.share(chosen)

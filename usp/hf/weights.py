@@ -14,24 +14,27 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from parallel.boxes import local_box, local_part
 from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
-from usp.hf.initialise import fill_buffers
-from usp.hf.models import empty_model, kept_names
+from usp.hf.initialise import fill_buffers, initialise
+from usp.hf.models import causal_config, empty_model, kept_names
+from usp.hf.pipeline import head_name
 
 _ROWS_AT_A_TIME = 4096
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: Path) -> None:
+def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = None) -> None:
     """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `materialise`.
 
     Parameters may be plain or DTensors, of any dtype; a rank reads the parts that it holds, and nothing is
     communicated. Buffers are computed, and the model gets the folder's generation configuration where it has one.
 
+    head_seed: the folder is a causal LM's and the model has a scalar head, which is drawn from this seed instead.
+
     Raises:
         ValueError: on every rank alike and before a weight is read, naming files that cannot be read, and every tensor
             that is missing, superfluous, or of another shape.
     """
-    whole = empty_model(model.config)
+    whole = empty_model(model.config if head_seed is None else causal_config(model.config))
     kept = kept_names(whole)
     found = read_headers(folder)
     choice = choose_tensors(whole, model.config.model_type, found, folder)
@@ -40,13 +43,18 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         for first, copy in choice.copies:
             _check_equal(files, found, first, copy)
         for name, parameter in model.named_parameters(remove_duplicate=False):
+            if head_seed is not None and name.startswith(f"{head_name(model)}."):
+                continue
             held, values = local_box(parameter), local_part(parameter)
             for tensor in choice.tensors[kept[name]]:
                 part = held.overlap(tensor.box)
                 if part is not None:
                     read = _read(files, found, tensor, part.slices(tensor.box))
                     values[part.slices(held)] = read.view(part.sizes).to(values.dtype)
-    fill_buffers(model)
+    if head_seed is None:
+        fill_buffers(model)
+    else:
+        initialise(model, head_seed, only=head_name(model))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 

@@ -1,7 +1,4 @@
-"""An RLHF step as a graph: calls of models and of functions, and the keys of `Samples` that they take and give.
-
-The edges follow from the keys (ReaL, arXiv 2406.14088, section 4): who produces a key comes before who takes it.
-"""
+"""The calls of an RLHF step: of models and of functions, and the keys of `Samples` that they take and give."""
 
 from __future__ import annotations
 
@@ -40,11 +37,16 @@ class Objective(Protocol):
         temperature: of the log-probabilities.
     """
 
-    head: Literal["logprobs", "values"]
-    entropy: bool
-    keys: tuple[str, ...]
-    unit: int
-    temperature: float
+    @property
+    def head(self) -> Literal["logprobs", "values"]: ...
+    @property
+    def entropy(self) -> bool: ...
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
@@ -108,11 +110,15 @@ class Compute:
 
     function(samples, reduce) -> the output keys of the same samples. `reduce` sums over all of the call's ranks, for
     statistics of the whole step, and is called equally often on every rank, samples or none.
-    unit: samples that must stay together, with consecutive ids.
+
+    Attributes:
+        unit: samples that must stay together, with consecutive ids.
+        scalars: output keys that are one number per sample; the others have one per token. All are float32.
     """
 
     function: Callable[[Samples, Reduce], Samples]
     unit: int = 1
+    scalars: tuple[str, ...] = ("score",)
 
 
 Work: TypeAlias = Generate | Inference | TrainStep | Compute

@@ -2,7 +2,8 @@
 
 Per-token values have one entry per token of the sample, and entry t is about the prediction made AT token t, of token
 t + 1: its log-probability, the value of the state it is made in, its advantage, whether it counts (`mask`). The last
-token predicts nothing, and its entry is 0. So log-probabilities, masks and advantages are sharded as the ids are.
+token predicts nothing, and its entry is 0; of values it is that of the state behind the last token, where a response
+that was cut would go on. So log-probabilities, masks and advantages are sharded as the ids are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+"""rlhf.py as a user runs it: to its end, with bad input, with a reward function that fails, with ranks that die."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import usp.failures
+from tests.e2e.processes import ROOT, Run
+from usp.rlhf.cli import main
+
+SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
+EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+FILES = {
+    "empty.jsonl": "\n",
+    "bad.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "a"}\nnot json\n',
+    "long.jsonl": json.dumps({"prompt": "x" * 200_000, "answer": "b"}),
+    "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
+    "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n",
+}
+BAD = [
+    (["--algorithm", "gpro"], ["--algorithm = 'gpro' must be one of", "did you mean 'grpo'"]),
+    (["--plan", "flatening"], ["--plan = flatening must be one of heuristic, flattening", "did you mean 'flattening'"]),
+    (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
+    (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),
+    (["--data", "bad.jsonl"], ["line 2: a prompt of 0 tokens", "line 3: no text under 'answer'", "line 4: not JSON"]),
+    (["--data", "long.jsonl"], ["line 1: a prompt of 200000 tokens, and it must be 1 to 131064"]),
+    (["--prompt-tokens", "200000"], ["--prompt-tokens = 200000 must be from 64 to 131064"]),
+    (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
+    (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
+    (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
+    (["--prompts", "0", "--temperature", "-1"], ["2 things to change", "--prompts = 0", "--temperature = -1.0"]),
+    (["--sp-ulysses", "3"], ["ulysses=3"]),
+    (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
+def test_bad_input_is_refused_before_anything_communicates(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: list[str]
+) -> None:
+    monkeypatch.chdir(inputs)
+    monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
+    exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": "0", "LOCAL_RANK": "0"})
+    shown = capsys.readouterr()
+    assert exit_code == 2 and not dist.is_initialized() and shown.err.startswith("error: "), shown.err
+    for part in said:
+        assert part in shown.err
+
+
+def test_a_reward_that_is_no_number_ends_the_run_and_keeps_the_sample(inputs: Path, tmp_path: Path) -> None:
+    args = [*SMALL, "--steps", "2", "--output", "run", "--reward-function", f"{inputs / 'reward.py'}:nothing"]
+    with Run(args, tmp_path, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 1 and ended.err.count("it returned nan") == 1 and "Traceback" not in ended.err
+    (record,) = map(json.loads, (tmp_path / "run" / "bad-samples.jsonl").read_text().splitlines())
+    assert record["step"] == 1 and record["prompt"].endswith("# mark: ") and record["error"] == "it returned nan"
+
+
+# A file with a reward function may hold anything; this one kills its rank once in each kind of call.
+KILLS = """
+import os, signal
+from pathlib import Path
+from usp.rlhf.models import RoleModel
+
+def deadly(kind):
+    def die():
+        fate = Path("died-in-" + kind)
+        if os.environ["RANK"] == "1" and os.environ.get("DEADLY") and not fate.exists():
+            fate.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return die
+
+for kind in ("generate", "inference", "train_step"):
+    def dying(self, *args, call=getattr(RoleModel, kind), die=deadly(kind), **kwargs):
+        die()
+        return call(self, *args, **kwargs)
+    setattr(RoleModel, kind, dying)
+
+def reward(prompt, response, answer):
+    deadly("reward")()
+    return len(set(response)) / 8
+"""
+DEATHS = ("generate", "inference", "train_step", "reward")
+
+
+def scores_of(run: Path) -> list[tuple[int, float, float]]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["score"], record["actor/loss"]) for record in records]
+
+
+def test_a_rank_killed_in_any_kind_of_call_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kills.py").write_text(KILLS)
+    args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward"]
+    with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        assert run.end().exit_code == 0, run.err.read_text()
+    monkeypatch.setenv("DEADLY", "1")
+    restarts = ("--max-restarts", str(len(DEATHS)))
+    with Run([*args, "--output", "deadly"], tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
+        assert run.end().exit_code == 0, run.err.read_text()
+    assert all((tmp_path / f"died-in-{kind}").exists() for kind in DEATHS)
+    assert scores_of(tmp_path / "deadly") == scores_of(tmp_path / "calm")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    first = [*SMALL, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
+    with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        assert run.end().exit_code == 0, run.err.read_text()
+    again = [*SMALL, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation"]
+    with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 0 and "continues: run/checkpoints/step-00000002" in ended.out, ended.err
+    assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]

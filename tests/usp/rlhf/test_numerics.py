@@ -1,0 +1,169 @@
+"""Real steps of real algorithms under plans of all kinds, compared with one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from parallel.testing import RankPool
+from tests.usp.rlhf.test_role_models import ADAM, config_of
+from tests.usp.tiny import LEARNING_RATE, VOCAB
+from usp.rlhf.algorithms.graphs import build_graph
+from usp.rlhf.algorithms.options import DPO, GRPO, PPO, ReMax
+from usp.rlhf.algorithms.rewards import ScoreWith
+from usp.rlhf.copies import Moving
+from usp.rlhf.dataflow import DataflowGraph
+from usp.rlhf.executor import Executor
+from usp.rlhf.generate import Generator
+from usp.rlhf.graph import Generate, ModelCall
+from usp.rlhf.models import RoleModel
+from usp.rlhf.named_plans import Facts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan import CallLayout, ExecutionPlan
+from usp.rlhf.samples import Samples
+from usp.rlhf.spec import RoleSpec
+
+STEPS = {"ppo": 5, "grpo": 2, "dpo": 2, "remax": 2}
+TOLERANCE = 1e-5
+SAMPLING = Generate(max_new_tokens=6, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
+FACTS = Facts(8, 4, 2, 2)
+
+
+def parity_of(prompt: list[int], response: list[int], answer: int) -> float:
+    """A reward that most responses have something of."""
+    return sum(token % 2 for token in response) / (1 + len(response)) + answer / 100
+
+
+REWARD = ScoreWith(parity_of, list, lambda index: index)
+ALGORITHMS: dict[str, Any] = {
+    "ppo": PPO(generate=SAMPLING, mini_batches=2, kl_target=0.5),
+    "grpo": GRPO(generate=replace(SAMPLING, group_size=4), reward=REWARD, mini_batches=2),
+    "dpo": DPO(mini_batches=2),
+    "remax": ReMax(generate=SAMPLING, reward=REWARD),
+}
+PLANS = (
+    *("flattening", "tp2 pp2 dp2", "u2 r2 tp2", "generate tp2 dp4, train u2 r2 dp2"),
+    *("separation", "interleaving", "heuristic"),
+)
+# The graph that has every kind of call goes through every plan; the others through those that differ most.
+FEWER = {"dpo": ("tp2 pp2 dp2", "separation"), "remax": ("u2 r2 tp2",), "grpo": PLANS[2:5]}
+
+
+def alone(graph: DataflowGraph) -> ExecutionPlan:
+    layout = CallLayout((0,), ParallelDims(dp_shard=1))
+    return ExecutionPlan("alone", {call.name: layout for call in graph.calls})
+
+
+def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
+    if name == "flattening":
+        return flattening(graph, replace(FACTS, zero=3))
+    if name == "tp2 pp2 dp2":
+        return flattening(graph, replace(FACTS, dims=ParallelDims(tp=2, pp=2)))
+    if name == "u2 r2 tp2":
+        return flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2, tp=2)))
+    if name == "separation":
+        facts = replace(FACTS, dims=ParallelDims(ring=2), rollout_dims=ParallelDims(tp=2), zero=3)
+        return separation(graph, facts)
+    if name == "interleaving":
+        return interleaving(graph, replace(FACTS, dims=ParallelDims(ulysses=2), zero=3))
+    if name == "heuristic":
+        return heuristic(graph, FACTS)
+    plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), zero=3))
+    everything = CallLayout(tuple(range(8)), ParallelDims(tp=2, dp_shard=4))
+    made = {call.name: everything for call in graph.calls if call.kind == "generate"}
+    return replace(plan, calls={**plan.calls, **made})
+
+
+def given(algorithm: str, step: int) -> Samples:
+    """Prompts, or pairs of sequences, of uneven lengths."""
+    draw = torch.Generator().manual_seed(step)
+    ids = [torch.randint(0, VOCAB, (int(n),), generator=draw) for n in torch.randint(2, 20, (8,), generator=draw)]
+    if algorithm == "dpo":
+        masks = [(torch.arange(len(one)) >= len(one) // 2).float() for one in ids]
+        for mask in masks:
+            mask[-1] = 0
+        return Samples(tuple(range(8)), {"tokens": ids, "mask": masks})
+    values = {"prompt_ids": ids}
+    if algorithm != "ppo":
+        values["prompt_index"] = [torch.tensor(index) for index in range(8)]
+    return Samples(tuple(range(8)), values)
+
+
+Steps = list[tuple[dict[str, float], dict[str, list[Tensor]]]]
+
+
+def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
+    """What rank 0 is told of each step, and this rank's trained weights, whole."""
+    graph = build_graph(algorithm, ALGORITHMS[algorithm])
+    trained: dict[str, RoleModel] = {}
+
+    def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
+        config = config_of("llama", "logprobs" if call.role in ("actor", "ref") else "values")
+        spec = RoleSpec(
+            call.role, "tiny", config, seed=len(call.role), optimizer=ADAM, learning_rate=LEARNING_RATE, loss_chunk=5
+        )
+
+        def generator(model: RoleModel) -> Generator:
+            return Generator(model.stage.model, mesh, first=model.stage.first, last=model.stage.last, slots=3)
+
+        model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", make_generator=generator)
+        if model.trained:
+            trained[call.role] = model
+        return model
+
+    keys = {*graph.given, *graph.producers}
+    shown = tuple(
+        key for key in ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs") if key in keys
+    )
+    plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
+    executor = Executor(
+        graph, plan, ProcessGroups(), build, torch.device("cpu"), moving=Moving(ranks_per_host=4), collect=shown
+    )
+    steps: Steps = []
+    for number in range(1, STEPS[algorithm] + 1):
+        result = executor.run_step(given(algorithm, number), number, seed=number)
+        if result.samples is not None:
+            steps.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
+    weights = {
+        f"{role}.{name}": weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+        for role, model in trained.items()
+        for name, weight in model.weights().items()
+    }
+    return steps, weights
+
+
+def run_all(algorithm: str) -> dict[str, tuple[Steps, dict[str, Tensor]]]:
+    return {name: run(algorithm, name) for name in ("alone", *FEWER.get(algorithm, PLANS))}
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / (1e-12 + wanted.norm())).item()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, algorithm: str) -> None:
+    results = ranks.run(run_all, 8, algorithm, timeout=600)
+    wanted_steps, wanted_weights = results[0]["alone"]
+    for name in FEWER.get(algorithm, PLANS):
+        steps = results[0][name][0]
+        for number, ((metrics, samples), (wanted_metrics, wanted)) in enumerate(zip(steps, wanted_steps, strict=True)):
+            where = f"{algorithm}, {name}, step {number + 1}"
+            for key, ones in wanted.items():
+                if ones[0].dtype == torch.int64:
+                    assert all(map(torch.equal, samples[key], ones)), f"{where}: {key} are others"
+                else:
+                    error = distance(torch.cat(samples[key]), torch.cat(ones))
+                    assert error < TOLERANCE, f"{where}: {key} are off by {error:.1e}"
+            losses = {key: value for key, value in wanted_metrics.items() if key.endswith("loss")}
+            assert losses and metrics.keys() == wanted_metrics.keys(), where
+            for key, value in losses.items():
+                assert metrics[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), f"{where}: {key}"
+        weights = {key: value for rank in range(8) for key, value in results[rank][name][1].items()}
+        assert weights.keys() == wanted_weights.keys(), name
+        for key, value in wanted_weights.items():
+            assert distance(weights[key], value) < TOLERANCE, f"{algorithm}, {name}: {key}"

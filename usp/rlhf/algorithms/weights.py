@@ -1,0 +1,80 @@
+"""The weights of tokens in a loss: they hold its normalisation over a mini-batch, whichever ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..graph import Reduce
+from ..mini_batches import mini_batch_of
+from ..samples import Samples
+from .responses import Responses
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the loss of a mini-batch is made of its tokens' losses. Sequences without tokens count nowhere.
+
+    token_mean: their mean. sequence_mean: the mean over sequences of each one's mean (GRPO: DeepSeekMath, arXiv
+    2402.03300, equation 3). sequence_sum: the mean over sequences of each one's sum, which is the gradient of
+    sequence log-probabilities. constant: that divided by `length`, which is the same for all (Dr. GRPO, arXiv
+    2503.20783).
+
+    Attributes:
+        mini_batches, unit: of the train step.
+    """
+
+    aggregation: Aggregation
+    mini_batches: int
+    unit: int = 1
+    length: int = 1
+
+    def __call__(self, ids: Sequence[int], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+        """Per-token float32 weights of samples `ids`, from masks of 0 and 1. Two sums over ranks."""
+        lengths = Responses(masks).lengths_N.double()
+        batch = _mini_batch_of(ids, self.mini_batches, self.unit, reduce)
+        counted = lengths if self.aggregation == "token_mean" else (lengths > 0).double()
+        totals = reduce(torch.zeros(self.mini_batches, dtype=torch.float64).index_add(0, batch, counted))
+        divisors = totals.clamp(min=1)[batch]
+        if self.aggregation == "sequence_mean":
+            divisors = divisors * lengths.clamp(min=1)
+        elif self.aggregation == "constant":
+            divisors = divisors * self.length
+        return [((mask != 0) / divisor).float() for mask, divisor in zip(masks, divisors, strict=True)]
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """A function of samples: `weights` of the tokens in `mask`."""
+
+    weighting: Weighting
+
+    def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
+        return Samples(samples.ids, {"weights": self.weighting(samples.ids, samples["mask"], reduce)})
+
+
+@dataclass(frozen=True)
+class PairWeights:
+    """A function of samples: `weights` is 1 / pairs of the mini-batch at the last token of each sample, else 0."""
+
+    mini_batches: int
+
+    def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
+        batch = _mini_batch_of(samples.ids, self.mini_batches, 2, reduce)
+        pairs = reduce(torch.bincount(batch, minlength=self.mini_batches).double() / 2)
+        weights = [torch.zeros(len(tokens)) for tokens in samples["tokens"]]
+        for weight, number in zip(weights, batch.tolist(), strict=True):
+            weight[-1] = 1 / pairs[number]
+        return Samples(samples.ids, {"weights": weights})
+
+
+def _mini_batch_of(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
+    """(samples,) int64. One sum over ranks."""
+    samples = int(reduce(torch.tensor(len(ids))))
+    return torch.tensor(mini_batch_of(ids, samples, mini_batches, unit), dtype=torch.int64)

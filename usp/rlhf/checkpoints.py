@@ -1,0 +1,58 @@
+"""What a checkpoint of an RLHF run holds beyond its tensors, and what must hold where the run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from usp.config import flag
+
+from .config import RlhfConfig
+
+# What makes another run of it: the models, the data, what is learned from them.
+_THE_RUN = ("algorithm", "data", "prompt_tokens", "tokenizer", "reward_function", "seed")
+
+
+@dataclass(frozen=True)
+class RlhfState:
+    """A run after a step.
+
+    Attributes:
+        step: how many steps are done.
+        examples: how many examples they have taken.
+        functions: what functions of samples remember, by call.
+        config: the resolved configuration.
+    """
+
+    step: int
+    examples: int
+    functions: Mapping[str, Mapping[str, float]]
+    config: Mapping[str, Any]
+
+    def to_extra(self) -> dict[str, Any]:
+        """For `Checkpointer.save`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_extra(extra: Mapping[str, Any]) -> RlhfState:
+        """Of what `read_extra` gives. Raises ValueError when that is not of an RLHF run."""
+        names = [field.name for field in fields(RlhfState)]
+        if missing := [name for name in names if name not in extra]:
+            raise ValueError(f"the checkpoint is of no RLHF run: it lacks {', '.join(missing)}")
+        return RlhfState(**{name: extra[name] for name in names})
+
+
+def resume_violations(saved: RlhfState, config: RlhfConfig, finished_too: bool = False) -> list[str]:
+    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ."""
+    found = [
+        f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}): a run goes on with its own"
+        for name in _THE_RUN
+        if saved.config.get(name) != getattr(config, name)
+    ]
+    if saved.step >= config.steps and not finished_too:
+        found.append(
+            f"--steps = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; use at least "
+            f"{saved.step + 1}"
+        )
+    return found

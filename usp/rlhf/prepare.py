@@ -1,0 +1,295 @@
+"""From a configuration to all that an RLHF run needs before its ranks communicate, or to one message of all that is
+wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import yaml
+
+from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
+from usp.config import DEVICES, DTYPES, flag, nearest
+from usp.engines.base import AdamW
+from usp.failures import ConfigurationError, listed
+from usp.hf.models import load_model_config, model_facts
+from usp.hf.tokenizers import load_tokenizer
+from usp.launch import Launch, choose_device
+from usp.metrics import wandb_problem
+from usp.presets import PRESETS
+from usp.resume import Start, find_start
+from usp.tokenizer import Tokenizer
+from usp.validate import parallel_dims
+
+from .algorithms.graphs import ALGORITHMS, build_graph
+from .algorithms.options import PolicyOptions
+from .algorithms.rewards import ScoreWith
+from .checkpoints import RlhfState, resume_violations
+from .config import RlhfConfig, algorithm_options, parse_options
+from .dataflow import DataflowGraph
+from .examples import Examples, open_examples
+from .named_plans import NAMED_PLANS, Facts, named_plan
+from .plan import ExecutionPlan
+from .plan_text import from_mapping
+from .spec import RoleSpec
+
+T = TypeVar("T")
+PAIRS = ("reward_model", "dpo")
+DEFAULT_SFT_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start.
+
+    Attributes:
+        config: without any `auto` or -1.
+        stop_ids: what ends a response.
+        start: the run's folder, and the checkpoint that it continues from; saved: what that holds beside tensors.
+    """
+
+    config: RlhfConfig
+    device: torch.device
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    examples: Examples
+    graph: DataflowGraph
+    plan: ExecutionPlan
+    roles: dict[str, RoleSpec]
+    kernel_choice: str
+    start: Start
+    saved: RlhfState | None
+
+
+def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> Prepared:
+    """Check `config` and load what it names: the same result, or the same error, on every rank.
+
+    start: where the run begins, if that is known; else `find_start` says it.
+
+    Raises ConfigurationError with every violation found, before any rank communicates.
+    """
+    problems = list(violations(config))
+
+    def attempt(load: Callable[[], T]) -> T | None:
+        try:
+            return load()
+        except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+            problems.append(str(error))
+            return None
+
+    device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
+    tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
+    specs = attempt(lambda: role_specs(config)) if config.algorithm in ALGORITHMS else None
+    start = start or attempt(lambda: find_start(config, launch)) or Start()
+    if problems or device is None or tokenizer is None or specs is None:
+        raise ConfigurationError(listed(problems))
+    kernel = attempt(partial(_kernel_choice, config, specs, device))
+    problems += _vocabulary_violations(specs, tokenizer)
+    longest = min(spec.config.max_position_embeddings for spec in specs.values())
+    room = longest - (0 if config.algorithm in ("sft", *PAIRS) else config.max_new_tokens)
+    keys = ("prompt", "chosen", "rejected") if config.algorithm in PAIRS else ("prompt", "answer")
+    opened = partial(open_examples, config.data, keys, tokenizer)
+    examples = attempt(lambda: opened(prompt_tokens=config.prompt_tokens, longest=room, seed=config.seed))
+    stop_ids = () if tokenizer.eos is None else (tokenizer.eos,)
+    saved = attempt(partial(_read_state, start, config)) if start.checkpoint else None
+    if problems or examples is None:
+        raise ConfigurationError(listed(problems))
+    reward = attempt(lambda: _reward(config, tokenizer, examples))
+    graph = attempt(lambda: build_graph(config.algorithm, algorithm_options(config, stop_ids, reward)))
+    if problems or graph is None:
+        raise ConfigurationError(listed(problems))
+    specs = {role: specs[role] for role in graph.roles}
+    plan = attempt(lambda: _plan(config, graph, specs, launch))
+    if problems or plan is None or kernel is None:
+        raise ConfigurationError(listed(problems))
+    resolved = replace(config, device=device.type, dtype="float32")
+    return Prepared(
+        config=resolved,
+        device=device,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        examples=examples,
+        graph=graph,
+        plan=plan,
+        roles=specs,
+        kernel_choice=kernel,
+        start=start,
+        saved=saved,
+    )
+
+
+AT_LEAST_ONE = ("prompts", "prompt_tokens", "max_new_tokens", "slots", "steps", "log_every", "keep_checkpoints")
+NOT_NEGATIVE = ("group_size", "temperature", "top_k", "micro_batch_tokens", "warmup_steps", "weight_decay", "seed")
+
+
+def violations(config: RlhfConfig) -> Iterator[str]:
+    """What is wrong with single values, one message each."""
+    for name, choices in (
+        ("algorithm", tuple(ALGORITHMS)),
+        ("sp_layout", LAYOUTS),
+        ("sp_order", SP_ORDERS),
+        ("attention_kernel", KERNEL_NAMES),
+        ("dtype", DTYPES),
+        ("device", DEVICES),
+    ):
+        value = getattr(config, name)
+        if value not in choices:
+            yield f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
+    if config.dtype == "bfloat16":
+        yield "--dtype = bfloat16: weights that move between layouts are float32; use --dtype float32"
+    if config.zero not in ZERO_STAGES:
+        yield f"--zero = {config.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
+    for name in (*AT_LEAST_ONE, "loss_chunk"):
+        if getattr(config, name) < 1:
+            yield f"{flag(name)} = {getattr(config, name)} must be at least 1"
+    for name in (*NOT_NEGATIVE, "checkpoint_every", "hang_timeout"):
+        if not getattr(config, name) >= 0:
+            yield f"{flag(name)} = {getattr(config, name)} must not be negative"
+    for name in ("learning_rate", "critic_learning_rate", "sft_learning_rate"):
+        if not 0 < getattr(config, name) < math.inf:
+            yield f"{flag(name)} = {getattr(config, name)} must be positive and finite"
+    if not config.max_grad_norm > 0:
+        yield f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
+    if not 0 < config.top_p <= 1:
+        yield f"--top-p = {config.top_p} must be above 0 and at most 1"
+    if config.sft_steps < -1:
+        yield f"--sft-steps = {config.sft_steps} must not be negative, or -1 for 60 where weights are random"
+    if problem := wandb_problem(config.wandb_project):
+        yield problem
+
+
+def sft_steps(config: RlhfConfig) -> int:
+    """Supervised steps before the first of another algorithm."""
+    if config.algorithm == "sft":
+        return 0
+    return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
+
+
+def role_specs(config: RlhfConfig) -> dict[str, RoleSpec]:
+    """The model of every role that an algorithm may ask for. Raises ValueError naming what cannot be loaded."""
+    optimizer = AdamW(config.weight_decay, betas=(0.9, 0.95))
+    common: dict[str, Any] = {
+        "optimizer": optimizer,
+        "max_grad_norm": config.max_grad_norm,
+        "kernel": config.attention_kernel,
+        "loss_chunk": config.loss_chunk,
+        "seed": config.seed,
+    }
+
+    def spec(role: str, source: str, head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
+        new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
+        model = load_model_config(source, head, new_head)
+        return RoleSpec(role, source, model, new_head=new_head, learning_rate=rate, **common)
+
+    roles = {"actor": spec("actor", config.model, "lm", config.learning_rate)}
+    roles["ref"] = spec("ref", config.ref or config.model, "lm", config.learning_rate)
+    reward = config.model if config.algorithm == "reward_model" else config.reward_model
+    if reward:
+        roles["reward"] = spec("reward", reward, "scalar", config.learning_rate)
+    critic = config.critic or config.reward_model or config.model
+    roles["critic"] = spec("critic", critic, "scalar", config.critic_learning_rate)
+    return roles
+
+
+def _is_reward_model(folder: str) -> bool:
+    try:
+        load_model_config(folder, "scalar")
+    except ValueError:
+        return False
+    return True
+
+
+def _kernel_choice(config: RlhfConfig, specs: dict[str, RoleSpec], device: torch.device) -> str:
+    facts = model_facts(config.model, specs["actor"].config)
+    return select_kernel(config.attention_kernel, AttentionSpec(), device, torch.float32, facts.head_dim)[1]
+
+
+def _vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:
+    for role, spec in specs.items():
+        if tokenizer.vocab_size > spec.config.vocab_size:
+            yield (
+                f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and the {role} "
+                f"{spec.source} has a vocabulary of {spec.config.vocab_size}: use the model's own tokenizer"
+            )
+
+
+def _reward(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
+    """How responses are scored; None where a reward model does, and where nothing is."""
+    if not issubclass(ALGORITHMS[config.algorithm].options, PolicyOptions):
+        return None
+    if config.reward_model:
+        if config.reward_function != "match":
+            raise ValueError("--reward-model and --reward-function both give rewards: drop one")
+        return None
+    return ScoreWith(_reward_function(config.reward_function), tokenizer.decode, lambda index: examples[index].answer)
+
+
+def match(prompt: str, response: str, answer: str) -> float:
+    """1 for exactly the answer, else 0."""
+    return float(response.strip() == answer.strip())
+
+
+def _reward_function(named: str) -> Callable[[str, str, str], float]:
+    if named == "match":
+        return match
+    path, _, name = named.rpartition(":")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"--reward-function = {named} must be match, or PATH.py:NAME with a file that exists")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--reward-function = {named}: {file} has no function {name}{nearest(name, vars(module))}")
+    return function
+
+
+def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], launch: Launch) -> ExecutionPlan:
+    """The plan that --plan names, checked against graph, world and models."""
+    facts = [model_facts(spec.source, spec.config) for spec in specs.values()]
+    if config.plan not in NAMED_PLANS:
+        file = Path(config.plan).expanduser()
+        if file.suffix not in (".yaml", ".yml") or not file.is_file():
+            names = ", ".join(NAMED_PLANS)
+            near = nearest(config.plan, NAMED_PLANS)
+            raise ValueError(f"--plan = {config.plan} must be one of {names}, or a YAML file that exists{near}")
+        plan = from_mapping(yaml.safe_load(file.read_text()))
+        plan.check(graph, launch.world_size)
+    else:
+        plan = named_plan(
+            config.plan,
+            graph,
+            Facts(
+                world_size=launch.world_size,
+                ranks_per_host=launch.local_world_size,
+                heads=math.gcd(*(math.gcd(fact.num_heads, fact.num_kv_heads) for fact in facts)),
+                layers=min(len(fact.windows) for fact in facts),
+                dims=parallel_dims(config),
+                rollout_dims=ParallelDims(**parse_options(config.rollout, ParallelDims, "--rollout")),
+                zero=config.zero,
+                tp_sequence_parallel=config.tp_sequence_parallel,
+                micro_batch_tokens=config.micro_batch_tokens,
+                sp_layout=config.sp_layout,
+            ),
+        )
+    if config.offload:
+        plan = replace(plan, offload=frozenset(graph.roles) - frozenset(graph.trained_roles))
+    return plan
+
+
+def _read_state(start: Start, config: RlhfConfig) -> RlhfState:
+    assert start.checkpoint is not None
+    saved = RlhfState.from_extra(read_extra(start.checkpoint))
+    if found := resume_violations(saved, config, finished_too=start.finished_too):
+        raise ValueError(listed(found))
+    return saved
