@@ -27,7 +27,7 @@ from parallel.boxes import Box
 from parallel.param_layout import Kind
 from parallel.testing import RankPool
 
-BUCKET = 32 << 20
+BUCKET = 64 << 20
 OURS, RAW = "ours", "raw all-to-all"
 COLUMNS: tuple[str, ...] = (
     "ranks",

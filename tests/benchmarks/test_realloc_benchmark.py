@@ -1,0 +1,24 @@
+"""The reallocation benchmark measures what it says: run once on a toy model; its model of ReaL's broadcast."""
+
+from __future__ import annotations
+
+from benchmarks.realloc import COLUMNS, OURS, RAW, Case, Layout, broadcast_bytes, cells, measure, notes, summarise
+from parallel.testing import RankPool
+
+
+def test_a_case_moves_the_weights_and_makes_a_row(ranks: RankPool) -> None:
+    case = Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=48, bucket_bytes=100_000)
+    row = summarise(case, ranks.run(measure, 4, case, 0, 2))
+    assert row["bytes"] == row["minimum_bytes"] and row["rounds"] > 1
+    assert set(row["milliseconds"]) == {OURS, RAW} and row["of_raw"] > 0
+    assert len(cells(row)) == len(COLUMNS)
+    assert "geometric mean" in notes([row])[1]
+
+
+def test_the_broadcast_sends_what_a_rank_has_already() -> None:
+    plan = Case(8, Layout(2, 2, 2), Layout(1, 8, 1), hidden=48).plan()
+    model = plan.dst.nbytes(0)
+    assert broadcast_bytes(plan) == 7 * model  # to all but the sender
+    assert plan.minimum_bytes < 6.1 * model
+    apart = Case(8, Layout(1, 2, 2), Layout(1, 2, 2, first=4), hidden=48).plan()
+    assert broadcast_bytes(apart) == apart.minimum_bytes
