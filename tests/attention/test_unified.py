@@ -96,11 +96,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def grid_errors(dims: ParallelDims, oracle: Path) -> list[tuple[Case, float, int, int]]:
-    """Per case: the largest relative L2, the bytes counted on the wire and those that the plan predicts."""
+def grid_errors(dims: ParallelDims, oracle: Path, chosen: slice) -> list[tuple[Case, float, int, int]]:
+    """Per chosen case: the largest relative L2, the bytes counted on the wire and those that the plan predicts."""
     mesh = ParallelMesh.create(dims)
-    known = torch.load(oracle, mmap=True, weights_only=True)
-    return [(case, *_run(case, mesh, **known[index])) for index, case in enumerate(cases())]
+    known = list(zip(cases(), torch.load(oracle, mmap=True, weights_only=True), strict=True))
+    return [(case, *_run(case, mesh, **results)) for case, results in known[chosen]]
 
 
 def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Tensor]) -> tuple[float, int, int]:
@@ -136,7 +136,9 @@ def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, oracle: Path, ulysses: int, ring: int, order: str
 ) -> None:
     dims = ParallelDims(ring=ring, ulysses=ulysses, sp_order=order)
-    per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, timeout=600)
+    # The grids of 8 ranks take turns: each case is run on two of the six.
+    chosen = slice(GRIDS.index((ulysses, ring, order)) % 3, None, 3) if ulysses * ring == 8 else slice(None)
+    per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, chosen, timeout=600)
     wrong = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows if not row[1] <= row[0].tolerance]
     assert not wrong, "rank, case, relative L2:\n" + "\n".join(
         f"{r}  {case}  {error:.2e}" for r, case, error, *_ in wrong

@@ -119,7 +119,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2])
 def test_bfloat16_learns_and_a_broken_step_changes_nothing(alone: torch.Tensor, zero: int) -> None:
     dtype = torch.bfloat16 if zero else torch.float32
     for history, norm, unchanged in run_ranks(survive, 2, zero, dtype, timeout=180):

@@ -77,8 +77,9 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 
 CASES = [
-    *(("llama", *grid) for grid in GRIDS),
-    *((family, *GRIDS[number]) for number, family in ((1, "qwen3"), (3, "mistral"))),
+    (family, *grid)
+    for number, grid in enumerate(GRIDS)
+    for family in ({1: "qwen3", 3: "mistral"}.get(number, "llama"),)
 ]
 
 
