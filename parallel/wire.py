@@ -8,32 +8,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+GroupOp: TypeAlias = tuple[tuple[int, ...], str]
+
 
 class SentBytes(TorchDispatchMode):
-    """Counts what passes; see `count_sent_bytes`. `total` is in bytes, `by_op` splits it by collective."""
+    """Counts what passes; see `count_sent_bytes`.
+
+    Attributes:
+        by_op: bytes of each collective.
+        by_group: bytes of each (global ranks of the group, collective).
+        calls: how often each of them was called. Receives, barriers and groups of one rank are not listed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_op: Counter[str] = Counter()
+        self.by_group: Counter[GroupOp] = Counter()
+        self.calls: Counter[GroupOp] = Counter()
 
     @property
     def total(self) -> int:
+        """All bytes."""
         return sum(self.by_op.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.overloadpacket.__name__
-            if name not in _SENDS_NOTHING:
-                if name not in _SENT:
-                    raise NotImplementedError(f"count_sent_bytes does not know how much {func} sends")
-                self.by_op[name] += _SENT[name](*args)
+        self.count(func, args)
         return func(*args, **(kwargs or {}))
+
+    def count(self, func: Any, args: Sequence[Any]) -> None:
+        """Count one operator's call; one that is no collective counts nothing."""
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return
+        name = func.overloadpacket.__name__
+        if name in _SENDS_NOTHING:
+            return
+        if name not in _SENT:
+            raise NotImplementedError(f"count_sent_bytes does not know how much {func} sends")
+        nbytes, group = _SENT[name](*args), _group_among(func, args)
+        self.by_op[name] += nbytes
+        if group.size() > 1:
+            key = (tuple(dist.get_process_group_ranks(group)), name)
+            self.by_group[key] += nbytes
+            self.calls[key] += 1
 
 
 @contextmanager
@@ -45,7 +67,7 @@ def count_sent_bytes() -> Iterator[SentBytes]:
 
         with count_sent_bytes() as sent:
             step()
-        print(sent.total, sent.by_op)
+        print(sent.total, sent.by_op, sent.by_group)
 
     Raises:
         NotImplementedError: a collective that it has no rule for was called inside.
@@ -64,6 +86,11 @@ def _group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, torch.ScriptObject):  # as the c10d operators get it
         return dist.ProcessGroup.unbox(group)
     return dist.distributed_c10d._resolve_process_group(group)  # the functional ones get its name
+
+
+def _group_among(func: Any, args: Sequence[Any]) -> dist.ProcessGroup:
+    arguments = zip(func._schema.arguments, args, strict=False)  # those that are left at their defaults are not in args
+    return _group(next(value for argument, value in arguments if argument.name in ("process_group", "group_name")))
 
 
 def _all_to_all_single(input: torch.Tensor, splits: Sequence[int], group: Any) -> int:

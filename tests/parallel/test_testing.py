@@ -148,6 +148,29 @@ def test_the_meter_counts_what_goes_to_others(ranks: RankPool) -> None:
         assert totals == {**all_but_one, **rest}, f"rank {rank}"
 
 
+def sent_by_group() -> tuple[dict, dict]:
+    """Two rows and two columns of a 2 x 2 grid, and a group of one rank."""
+    rank, rows = dist.get_rank(), torch.zeros(4, 5)
+    groups = {peers: dist.new_group(list(peers)) for peers in ((0, 1), (2, 3), (0, 2), (1, 3), (0,))}
+    own = [group for peers, group in groups.items() if rank in peers]
+    with count_sent_bytes() as sent:
+        for group in own:
+            dist.all_reduce(rows, group=group)
+        for _ in range(3):
+            dist.all_to_all_single(torch.empty_like(rows), rows, group=own[0])
+        funcol.all_reduce(rows, "sum", own[1]).sum()
+        dist.barrier()
+    return dict(sent.by_group), dict(sent.calls)
+
+
+def test_the_meter_splits_by_group(ranks: RankPool) -> None:
+    for rank, (nbytes, calls) in enumerate(ranks.run(sent_by_group, 4)):
+        row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        reduced = {(row, "allreduce_"): 80, (column, "allreduce_"): 80, (column, "all_reduce"): 80}
+        assert nbytes == {**reduced, (row, "alltoall_base_"): 120}
+        assert calls == {key: 3 if key[1] == "alltoall_base_" else 1 for key in nbytes}
+
+
 def count_a_broadcast() -> None:
     with count_sent_bytes():
         dist.broadcast(torch.zeros(1), 0)
