@@ -43,8 +43,8 @@ class _Rlhf:
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """Prompts with answers, or with a chosen and a rejected response. stdlib: made from Python's own library."""
-    prompt_tokens: int = 256
-    """Tokens of a prompt that is made from the library."""
+    prompt_tokens: int = 1024
+    """Tokens of the longest prompt that is made from the library; the shortest has a sixteenth, or 64."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
 
@@ -66,8 +66,8 @@ class _Rlhf:
     """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 60 for a preset's random weights, else none."""
-    steps: int = 120
+    """Supervised steps before the first, on the right answers. -1: 80 for a preset's random weights, else none."""
+    steps: int = 100
     """RLHF steps."""
     learning_rate: float = 2e-3
     """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""

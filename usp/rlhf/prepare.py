@@ -43,7 +43,7 @@ from .spec import RoleSpec
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
-DEFAULT_SFT_STEPS = 60
+DEFAULT_SFT_STEPS = 80
 
 
 @dataclass(frozen=True)
