@@ -48,8 +48,8 @@ class _Rlhf:
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
 
-    prompts: int = 8
-    """Prompts, or pairs, in a step."""
+    prompts: int = 0
+    """Prompts, or pairs, in a step. 0: as many as make 64 responses, or 64 pairs."""
     group_size: int = 0
     """Responses to each prompt. 0: as many as the algorithm needs."""
     max_new_tokens: int = 8
@@ -69,9 +69,10 @@ class _Rlhf:
     """Supervised steps before the first, on the right answers. -1: 80 for a preset's random weights, else none."""
     steps: int = 100
     """RLHF steps."""
-    learning_rate: float = 2e-3
-    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""
-    critic_learning_rate: float = 2e-3
+    learning_rate: float = 0.0
+    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it. 0: what suits the
+    tiny presets, 3e-4 with ppo, else 2e-3; a model of billions wants 1e-6 to 1e-5."""
+    critic_learning_rate: float = 1e-3
     """That of the critic."""
     sft_learning_rate: float = 2e-3
     """That of the supervised steps before the first."""
