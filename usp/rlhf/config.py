@@ -14,7 +14,6 @@ from .algorithms.graphs import ALGORITHMS
 from .algorithms.options import PolicyOptions
 from .graph import Generate
 
-RLHF_DTYPES = ("auto", "float32")
 _NOT_OPTIONS = {"generate", "reward"}  # they have flags of their own
 
 
@@ -97,9 +96,6 @@ class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
 
     Start it with torchrun, for example: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2
     """
-
-    dtype: Annotated[str, one_of(RLHF_DTYPES)] = "auto"
-    """Computation dtype. auto: float32, which the weights are that move between layouts."""
 
 
 def algorithm_options(config: RlhfConfig, stop_ids: tuple[int, ...], reward: Any) -> Any:
