@@ -2,7 +2,7 @@
 
 sp_axes, sequence, sp_attention, batch, vocabulary, loss, logprobs, heads, tokenizer, presets, config, activations,
 costs, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling, resume,
-validate, hf, engines, prepare, build, trainer, cli, rlhf, __main__.
+validate, hf, engines, prepare, build, cost, trainer, cli, rlhf, __main__.
 """
 
 from __future__ import annotations
