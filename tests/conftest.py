@@ -10,6 +10,10 @@ import torch
 from parallel.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-plan", action="store_true", help="RLHF numerics: five steps under all plans")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """One pool of warm gloo ranks for the whole run: `ranks.run(fn, world_size, *args)`."""

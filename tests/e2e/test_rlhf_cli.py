@@ -20,7 +20,8 @@ FILES = {
     "bad.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "a"}\nnot json\n',
     "long.jsonl": json.dumps({"prompt": "x" * 200_000, "answer": "b"}),
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
-    "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n",
+    "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n\n"
+    "def broken(prompt, response, answer):\n    return {}['digit']\n",
 }
 BAD = [
     (["--algorithm", "gpro"], ["--algorithm = 'gpro' must be one of", "did you mean 'grpo'"]),
@@ -33,7 +34,7 @@ BAD = [
     (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
-    (["--prompts", "0", "--temperature", "-1"], ["2 things to change", "--prompts = 0", "--temperature = -1.0"]),
+    (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]
@@ -60,13 +61,18 @@ def test_bad_input_is_refused_before_anything_communicates(
         assert part in shown.err
 
 
-def test_a_reward_that_is_no_number_ends_the_run_and_keeps_the_sample(inputs: Path, tmp_path: Path) -> None:
-    args = [*SMALL, "--steps", "2", "--output", "run", "--reward-function", f"{inputs / 'reward.py'}:nothing"]
+@pytest.mark.parametrize(
+    ("function", "said"), [("nothing", "it returned nan"), ("broken", "it raised KeyError: 'digit'")]
+)
+def test_a_reward_that_fails_ends_the_run_and_keeps_the_sample(
+    inputs: Path, tmp_path: Path, function: str, said: str
+) -> None:
+    args = [*SMALL, "--steps", "2", "--output", "run", "--reward-function", f"{inputs / 'reward.py'}:{function}"]
     with Run(args, tmp_path, script=ROOT / "rlhf.py") as run:
         ended = run.end()
-    assert ended.exit_code == 1 and ended.err.count("it returned nan") == 1 and "Traceback" not in ended.err
+    assert ended.exit_code == 1 and ended.err.count(said) == 1 and "Traceback" not in ended.err
     (record,) = map(json.loads, (tmp_path / "run" / "bad-samples.jsonl").read_text().splitlines())
-    assert record["step"] == 1 and record["prompt"].endswith("# mark: ") and record["error"] == "it returned nan"
+    assert record["step"] == 1 and record["prompt"].endswith("# mark: ") and record["error"] == said
 
 
 # A file with a reward function may hold anything; this one kills its rank once in each kind of call.

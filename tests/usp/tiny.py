@@ -34,6 +34,7 @@ SIZES = {
 DEEP = SIZES | {"num_hidden_layers": 4}  # layers for four pipeline stages
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama-4kv": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama-tied": lambda: LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, ProcessGroups
 from parallel.memory import track_memory
 from parallel.wire import count_sent_bytes
 from usp.batch import shard_batch, split_rows
@@ -26,10 +26,10 @@ from usp.validate import parallel_dims
 Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
 
 
-def step_of(config: TrainConfig) -> Callable[[], None]:
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
     """A training step in this world, on the CPU, with sequences of one document and routers that choose in turn."""
     config = replace(config, dp_shard=parallel_dims(config, config.ep).resolve(dist.get_world_size()).dp_shard)
-    mesh = ParallelMesh.create(parallel_dims(config, config.ep))
+    mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
     recipe, dtype = StageRecipe.of(config, load_model_config(config.model)), getattr(torch, config.dtype)
     stages = build_stages(recipe, mesh)
     for stage in stages:
@@ -61,10 +61,14 @@ def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, 
 
 def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
     """What this rank sends in the second step of each: {(ranks of the group, collective): (bytes, calls)}."""
-    found = []
+    import time
+    found, groups = [], ProcessGroups()
     for config in configs:
-        step = step_of(config)
+        t=time.time()
+        step = step_of(config, groups)
+        t1=time.time()
         step()
+        if dist.get_rank()==0: print(t1-t,time.time()-t1,flush=True)
         with count_sent_bytes() as sent:
             step()
         found.append({key: (nbytes, sent.calls[key]) for key, nbytes in sent.by_group.items()})
@@ -73,7 +77,7 @@ def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
 
 def peak_of_step(config: TrainConfig) -> int:
     """Bytes that the second step takes at most beyond what lives before it."""
-    step = step_of(config)
+    step = step_of(config, ProcessGroups())
     step()
     with track_memory() as memory:
         step()

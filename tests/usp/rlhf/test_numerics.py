@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from parallel.testing import RankPool
 from tests.usp.rlhf.test_role_models import ADAM, config_of
 from tests.usp.tiny import LEARNING_RATE, VOCAB
+from usp.batch import shard_batch
 from usp.rlhf.algorithms.graphs import build_graph
 from usp.rlhf.algorithms.options import DPO, GRPO, PPO, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -27,11 +32,14 @@ from usp.rlhf.named_plans import Facts, flattening, heuristic, interleaving, sep
 from usp.rlhf.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Samples
 from usp.rlhf.spec import RoleSpec
+from usp.sequence import shard_sequence
 
-STEPS = {"ppo": 5, "grpo": 2, "dpo": 2, "remax": 2}
+ALL_STEPS = 5
+STEPS = {"ppo": ALL_STEPS, "grpo": 2, "dpo": 2, "remax": 2}
 TOLERANCE = 1e-5
 SAMPLING = Generate(max_new_tokens=6, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
-FACTS = Facts(8, 4, 2, 2)
+FAMILY = "llama-4kv"
+FACTS = Facts(8, 4, 4, 2)
 
 
 def parity_of(prompt: list[int], response: list[int], answer: int) -> float:
@@ -46,9 +54,18 @@ ALGORITHMS: dict[str, Any] = {
     "dpo": DPO(mini_batches=2),
     "remax": ReMax(generate=SAMPLING, reward=REWARD),
 }
-# Every plan at least once, and the plans that differ most for the graph that has every kind of call.
+PLANS = (
+    "flattening",
+    "tp2 pp2 dp2",
+    "u2 r2 tp2",
+    "generate tp4 dp2, train u2 r2 dp2",
+    "separation",
+    "interleaving",
+    "heuristic",
+)
+# Without --every-plan: every plan at least once, and those that differ most for the graph with every kind of call.
 CHOSEN = {
-    "ppo": ("tp2 pp2 dp2", "generate tp2 dp4, train u2 r2 dp2", "separation"),
+    "ppo": ("tp2 pp2 dp2", "generate tp4 dp2, train u2 r2 dp2", "separation"),
     "grpo": ("flattening", "u2 r2 tp2", "interleaving"),
     "dpo": ("heuristic",),
     "remax": ("separation",),
@@ -75,7 +92,7 @@ def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
     if name == "heuristic":
         return heuristic(graph, FACTS)
     plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), zero=3))
-    everything = CallLayout(tuple(range(8)), ParallelDims(tp=2, dp_shard=4))
+    everything = CallLayout(tuple(range(8)), ParallelDims(tp=4, dp_shard=2))
     made = {call.name: everything for call in graph.calls if call.kind == "generate"}
     return replace(plan, calls={**plan.calls, **made})
 
@@ -98,13 +115,16 @@ def given(algorithm: str, step: int) -> Samples:
 Steps = list[tuple[dict[str, float], dict[str, list[Tensor]]]]
 
 
-def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
+Result = tuple[Steps, dict[str, Tensor]]
+
+
+def run(algorithm: str, plan_name: str, steps: int) -> Result:
     """What rank 0 is told of each step, and this rank's trained weights, whole."""
     graph = build_graph(algorithm, ALGORITHMS[algorithm])
     trained: dict[str, RoleModel] = {}
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
-        config = config_of("llama", "logprobs" if call.role in ("actor", "ref") else "values")
+        config = config_of(FAMILY, "logprobs" if call.role in ("actor", "ref") else "values")
         spec = RoleSpec(
             call.role, "tiny", config, seed=len(call.role), optimizer=ADAM, learning_rate=LEARNING_RATE, loss_chunk=5
         )
@@ -125,46 +145,90 @@ def run(algorithm: str, plan_name: str) -> tuple[Steps, dict[str, Tensor]]:
     executor = Executor(
         graph, plan, ProcessGroups(), build, torch.device("cpu"), moving=Moving(ranks_per_host=4), collect=shown
     )
-    steps: Steps = []
-    for number in range(1, STEPS[algorithm] + 1):
+    told: Steps = []
+    for number in range(1, steps + 1):
         result = executor.run_step(given(algorithm, number), number, seed=number)
         if result.samples is not None:
-            steps.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
+            told.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
     weights = {
         f"{role}.{name}": weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
         for role, model in trained.items()
         for name, weight in model.weights().items()
     }
-    return steps, weights
+    return told, weights
 
 
-def run_all(algorithm: str) -> dict[str, tuple[Steps, dict[str, Tensor]]]:
-    return {name: run(algorithm, name) for name in ("alone", *CHOSEN[algorithm])}
+def roll_labels_of_each_part(whole: dict[str, Tensor], mesh: ParallelMesh, layout: str) -> dict[str, Tensor]:
+    batch = shard_batch(whole, mesh, layout)
+    unshifted = shard_sequence(whole["labels"], mesh, layout)
+    return {**batch, "shift_labels": unshifted.roll(-1, dims=1)}
+
+
+def move_those_of_the_first_step(self: Reallocation, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+    MOVE(self, src, dst)
+    first = self.__dict__.setdefault("first", {name: weight.clone() for name, weight in dst.items()})
+    with torch.no_grad():
+        for name, weight in dst.items():
+            weight.copy_(first[name])
+
+
+MOVE = Reallocation.run
+BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
+    "": nullcontext,
+    "labels are shifted after sharding": lambda: patch("usp.rlhf.rows.shard_batch", roll_labels_of_each_part),
+    "gradients are averaged over ranks": lambda: patch.object(
+        FSDPModule, "set_gradient_divide_factor", lambda module, factor: None
+    ),
+    "new weights do not reach generation": lambda: patch.object(Reallocation, "run", move_those_of_the_first_step),
+}
+
+
+def run_all(algorithm: str, plans: tuple[str, ...], steps: int, broken: str = "") -> dict[str, Result]:
+    found = {"alone": run(algorithm, "alone", steps)}
+    with BROKEN[broken]():
+        return found | {name: run(algorithm, name, steps) for name in plans}
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / (1e-12 + wanted.norm())).item()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, algorithm: str) -> None:
-    results = ranks.run(run_all, 8, algorithm, timeout=600)
+def check(results: list[dict[str, Result]], name: str) -> None:
+    """The plan's steps and weights against those of rank 0 alone."""
     wanted_steps, wanted_weights = results[0]["alone"]
-    for name in CHOSEN[algorithm]:
-        steps = results[0][name][0]
-        for number, ((metrics, samples), (wanted_metrics, wanted)) in enumerate(zip(steps, wanted_steps, strict=True)):
-            where = f"{algorithm}, {name}, step {number + 1}"
-            for key, ones in wanted.items():
-                if ones[0].dtype == torch.int64:
-                    assert all(map(torch.equal, samples[key], ones)), f"{where}: {key} are others"
-                else:
-                    error = distance(torch.cat(samples[key]), torch.cat(ones))
-                    assert error < TOLERANCE, f"{where}: {key} are off by {error:.1e}"
-            losses = {key: value for key, value in wanted_metrics.items() if key.endswith("loss")}
-            assert losses and metrics.keys() == wanted_metrics.keys(), where
-            for key, value in losses.items():
-                assert metrics[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), f"{where}: {key}"
-        weights = {key: value for rank in range(8) for key, value in results[rank][name][1].items()}
-        assert weights.keys() == wanted_weights.keys(), name
-        for key, value in wanted_weights.items():
-            assert distance(weights[key], value) < TOLERANCE, f"{algorithm}, {name}: {key}"
+    steps = results[0][name][0]
+    for number, ((metrics, samples), (wanted_metrics, wanted)) in enumerate(zip(steps, wanted_steps, strict=True)):
+        where = f"{name}, step {number + 1}"
+        for key, ones in wanted.items():
+            if ones[0].dtype == torch.int64:
+                assert all(map(torch.equal, samples[key], ones)), f"{where}: {key} are others"
+            else:
+                error = distance(torch.cat(samples[key]), torch.cat(ones))
+                assert error < TOLERANCE, f"{where}: {key} are off by {error:.1e}"
+        losses = {key: value for key, value in wanted_metrics.items() if key.endswith("loss")}
+        assert losses and metrics.keys() == wanted_metrics.keys(), where
+        for key, value in losses.items():
+            assert metrics[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), f"{where}: {key}"
+    weights = {key: value for result in results for key, value in result[name][1].items()}
+    assert weights.keys() == wanted_weights.keys(), name
+    for key, value in wanted_weights.items():
+        assert distance(weights[key], value) < TOLERANCE, f"{name}: {key}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_under_every_plan_are_those_of_one_process(
+    ranks: RankPool, request: pytest.FixtureRequest, algorithm: str
+) -> None:
+    every = request.config.getoption("--every-plan")
+    plans, steps = (PLANS, ALL_STEPS) if every else (CHOSEN[algorithm], STEPS[algorithm])
+    results = ranks.run(run_all, 8, algorithm, plans, steps, timeout=1200)
+    for name in plans:
+        check(results, name)
+
+
+@pytest.mark.parametrize("broken", [broken for broken in BROKEN if broken])
+def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool, broken: str) -> None:
+    plan = "generate tp4 dp2, train u2 r2 dp2"
+    results = ranks.run(run_all, 8, "grpo", (plan,), 2, broken)
+    with pytest.raises(AssertionError, match=plan):
+        check(results, plan)
