@@ -10,6 +10,7 @@ talk over its loopback, as fast as the machine does. Needs Linux, root, and ipro
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import pickle
 import re
@@ -89,6 +90,8 @@ class Cluster:
             RuntimeError: with a host's output, when one fails.
         """
         with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+            spec = sys.modules["__main__"].__spec__  # None for a plain script and under a debugger
+            Path(folder, "main").write_text(spec.name if spec else "")
             Path(folder, "call").write_bytes(pickle.dumps((fn, args, timeout)))
             outputs = self.torchrun(["-m", "benchmarks.cluster", "--serve", folder], ranks, timeout)
             for host, output in enumerate(outputs):
@@ -250,6 +253,9 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
 
 def _serve(folder: Path) -> None:
     """A rank of `Cluster.call`."""
+    main = (folder / "main").read_text()
+    if main:  # what the caller runs as __main__ is pickled under that name
+        sys.modules["__main__"] = importlib.import_module(main)
     fn, args, timeout = pickle.loads((folder / "call").read_bytes())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
