@@ -54,6 +54,37 @@ def plot_memory(record: Record, path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_learning(record: Record, path: Path) -> None:
+    """Two panels, GRPO and PPO: the score of every step, and its mean over the last ten, for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.0))
+    titles = {"grpo": "GRPO: share of right answers", "ppo": "PPO: score of the trained reward model"}
+    for axes, (algorithm, title) in zip(panels, titles.items(), strict=True):
+        for run in (run for run in record.data if run["algorithm"] == algorithm):
+            scores = run["scores"]
+            (line,) = axes.plot(*_smoothed(scores), label=f"seed {run['seed']}")
+            axes.plot(range(1, len(scores) + 1), scores, ".", color=line.get_color(), alpha=0.25)
+        axes.set(title=title, xlabel="step")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)
+    panels[0].axhline(0.9, color="k", linestyle=":")
+    panels[0].set_ylim(0, 1.02)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _smoothed(scores: list[float], window: int = 10) -> tuple[list[int], list[float]]:
+    """Steps, and the mean of the last `window` scores, fewer at the start."""
+    parts = [scores[max(0, at - window) : at] for at in range(1, len(scores) + 1)]
+    return list(range(1, len(scores) + 1)), [sum(part) / len(part) for part in parts]
+
+
 def _by(rows: list[dict[str, Any]], *names: str) -> list[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in names)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots import plot_memory
+from benchmarks.plots import plot_learning, plot_memory
 from benchmarks.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-PLOTS = {"memory": plot_memory}
+PLOTS = {"learning": plot_learning, "memory": plot_memory}
 MEASURED = "## Measured\n"
 GUIDE = """# Benchmarks
 

@@ -54,6 +54,12 @@ def shard_batch(
     return sharded
 
 
+def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Rows of the batch in `parts` equal micro-batches."""
+    pieces = {key: value.chunk(parts) for key, value in batch.items()}
+    return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
+
+
 def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int) -> Tensor:
     """(rows, seq_len): the position at which each token's document starts; behind the last border, that border."""
     spec = AttentionSpec(documents=documents_of(cu_seqlens))

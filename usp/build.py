@@ -14,6 +14,7 @@ import torch
 
 from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
 from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
+from usp.config import TrainConfig
 from usp.engines.base import AdamW, Engine
 from usp.engines.deepspeed import DeepSpeedEngine
 from usp.engines.fsdp2 import Fsdp2Engine
@@ -38,7 +39,8 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
     """
     config, dtype = prepared.config, getattr(torch, prepared.config.dtype)
     optimizer = AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
-    stages = build_stages(StageRecipe.of(prepared), mesh)
+    recipe = StageRecipe.of(config, prepared.model_config)
+    stages = build_stages(recipe, mesh)
     for stage in stages:
         if config.engine == "fsdp2":
             shard_stage(stage, mesh, dtype, config.zero)
@@ -49,7 +51,7 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
             first_weights(stage, config.model, config.seed)
     if config.engine == "deepspeed":
         return DeepSpeedEngine(stages, mesh, zero=config.zero, optimizer=optimizer, param_dtype=dtype)
-    return build_fsdp2_engine(stages, mesh, StageRecipe.of(prepared), optimizer, dtype, config.zero)
+    return build_fsdp2_engine(stages, mesh, recipe, optimizer, dtype, config.zero)
 
 
 def build_fsdp2_engine(
@@ -99,11 +101,10 @@ class StageRecipe:
     weights_dtype: torch.dtype = torch.float32
 
     @staticmethod
-    def of(prepared: Prepared) -> StageRecipe:
+    def of(config: TrainConfig, model: ModelConfig) -> StageRecipe:
         """That of a training run."""
-        config = prepared.config
         return StageRecipe(
-            model=prepared.model_config,
+            model=model,
             schedule=config.pp_schedule,
             sp_layout=config.sp_layout,
             kernel=config.attention_kernel,
@@ -112,7 +113,7 @@ class StageRecipe:
             ac_offload=config.ac_offload,
             mlp_tile=config.mlp_tile,
             loss_chunk=config.loss_chunk,
-            balance=aux_loss_coefficient(prepared.model_config, config.router_aux_loss_coef),
+            balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
             micro_batches=config.micro_batches,
         )
 

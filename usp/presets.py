@@ -64,6 +64,12 @@ PRESETS: dict[str, Preset] = {
         | _positions(4096)
         | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
     ),
+    "llama2-70b": Preset(
+        "llama",
+        _sizes(8192, 28672, 80, 64, 8, vocab=32000)
+        | _positions(4096)
+        | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+    ),
     "llama3-8b": Preset(
         "llama",
         _sizes(4096, 14336, 32, 32, 8, vocab=128256)

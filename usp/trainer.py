@@ -29,13 +29,12 @@ import yaml
 from torch.distributed.tensor import DTensor
 
 from parallel import Checkpointer, ParallelMesh, latest, peak_flops
-from usp.batch import shard_batch
+from usp.batch import shard_batch, split_rows
 from usp.build import build_engine
 from usp.checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from usp.config import TrainConfig, config_to_mapping
 from usp.costs import training_flops
 from usp.data import PackedBatch
-from usp.engines.base import MicroBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
 from usp.heads import NextToken
 from usp.hf.export import save_weights
@@ -301,9 +300,3 @@ class Trainer:
             after=self.done,
             wandb=open_wandb(self.config.wandb_project, self.folder, config_to_mapping(self.config)),
         )
-
-
-def split_rows(batch: dict[str, torch.Tensor], parts: int) -> list[MicroBatch]:
-    """Rows of the batch in `parts` equal micro-batches."""
-    pieces = {key: value.chunk(parts) for key, value in batch.items()}
-    return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]

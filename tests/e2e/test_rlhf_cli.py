@@ -34,7 +34,7 @@ BAD = [
     (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
-    (["--prompts", "0", "--temperature", "-1"], ["2 things to change", "--prompts = 0", "--temperature = -1.0"]),
+    (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]

@@ -1,5 +1,5 @@
 """All that touches transformers. Each file imports only earlier ones:
 
-pipeline, integrate, experts, balance, tensor, models, disk, initialise, weights, export_plan, export, stage,
+pipeline, integrate, experts, balance, tensor, models, shape, disk, initialise, weights, export_plan, export, stage,
 tokenizers.
 """

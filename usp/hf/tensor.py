@@ -59,13 +59,17 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     if mesh.size("tp") == 1:
         return
     tp_mesh = mesh.parameter_mesh("tp")
-    base = model.base_model_prefix
-    plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
-    plan |= {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
-    apply_tensor_parallel(model, tp_mesh, plan, token_dim=_TOKEN_DIM if sequence_parallel else None)
+    apply_tensor_parallel(model, tp_mesh, tp_plan(model), token_dim=_TOKEN_DIM if sequence_parallel else None)
     norm = model.base_model.get_submodule("norm")
     if sequence_parallel and not isinstance(norm, nn.Identity):
         gather_output(norm, tp_mesh, _TOKEN_DIM)
+
+
+def tp_plan(model: PreTrainedModel) -> dict[str, str]:
+    """The style of each divided module of a causal LM: {dotted name, in which * stands for one part: style}."""
+    base = model.base_model_prefix
+    plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
+    return plan | {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
 
 
 def _shipped_plan(config: PretrainedConfig) -> dict[str, str]:

@@ -43,13 +43,13 @@ class _Rlhf:
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """Prompts with answers, or with a chosen and a rejected response. stdlib: made from Python's own library."""
-    prompt_tokens: int = 256
-    """Tokens of a prompt that is made from the library."""
+    prompt_tokens: int = 1024
+    """Tokens of the longest prompt that is made from the library; the shortest has a sixteenth, or 64."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
 
-    prompts: int = 8
-    """Prompts, or pairs, in a step."""
+    prompts: int = 0
+    """Prompts, or pairs, in a step. 0: as many as make 64 responses, or 64 pairs."""
     group_size: int = 0
     """Responses to each prompt. 0: as many as the algorithm needs."""
     max_new_tokens: int = 8
@@ -66,12 +66,13 @@ class _Rlhf:
     """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 60 for a preset's random weights, else none."""
-    steps: int = 120
+    """Supervised steps before the first, on the right answers. -1: 80 for a preset's random weights, else none."""
+    steps: int = 100
     """RLHF steps."""
-    learning_rate: float = 2e-3
-    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""
-    critic_learning_rate: float = 2e-3
+    learning_rate: float = 0.0
+    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it. 0: what suits the
+    tiny presets, 3e-4 with ppo, else 2e-3; a model of billions wants 1e-6 to 1e-5."""
+    critic_learning_rate: float = 1e-3
     """That of the critic."""
     sft_learning_rate: float = 2e-3
     """That of the supervised steps before the first."""

@@ -24,6 +24,7 @@ from usp.tokenizer import Ids, Tokenizer
 
 MARKS = "①②③④⑤⑥⑦⑧"
 QUESTION = "\n# mark: "
+SHORTEST = 64  # tokens of a prompt
 _LARGE = 2**24  # examples: no stream comes round
 
 
@@ -55,9 +56,10 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HiddenMark:
-    """`prompt_tokens` of source code with one of `MARKS` at a random place, and the question which one.
+    """At most `prompt_tokens` of source code with one of `MARKS` at a random place, and the question which one.
 
-    The number of an example and the seed fix it.
+    Lengths are spread evenly on a logarithmic scale, down to a sixteenth: a model finds out on short prompts what is
+    asked, and answers long ones soon after. The number of an example and the seed fix it.
     """
 
     units: Sequence[Unit]
@@ -70,10 +72,14 @@ class HiddenMark:
         draw = np.random.default_rng((self.seed, index))
         mark, other = draw.choice(len(MARKS), size=2, replace=False)
         hidden, question = self._ids(MARKS[mark]), self._ids(QUESTION)
-        text = self._text(draw, self.prompt_tokens - len(hidden) - len(question))
+        shortest = max(SHORTEST, self.prompt_tokens // 16)
+        tokens = round(shortest * (self.prompt_tokens / shortest) ** draw.random())
+        text = self._text(draw, tokens - len(hidden) - len(question))
         place = draw.integers(len(text) + 1)
         prompt = np.concatenate((text[:place], hidden, text[place:], question))
-        return Example(prompt, str(mark + 1), str(other + 1))
+        # Some are wrong in form, for a reward model that a policy cannot please with what it has never seen.
+        rejected = draw.choice([f"{other + 1}", f"{other + 1}", f"{mark + 1}{other + 1}", ""])
+        return Example(prompt, str(mark + 1), str(rejected))
 
     def _text(self, draw: np.random.Generator, tokens: int) -> Ids:
         parts: list[Ids] = []
@@ -114,17 +120,16 @@ def open_examples(
     """The examples of `--data`: stdlib, or a JSONL file whose lines have `keys`, all of them text.
 
     Args:
-        prompt_tokens: of the built-in examples.
+        prompt_tokens: of the longest built-in example.
         longest: tokens that a prompt may have, so that the response fits the model's context.
 
     Raises:
         ValueError: naming every line that cannot be used, and prompts that are too long.
     """
     if data == STDLIB:
-        least = 64
-        if not least <= prompt_tokens <= longest:
+        if not SHORTEST <= prompt_tokens <= longest:
             raise ValueError(
-                f"--prompt-tokens = {prompt_tokens} must be from {least} to {longest}, what the model reads"
+                f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest}, what the model reads"
             )
         return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed)
     file = Path(data).expanduser()

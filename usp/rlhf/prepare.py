@@ -43,7 +43,9 @@ from .spec import RoleSpec
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
-DEFAULT_SFT_STEPS = 60
+DEFAULT_SFT_STEPS = 80
+LEARNING_RATE, LEARNING_RATES = 2e-3, {"ppo": 3e-4}  # of a tiny model
+RESPONSES = 64  # in a step, where --prompts does not say
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
 
     Raises ConfigurationError with every violation found, before any rank communicates.
     """
+    if not config.learning_rate:
+        config = replace(config, learning_rate=LEARNING_RATES.get(config.algorithm, LEARNING_RATE))
     problems = list(violations(config))
 
     def attempt(load: Callable[[], T]) -> T | None:
@@ -109,7 +113,8 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     plan = attempt(lambda: _plan(config, graph, specs, launch))
     if problems or plan is None or kernel is None:
         raise ConfigurationError(listed(problems))
-    resolved = replace(config, device=device.type, dtype="float32")
+    prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
+    resolved = replace(config, device=device.type, dtype="float32", prompts=prompts)
     return Prepared(
         config=resolved,
         device=device,
@@ -125,8 +130,17 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     )
 
 
-AT_LEAST_ONE = ("prompts", "prompt_tokens", "max_new_tokens", "slots", "steps", "log_every", "keep_checkpoints")
-NOT_NEGATIVE = ("group_size", "temperature", "top_k", "micro_batch_tokens", "warmup_steps", "weight_decay", "seed")
+AT_LEAST_ONE = ("prompt_tokens", "max_new_tokens", "slots", "steps", "log_every", "keep_checkpoints")
+NOT_NEGATIVE = (
+    "prompts",
+    "group_size",
+    "temperature",
+    "top_k",
+    "micro_batch_tokens",
+    "warmup_steps",
+    "weight_decay",
+    "seed",
+)
 
 
 def violations(config: RlhfConfig) -> Iterator[str]:
@@ -158,7 +172,7 @@ def violations(config: RlhfConfig) -> Iterator[str]:
     if not 0 < config.top_p <= 1:
         yield f"--top-p = {config.top_p} must be above 0 and at most 1"
     if config.sft_steps < -1:
-        yield f"--sft-steps = {config.sft_steps} must not be negative, or -1 for 60 where weights are random"
+        yield f"--sft-steps = {config.sft_steps} must be at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"
     if problem := wandb_problem(config.wandb_project):
         yield problem
 

@@ -90,7 +90,7 @@ def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest
             options="",
             steps=steps,
             learning_rate=prepared.config.sft_learning_rate,
-            prompts=8 * prepared.config.prompts,
+            prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
         )
         start = Start(folder, latest(folder / CHECKPOINTS), finished_too=True)

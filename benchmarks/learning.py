@@ -1,0 +1,113 @@
+"""Does a policy learn? GRPO on the verifiable task, and PPO with a trained reward model, from three seeds.
+
+grpo    rlhf.py as it is: random weights, supervised steps, GRPO; the score is the share of right answers
+ppo     examples/rlhf_chain.sh: supervised training, a reward model, PPO; the score is the reward model's
+
+python -m benchmarks.learning                     # about 50 minutes on two cores
+python -m benchmarks.learning --only grpo --seeds 1 --no-save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, Record, machine
+
+ROOT = Path(__file__).parents[1]
+RANKS = 8
+DEGREES = ["--sp-ulysses", "2", "--sp-ring", "2"]
+WINDOW = 10  # steps of a mean
+
+
+def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Train, and how that went: seconds of everything, and the score of every step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    flags = [*DEGREES, "--seed", str(seed)]
+    if algorithm == "grpo":
+        command = [*torchrun, str(ROOT / "rlhf.py"), "--algorithm", "grpo", "--output", str(folder / "grpo"), *flags]
+    else:
+        command = ["bash", str(ROOT / "examples" / "rlhf_chain.sh"), str(folder), *flags]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "NPROC": str(RANKS)}
+    begin = time.monotonic()
+    ended = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}\n{ended.stdout[-4000:]}")
+    seconds = time.monotonic() - begin
+    told = [json.loads(line) for line in (folder / algorithm / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "seconds": seconds,
+        "scores": [row["score"] for row in told],
+        "kl": told[-1].get("kl", told[-1].get("actor/ref_kl")),
+    }
+
+
+def first_at(scores: list[float], level: float) -> int | None:
+    """The first step at which the mean of the last `WINDOW` steps is at least `level`."""
+    means = (sum(scores[at - WINDOW : at]) / WINDOW for at in range(WINDOW, len(scores) + 1))
+    return next((WINDOW + number for number, mean in enumerate(means) if mean >= level), None)
+
+
+def row(result: dict[str, Any]) -> tuple[str, ...]:
+    scores = result["scores"]
+    reached = first_at(scores, 0.9) if result["algorithm"] == "grpo" else None
+    return (
+        result["algorithm"],
+        str(result["seed"]),
+        f"{scores[0]:.3f}",
+        f"{sum(scores[-WINDOW:]) / WINDOW:.3f}",
+        str(reached or ""),
+        str(len(scores)),
+        f"{result['seconds'] / 60:.1f}",
+    )
+
+
+def record_of(results: list[dict[str, Any]]) -> Record:
+    """The answer as a table: one row for each run."""
+    return Record(
+        name="learning",
+        question="Does a policy learn?",
+        command="python -m benchmarks.learning",
+        machine=machine(),
+        columns=("algorithm", "seed", "first score", "mean of the last ten", "0.9 at step", "steps", "minutes in all"),
+        rows=tuple(map(row, results)),
+        notes=(
+            f"{RANKS} ranks, {' '.join(DEGREES)}. grpo: the share of right answers; chance is 0.125. ppo: the mean "
+            "score that the trained reward model gives, which has no scale of its own.",
+            "0.9 at step: of the mean of ten steps. Minutes hold everything from random weights: supervised steps, for "
+            "ppo the reward model too, starts and checkpoints.",
+        ),
+        data=results,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=("grpo", "ppo"))
+    parser.add_argument("--no-save", action="store_true", help="only print")
+    options = parser.parse_args(argv)
+    results = []
+    for algorithm in [options.only] if options.only else ["grpo", "ppo"]:
+        for seed in range(options.seeds):
+            with tempfile.TemporaryDirectory(prefix="learning-") as folder:
+                results.append(run(algorithm, seed, Path(folder)))
+            print(" ".join(row(results[-1])), flush=True)
+    record = record_of(results)
+    record.print()
+    if not options.no_save:
+        record.save(RESULTS / "learning.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""What a training step costs, before it runs. Each file imports only earlier ones:
+
+job, traffic, footprint, paper, known_values, live_memory, kernel_flops, fake_world, dry_run.
+"""

@@ -1,0 +1,149 @@
+"""Tensors without memory that still know the numbers on which a training step decides.
+
+A fake tensor has a shape and no values. What a step asks values for (positions, borders of documents, who gets how many
+rows, the optimiser's step count) is integers and single numbers, made of other such: they are computed for real beside
+their fake tensors, as long as everything that they are made of is known. All else has no values, and needs none.
+
+Two answers cannot be computed, and are the same on every rank instead:
+
+- Routers choose experts evenly: choice k of token t is expert (t K + k) mod E.
+- A number that is read from values that nobody knows (the gradient's norm) is 1.
+
+In collectives every rank holds what this one holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+# The shapes of their results depend on values.
+_SHAPED_BY_VALUES = (aten.nonzero, aten.bincount, aten.masked_select)
+
+
+class KnownValues:
+    """What is known of fake tensors."""
+
+    def __init__(self) -> None:
+        self._values: Any = WeakIdKeyDictionary()
+        self._lost: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage takes their place
+
+    def of(self, x: Tensor) -> Tensor | None:
+        """A real tensor with the values of `x`; None where they are not known. Reading costs nothing."""
+        if not isinstance(x, FakeTensor):
+            return x if _small(x) and not x.is_meta else None
+        value = self._values.get(x)
+        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+
+    def numbers(self, x: Tensor) -> list[Any]:
+        """`x.tolist()`, of values that are known."""
+        value = self.of(x)
+        assert value is not None, f"nobody knows the values of a tensor of {x.dtype}"
+        with _disable_current_modes():
+            return value.tolist()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator below, and what can be known of it.
+
+        Raises:
+            NotImplementedError: for a decision on values that are not known.
+        """
+        packet = func.overloadpacket
+        if packet is aten._local_scalar_dense:
+            return self._number(args[0])
+        if packet in _SHAPED_BY_VALUES:
+            return self._shaped(func, args, kwargs)
+        result = self._run(packet, func, args, kwargs)
+        if func.namespace == "c10d":
+            self._collective(packet, args)
+        elif packet is aten.topk:
+            self._values[result[1]] = _even_choice(result[1], args[0].shape[args[2] if len(args) > 2 else -1])
+        else:
+            self._compute(func, args, kwargs, result)
+        return result
+
+    def _run(self, packet: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator on fake tensors."""
+        if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # which it takes, though not as a fake
+            rows, matrices, *rest = args
+            return func(rows.bfloat16(), matrices.bfloat16(), *rest, **kwargs).to(rows.dtype)
+        return func(*args, **kwargs)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        outputs = tensors_of(result)
+        if outputs and all(map(_small, outputs)) and all(self.of(x) is not None for x in tensors_of((args, kwargs))):
+            real = self._really(func, args, kwargs)
+            for x, value in zip(outputs, tensors_of(real), strict=True):
+                if isinstance(x, FakeTensor):
+                    self._values[x] = value
+        elif func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+
+    def _forget(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Nothing is known any more of what an operator wrote into, nor of its views."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[place] if place < len(args) else kwargs.get(argument.name)
+            for x in tensors_of(written):
+                value = self._values.get(x)
+                if value is not None:
+                    self._lost[value.untyped_storage()._cdata] = value.untyped_storage()
+
+    def _really(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        real_args, real_kwargs = tree_map(lambda x: self.of(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        with _disable_current_modes():
+            return func(*real_args, **real_kwargs)
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self.of(args[0]) is None:
+            raise NotImplementedError(f"{func} gives a tensor whose size depends on values that nobody knows")
+        real = self._really(func, args, kwargs)
+        fake = torch.empty(real.shape, dtype=real.dtype, device=args[0].device)
+        self._values[fake] = real
+        return fake
+
+    def _number(self, x: Tensor) -> bool | int | float:
+        value = self.of(x)
+        if value is not None:
+            with _disable_current_modes():
+                return value.item()
+        if not x.dtype.is_floating_point:
+            raise NotImplementedError(f"a decision is made on a number ({x.dtype}) that nobody knows")
+        return 1.0
+
+    def _collective(self, packet: Any, args: tuple[Any, ...]) -> None:
+        """Reductions and gathers leave known values as they are; all-to-alls bring what the others send alike."""
+        if packet is not c10d.alltoall_base_:
+            return
+        output, sent, group = args[0], self.of(args[1]), torch.distributed.ProcessGroup.unbox(args[2])
+        if sent is not None and not (args[3] or args[4]):
+            with _disable_current_modes():
+                own = sent.view(group.size(), -1)[group.rank()]
+                self._values[output] = own.repeat(group.size()).view(sent.shape)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _small(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) or x.numel() == 1
+
+
+def _even_choice(like: Tensor, experts: int) -> Tensor:
+    """(T, K) of experts in turn."""
+    with _disable_current_modes():
+        return torch.arange(like.numel()).remainder(experts).view(like.shape)

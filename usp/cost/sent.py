@@ -1,0 +1,42 @@
+"""What one rank sends, by axis and collective, in the words and the arithmetic of `parallel.wire`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Payload bytes that leave one rank.
+
+    Attributes:
+        axis: of the mesh.
+        collective: as torch's c10d operators are called.
+        calls: messages or collectives, those in which this rank sends nothing included.
+    """
+
+    axis: str
+    collective: str
+    nbytes: int
+    calls: int = 1
+
+    def times(self, number: int) -> Sent:
+        return replace(self, nbytes=number * self.nbytes, calls=number * self.calls)
+
+
+def all_reduce(axis: str, nbytes: int, ranks: int, functional: bool = False) -> Sent:
+    """A reduce-scatter and an all-gather of `nbytes`. functional: as a DTensor changes its placement."""
+    return Sent(axis, "all_reduce" if functional else "allreduce_", 2 * (nbytes * (ranks - 1) // ranks))
+
+
+def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
+    """One entry for each axis and collective, the most bytes first."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        nbytes[part.axis, part.collective] += part.nbytes
+        calls[part.axis, part.collective] += part.calls
+    found = [Sent(*key, nbytes[key], calls[key]) for key in calls if calls[key]]
+    return tuple(sorted(found, key=lambda sent: (-sent.nbytes, sent.axis, sent.collective)))
