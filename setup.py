@@ -15,6 +15,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
+    package_data={"parallel": ["nodes/*.json"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",

@@ -7,6 +7,7 @@ to the last rank's end.
 
     python -m benchmarks.attention            # about half an hour on two cores
     python -m benchmarks.attention --quick    # about a minute, saves nothing
+    python -m benchmarks.attention --cluster  # two hosts of four ranks, 1 Gbit/s between them (benchmarks/cluster.py)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.baselines import yunchang_cpu
+from benchmarks.cluster import cluster, unavailable
 from benchmarks.measure import Runner, peak_bytes, sent_bytes, time_in_turns
 from benchmarks.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh
@@ -32,6 +34,7 @@ from parallel.testing import RankPool
 from usp import UnifiedSPAttention, shard_sequence
 
 BATCH, HEAD_DIM = 1, 64
+RATE = "1gbit"  # between the hosts of --cluster
 SYSTEMS = ("ours", "yunchang", "one process")
 
 
@@ -98,6 +101,11 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
         "difference": differences(runners, distributed),
     }
+
+
+def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool) -> list[dict[str, Any]]:
+    """`measure` of every case, one after another, by case."""
+    return [measure(case, warmups, iterations, peer) for case in chosen]
 
 
 def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner]) -> dict[str, float]:
@@ -228,8 +236,10 @@ def _is(row: dict[str, Any], *, ranks: int, **fields: Any) -> bool:
     return row["ulysses"] * row["ring"] == ranks and all(row[name] == value for name, value in fields.items())
 
 
-def cases(*, quick: bool) -> list[Case]:
+def cases(*, quick: bool, hosts: bool = False) -> list[Case]:
     four, eight = ((4, 1), (2, 2), (1, 4)), ((8, 1), (4, 2), (2, 4), (1, 8))
+    if hosts:
+        return [Case(u, r, seq_len=2048 if quick else 4096) for u, r in eight]
     if quick:
         return [Case(u, r, seq_len=2048) for u, r in four]
     return [
@@ -243,27 +253,46 @@ def cases(*, quick: bool) -> list[Case]:
     ]
 
 
+def on_one_host(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator[dict[str, Any]]:
+    with RankPool() as ranks:
+        for case in chosen:
+            yield summarise(case, ranks.run(measure, case.ranks, case, 2, iterations, peer, timeout=1800.0))
+
+
+def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterator[dict[str, Any]]:
+    with cluster(2, RATE) as hosts:
+        by_rank = hosts.call(measure_all, 4, tuple(chosen), 2, iterations, peer, timeout=3600.0)
+    yield from (
+        summarise(case, list(results)) for case, results in zip(chosen, zip(*by_rank, strict=True), strict=True)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time, bytes and memory of unified attention, against yunchang.")
     parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; saves nothing")
+    parser.add_argument("--cluster", action="store_true", help=f"two hosts of four ranks with {RATE} between them")
     parser.add_argument("--iterations", type=int, default=None, help="timed rounds per case (default 7, quick 3)")
     parser.add_argument("--no-peer", action="store_true", help="measure without yunchang")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     if not args.no_peer and find_spec("yunchang") is None:
         raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or give --no-peer')
+    reason = unavailable() if args.cluster else None
+    if reason:
+        raise SystemExit(f"--cluster is not possible: {reason}")
     iterations = args.iterations or (3 if args.quick else 7)
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler that counts memory announces every start otherwise
+    on_ranks = on_two_hosts if args.cluster else on_one_host
     rows = []
-    with RankPool() as ranks:
-        for case in cases(quick=args.quick):
-            by_rank = ranks.run(measure, case.ranks, case, 2, iterations, not args.no_peer, timeout=1800.0)
-            rows.append(summarise(case, by_rank))
-            print(*cells(rows[-1]), sep="  ", flush=True)
+    for row in on_ranks(cases(quick=args.quick, hosts=args.cluster), iterations, not args.no_peer):
+        rows.append(row)
+        print(*cells(row), sep="  ", flush=True)
+    name = "attention_cluster" if args.cluster else "attention"
+    where = f"two hosts of four CPU ranks, {RATE} between them" if args.cluster else "CPU ranks"
     record = Record(
-        name="attention",
-        question="Unified attention on CPU ranks: time, bytes sent and memory",
-        command="python -m benchmarks.attention",
+        name=name,
+        question=f"Unified attention on {where}: time, bytes sent and memory",
+        command=f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}",
         machine=machine(),
         columns=COLUMNS,
         rows=tuple(map(cells, rows)),
@@ -271,7 +300,7 @@ def main() -> None:
         data=rows,
     )
     record.print()
-    output = args.output or (None if args.quick else RESULTS / "attention.json")
+    output = args.output or (None if args.quick else RESULTS / f"{name}.json")
     if output:
         record.save(output)
 

@@ -36,7 +36,7 @@ from attention.ring import RingAttention
 from benchmarks.measure import Clock
 from benchmarks.record import RESULTS, Record, machine
 from benchmarks.training_step import training_rows
-from usp.costs import peak_flops
+from parallel import peak_flops
 
 COLUMNS = ("what", "kernel", "tokens", "forward ms", "fwd + bwd ms", "TFLOP/s fwd", "TFLOP/s fwd + bwd", "note")
 SPEC = AttentionSpec(causal=True)

@@ -1,7 +1,7 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
 dims, stages, agree, groups, mesh, boxes, param_layout, realloc_plan, realloc, fsdp, grad_norm, pipeline, tensor,
-expert, safetensors_storage, checkpoint, wire, memory, testing.
+expert, safetensors_storage, checkpoint, wire, memory, hardware, links, testing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
+from .hardware import Hardware, Link, Tier, load_hardware, node_names, peak_flops
+from .links import transfer_seconds
 from .mesh import ParallelMesh
 from .param_layout import ParamLayout, gather_layout
 from .realloc import Reallocation
@@ -24,12 +26,15 @@ __all__ = [
     "SP_ORDERS",
     "ZERO_STAGES",
     "Checkpointer",
+    "Hardware",
+    "Link",
     "ParallelDims",
     "ParallelMesh",
     "ParamLayout",
     "ProcessGroups",
     "ReallocPlan",
     "Reallocation",
+    "Tier",
     "agree",
     "apply_fsdp",
     "before_micro_batch",
@@ -37,10 +42,14 @@ __all__ = [
     "clip_grad_norm",
     "gather_layout",
     "latest",
+    "load_hardware",
     "micro_batch_violation",
+    "node_names",
+    "peak_flops",
     "plan_realloc",
     "rank_stages",
     "read_extra",
     "stage_layers",
     "stages_per_rank",
+    "transfer_seconds",
 ]

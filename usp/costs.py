@@ -10,33 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-# Dense bfloat16 tensor-core peak in FLOP/s, by a part of the device's name; the first match counts.
-PEAK_BF16: tuple[tuple[str, float], ...] = (
-    ("B300", 2250e12),
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 150e12),
-    ("A30", 165e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX 5090", 209e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 383e12),
-)
-
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -81,11 +54,6 @@ def training_flops(facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu
     # per pair and head: 2 * head_dim for the score, 2 * head_dim for the sum of values; the backward takes twice that
     attention = sum(12 * facts.num_heads * facts.head_dim * pairs[window] for window in facts.windows)
     return weights + attention
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a GPU in FLOP/s; None where it is not known, and for CPUs."""
-    return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
 
 
 def fsdp_sent_bytes(

@@ -28,12 +28,12 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.tensor import DTensor
 
-from parallel import Checkpointer, ParallelMesh, latest
+from parallel import Checkpointer, ParallelMesh, latest, peak_flops
 from usp.batch import shard_batch, split_rows
 from usp.build import build_engine
 from usp.checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from usp.config import TrainConfig, config_to_mapping
-from usp.costs import peak_flops, training_flops
+from usp.costs import training_flops
 from usp.data import PackedBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
 from usp.heads import NextToken

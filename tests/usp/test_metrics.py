@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from usp.costs import ModelFacts, fsdp_sent_bytes, peak_flops, training_flops, visible_pairs
+from usp.costs import ModelFacts, fsdp_sent_bytes, training_flops, visible_pairs
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
 
 RECORD = StepRecord(
@@ -175,13 +175,6 @@ def test_flops_count_a_causal_mask_once() -> None:
         facts, matmul_parameters=1000, tokens=length, cu_seqlens=torch.tensor([[0, length]], dtype=torch.int32)
     )
     assert flops == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)
-
-
-def test_peaks_are_known_by_device_name() -> None:
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("Some CPU") is None
 
 
 def test_fsdp_bytes_of_one_rank() -> None:

@@ -1,0 +1,74 @@
+"""Shaped hosts: ranks reach each other, the link between hosts is the slow one, and nothing of them stays."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster import BURST, cluster, unavailable
+
+REASON = unavailable()
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"no cluster: {REASON}")
+RATE = 80e6 / 8  # bytes per second
+MESSAGE = 1 << 20
+
+
+def names() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    devices = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()} | {line.split()[1] for line in devices.splitlines()}
+
+
+def sum_and_seconds() -> tuple[float, dict[int, float]]:
+    """The sum of all ranks' numbers, and the best time of a message between rank 0 and each other one."""
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return total.item(), {peer: min(there_and_back(peer) for _ in range(3)) for peer in (1, 2)}
+
+
+def there_and_back(peer: int) -> float:
+    message, rank = torch.zeros(MESSAGE, dtype=torch.uint8), dist.get_rank()
+    dist.barrier()
+    start = time.perf_counter()
+    if rank == 0:
+        dist.send(message, peer)
+        dist.recv(message, peer)
+    elif rank == peer:
+        dist.recv(message, 0)
+        dist.send(message, 0)
+    return time.perf_counter() - start if rank in (0, peer) else float("inf")
+
+
+@needs_hosts
+def test_ranks_of_two_hosts_and_what_is_left() -> None:
+    before = names()
+    with cluster(2, "80mbit") as hosts:
+        assert len(names() - before) == 3  # two hosts and their switch, and no device outside of them
+        results = hosts.call(sum_and_seconds, 2, timeout=90)
+        with pytest.raises(RuntimeError, match=r"host 0 failed.*\n(.*\n)*.*ZeroDivisionError"):
+            hosts.call(divmod, 1, 1, 0, timeout=90)
+    assert names() == before
+    assert [total for total, _ in results] == [6.0] * 4
+    inside, between = results[0][1][1], results[0][1][2]
+    # The shaper lets no more through than its rate and what it has saved up, however busy the machine is.
+    assert between > 2 * (MESSAGE - int(BURST.removesuffix("kb")) * 1024) / RATE
+    assert inside < between / 3
+
+
+@needs_hosts
+def test_nothing_is_left_after_an_interrupt() -> None:
+    before = names()
+    with pytest.raises(KeyboardInterrupt), cluster(3, "1gbit"):
+        raise KeyboardInterrupt
+    assert names() == before
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="hosts=0 must be from 1 to 250"), cluster(0, "1gbit"):
+        pass
+    with pytest.raises(ValueError, match="rate='fast' must be a number"), cluster(2, "fast"):
+        pass

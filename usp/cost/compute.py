@@ -1,0 +1,186 @@
+"""What a rank computes in a step: FLOPs as kernels are asked for them, and seconds on given hardware.
+
+Matrix products and attention count as in `kernel_flops`: recomputation included, 5 products in attention's backward,
+and of attention what its mask shows. All else (norms, activations, rotations, residuals, softmax of the vocabulary, the
+optimiser) takes the time of reading and writing its operands; how often it does is stated below, for the operators of
+transformers' models one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attention import RingSchedule
+from parallel import Hardware
+
+from .job import Job, LayerShape, ParameterShape
+from .sharding import FLOAT32, Unit, stage_units
+from .traffic import attention_plan
+
+FORWARD, BACKWARD = 2, 5  # attention's products
+# Passes over memory of a forward, in elements of the computation's dtype; a backward makes twice as many.
+HIDDEN_PASSES = 2 * 8 + 2 * 3  # two norms in float32, with a cast each way; two residual additions
+HEADS_PASSES = 6  # of q and k: a rotation is two products, a copy in halves, and a sum
+MLP_PASSES = 5  # of an MLP's hidden layer: the activation, and its product with the other half
+LOGIT_PASSES = 10  # float32: largest, difference, exponential, sum, gradient, cast
+OPTIMIZER_BYTES = (
+    4 + 8 + 3 * 8
+)  # of an element: gradient for the norm, clipped; parameter and both states, read, written
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one pass over something: by what bounds it."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory)
+
+    def times(self, number: float) -> Seconds:
+        return Seconds(number * self.matmul, number * self.attention, number * self.memory)
+
+
+def dtype_name(job: Job) -> str:
+    return str(job.dtype).removeprefix("torch.")
+
+
+def is_product(parameter: ParameterShape) -> bool:
+    """Whether a layer's parameter multiplies its tokens: all matrices do."""
+    return len(parameter.shape) == 2
+
+
+def _linear(job: Job, parameter: ParameterShape) -> float:
+    rows, columns = parameter.local(job.dims.tp)
+    # what tensor-parallel ranks do not divide, they compute on their share of the tokens
+    tokens = job.tokens if parameter.tp_dim is not None else job.outer_tokens
+    return 2.0 * tokens * rows * columns
+
+
+def _in_mlp(parameter: ParameterShape) -> bool:
+    return ".mlp." in f".{parameter.name}"
+
+
+def layer_products(job: Job, layer: LayerShape) -> tuple[list[float], list[float]]:
+    """FLOPs of each matrix product of one micro-batch's forward, and of what the backward computes again.
+
+    A recomputation stops before a layer's last product, whose result nothing needs.
+    """
+    linears = [p for p in layer.parameters if is_product(p)]
+    forward = [_linear(job, p) for p in linears]
+    rows = job.outer_tokens * job.model.experts_per_token
+    forward += [2.0 * rows * p.numel / p.shape[0] for p in layer.experts]
+    again = forward[:-1] if job.ac != "none" else []
+    if job.mlp_tile and not layer.experts:
+        mlp = [_linear(job, p) for p in linears if _in_mlp(p)]
+        if job.ac != "none":  # the layer's recomputation stops before its last tile
+            before_last = (-(-job.layout.local_len // job.mlp_tile) - 1) * job.mlp_tile / job.layout.local_len
+            again = [_linear(job, p) for p in linears if not _in_mlp(p)] + [before_last * flops for flops in mlp]
+        again = again + mlp[:-1]
+    return forward, again
+
+
+def head_products(job: Job) -> list[float]:
+    """The loss's products with the vocabulary: logits and both gradients, all made in the forward."""
+    weights = job.model.head or job.model.embedding
+    return [2.0 * job.tokens * p.numel / job.dims.tp for p in weights if is_product(p) for _ in range(3)]
+
+
+def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, int]]]:
+    """For each ring step, (FLOPs, tokens of the shorter side) of each of its tasks."""
+    per_pair = 2.0 * products * heads * job.model.facts.head_dim
+    return [[(per_pair * task.visible(), min(task.rows, task.columns)) for task in step.tasks] for step in ring.steps]
+
+
+def step_flops(job: Job, rank: int) -> float:
+    """Matrix products and attention of one step on a rank."""
+    total, windows = 0.0, job.model.facts.windows
+    attention = {window: _attention_flops(job, rank, window) for window in dict.fromkeys(windows)}
+    for stage in job.stages(rank):
+        for index in job.stage_layers[stage]:
+            forward, again = layer_products(job, job.model.layers[index])
+            total += 3 * sum(forward) + sum(again) + attention[windows[index]]
+        if stage == len(job.stage_layers) - 1:
+            total += sum(head_products(job))
+    return total * job.micro_batches
+
+
+def _attention_flops(job: Job, rank: int, window: int) -> float:
+    plan = attention_plan(job, rank, window)
+    products = FORWARD * (2 if job.ac == "full" else 1) + BACKWARD
+    work = attention_work(job, plan.ring, plan.heads.q_width(plan.ulysses_rank), products)
+    return sum(flops for step in work for flops, _ in step)
+
+
+def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> tuple[Seconds, Seconds]:
+    """(forward, backward) of a decoder layer for one micro-batch, without attention's kernels."""
+    name = dtype_name(job)
+    forward, again = layer_products(job, layer)
+    memory = hardware.memory_seconds(sum(_layer_bytes(job, layer)))
+    matmul = sum(hardware.matmul_seconds(flops, name) for flops in forward)
+    repeated = sum(hardware.matmul_seconds(flops, name) for flops in again)
+    recomputed = memory if job.ac != "none" else 0.0
+    return Seconds(matmul, 0.0, memory), Seconds(2 * matmul + repeated, 0.0, 2 * memory + recomputed)
+
+
+def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
+    """What a forward reads and writes outside of products and attention."""
+    facts, itemsize = job.model.facts, job.dtype.itemsize
+    yield HIDDEN_PASSES * job.outer_tokens * job.model.hidden_size * itemsize
+    yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * facts.head_dim / job.dims.tp * itemsize
+    if layer.experts:
+        rows = job.outer_tokens * job.model.experts_per_token
+        yield MLP_PASSES * rows * job.model.expert_size * itemsize
+        yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
+    else:
+        yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
+
+
+def head_seconds(job: Job, hardware: Hardware) -> Seconds:
+    """The loss of one micro-batch, gradients included."""
+    matmul = sum(hardware.matmul_seconds(flops, dtype_name(job)) for flops in head_products(job))
+    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp * FLOAT32
+    return Seconds(matmul, 0.0, hardware.memory_seconds(LOGIT_PASSES * logits))
+
+
+def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: int, *, backward: bool) -> list[float]:
+    """Attention's compute of each ring step, one micro-batch and layer; with more than one, its sums' memory too."""
+    products = BACKWARD if backward else FORWARD
+    sums = 0.0
+    if len(ring.steps) > 1:  # a float32 sum is read and written, and the part that is added read
+        queries = job.layout.ring_len * (job.rows // job.micro_batches)
+        sums = hardware.memory_seconds(queries * heads * job.model.facts.head_dim * (2 * FLOAT32 + job.dtype.itemsize))
+    return [
+        sum(hardware.attention_seconds(flops, size, dtype_name(job), backward=backward) for flops, size in tasks)
+        + (sums if tasks else 0.0)
+        for tasks in attention_work(job, ring, heads, products)
+    ]
+
+
+def held_elements(job: Job, rank: int) -> int:
+    """Parameters that this rank keeps and updates."""
+
+    def own(unit: Unit | None) -> int:
+        return 0 if unit is None else unit.shard if unit.ranks > 1 else unit.numel
+
+    units = [stage_units(job, stage) for stage in job.stages(rank)]
+    return sum(own(unit) for stage in units for unit in (stage.root, *stage.layers, *stage.experts))
+
+
+def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
+    """Gradient norm, clipping and AdamW, over what this rank keeps."""
+    return hardware.memory_seconds(OPTIMIZER_BYTES * held_elements(job, rank))
+
+
+def sequence_borders(job: Job) -> torch.Tensor:
+    """The rows of the whole global batch, one document each, as `usp.costs.visible_pairs` takes them."""
+    return torch.tensor([[0, job.seq_len]] * (job.rows * job.dims.batch))
