@@ -65,8 +65,8 @@ class _Rlhf:
     """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 80 for a preset's random weights, else none."""
-    steps: int = 100
+    """Supervised steps before the first, on the right answers. -1: 100 for a preset's random weights, else none."""
+    steps: int = 150
     """RLHF steps."""
     learning_rate: float = 0.0
     """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it. 0: what suits the

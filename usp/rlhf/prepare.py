@@ -43,7 +43,7 @@ from .spec import RoleSpec
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
-DEFAULT_SFT_STEPS = 80
+DEFAULT_SFT_STEPS = 100
 LEARNING_RATE, LEARNING_RATES = 2e-3, {"ppo": 3e-4}  # of a tiny model
 RESPONSES = 64  # in a step, where --prompts does not say
 
