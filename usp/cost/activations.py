@@ -1,8 +1,8 @@
 """What a decoder layer keeps for its backward, and what exists besides while the backward runs; bytes of one rank.
 
 Read off the models of `usp.hf.integrate.FAMILIES` operator by operator, for one micro-batch: which tensors autograd
-saves (a storage counts once, however many operators save it), and which gradients live at a layer's two crests, in the
-middle of its MLP and in the middle of its attention.
+saves (a storage counts once, however many operators save it), and which gradients live at a layer's crests: in the
+middle of its MLP, in the norm before, and in the middle of its attention.
 
 T tokens of a rank of ring x ulysses, S those between attentions and MLPs (fewer where tensor-parallel ranks share
 them), H hidden size, I columns of the MLP on this rank, Q and K elements of this rank's queries and keys.
@@ -24,39 +24,46 @@ class LayerActivations:
 
     Attributes:
         kept: from the forward until the backward.
-        saved: when the backward begins, recomputed things included.
-        mlp: the most while the MLP's backward runs, `saved` included; gradients of weights are not in it.
-        attention: the same for attention's.
+        saved: what recomputation adds to that when the backward begins.
+        mlp, norm, attention: what the backward has added to `kept` at its crests in the MLP, in the norm before it and
+            in attention; gradients of weights are not in it.
     """
 
     kept: int
     saved: int
     mlp: int
+    norm: int
     attention: int
 
 
 def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
     """Of one decoder layer, for one micro-batch."""
     size, hidden = job.dtype.itemsize, job.model.hidden_size
-    entering = job.outer_tokens * hidden * size  # hidden states between regions
-    inside = job.tokens * hidden * size if job.tp_sequence_parallel else 0  # gathered; else the norm's own output
-    normed = _norm(job, job.outer_tokens, hidden)
-    region = normed + (inside or entering)  # a norm and what attention or MLP takes in
-    results, calls = _attention_results(job), _attention_inputs(job, layer)
+    entering = job.outer_tokens * hidden * size  # hidden states between regions, and their gradients
+    inside = job.tokens * hidden * size if job.tp_sequence_parallel else entering  # what attention or MLP takes in
+    region = norm_activations(job, job.outer_tokens, hidden) + inside
+    if size == FLOAT32:  # nothing is cast, so a norm saves its input itself
+        region += entering
+    results = _attention_results(job)
     mlp, mlp_extra = _experts(job) if layer.experts else _dense(job)
-    saved = 2 * region + results + calls + mlp
-    if size == FLOAT32:  # nothing is cast, so the norms save their inputs themselves
-        saved += 2 * entering
-    attention = saved - mlp - region + _attention_backward(job) + entering
-    if job.ac == "none":
-        return LayerActivations(saved, saved, saved + mlp_extra + entering, attention)
-    kept = entering + (results + _kept_calls(job) if job.ac == "attention-saved" else 0)
-    saved += entering if size < FLOAT32 else 0  # what it was computed again from
-    attention += entering if size < FLOAT32 else 0
-    return LayerActivations(kept, saved, saved + mlp_extra + entering, attention)
+    saved = 2 * region + results + _attention_inputs(job, layer) + mlp
+    kept = saved
+    if job.ac != "none":
+        kept = entering + (results + _kept_calls(job) if job.ac == "attention-saved" else 0)
+        saved += entering if size < FLOAT32 else 0
+    # The norm's backward works in float32: its gradient, that of the square's mean with two factors, and their sum.
+    norm = entering + job.outer_tokens * hidden * 4 * FLOAT32
+    added = saved - kept
+    return LayerActivations(
+        kept=kept,
+        saved=added,
+        mlp=added + mlp_extra + entering,
+        norm=added - mlp + norm,
+        attention=added - mlp - region + _attention_backward(job) + entering,
+    )
 
 
-def _norm(job: Job, rows: int, width: int) -> int:
+def norm_activations(job: Job, rows: int, width: int) -> int:
     """RMSNorm over `rows` of `width`: its float32 input (where it is not float32 already), the normalised input in the
     compute dtype, and a factor per row. Its output is the next operator's to save."""
     cast = FLOAT32 if job.dtype.itemsize < FLOAT32 else 0
@@ -86,12 +93,12 @@ def _kept_calls(job: Job) -> int:
 
 def _attention_inputs(job: Job, layer: LayerShape) -> int:
     """q, k and v, and the norms of q and k where a layer has them."""
-    home, queries, keys = _widths(job)
+    _, queries, keys = _widths(job)
     found = (queries + 2 * keys) * job.dtype.itemsize
     if any(p.name.endswith("q_norm.weight") for p in layer.parameters):
         facts, tp = job.model.facts, job.dims.tp
         heads = (facts.num_heads + facts.num_kv_heads) // tp
-        found += _norm(job, job.tokens * heads, facts.head_dim)
+        found += norm_activations(job, job.tokens * heads, facts.head_dim)
         if job.dtype.itemsize == FLOAT32:
             found += job.tokens * heads * facts.head_dim * FLOAT32
     return found
@@ -128,4 +135,4 @@ def _experts(job: Job) -> tuple[int, int]:
     columns, hidden = job.model.expert_size, job.model.hidden_size
     saved = rows * (2 * hidden + 4 * columns) * size
     # backward: the float32 gradient of the weighted sum, and its rows' on their way to the experts
-    return saved, rows * hidden * (FLOAT32 + 2 * size) + 0 * columns
+    return saved, rows * hidden * (FLOAT32 + 2 * size)
