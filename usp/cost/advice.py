@@ -1,4 +1,4 @@
-"""Why a plan is as fast as it is: what bounds it, where another one loses to it, and which advice it goes against. Pure."""
+"""Why a plan is as fast as it is: what bounds it, where others lose to it, which advice it goes against. Pure."""
 
 from __future__ import annotations
 

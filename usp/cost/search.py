@@ -95,7 +95,7 @@ def _completed(question: Question, facts: ModelFacts, config: TrainConfig) -> It
 
 
 def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
-    """Numbers that divide the batch. Without a pipeline the most, each as small as can be: nothing is gained by less."""
+    """Numbers that divide the batch. Without a pipeline the most: fewer only keep more activations."""
     numbers = divisors(config.batch_size)
     if config.pp == 1:
         return [numbers[-1]]
