@@ -204,9 +204,13 @@ def _attention(
     heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
     per_token *= job.model.facts.head_dim
 
+    ranks = job.ranks("ring", rank)
+    a_byte, a_message = (  # once: working out what they cross takes longer than all else, and both add up
+        transfer_seconds(hardware, ranks, "send", *one, job.world_size) for one in ((1.0, 0.0), (0.0, 1.0))
+    )
+
     def seconds(tokens: int, itemsize: int, messages: int) -> float:
-        nbytes = tokens * per_token * itemsize
-        return transfer_seconds(hardware, job.ranks("ring", rank), "send", nbytes, messages, job.world_size)
+        return tokens * per_token * itemsize * a_byte + messages * a_message
 
     steps = plan.ring.steps
     arriving = [

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
-from attention import AttentionSpec, HeadPlan, UnifiedPlan
+from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
 from parallel import stages_per_rank
 
 from .job import Job, LayerShape
@@ -51,15 +52,17 @@ def _sums(job: Job, rank: int) -> Iterator[Sent]:
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Attention's own plan of a layer's call for one micro-batch."""
-    facts, tp = job.model.facts, job.dims.tp
-    return UnifiedPlan.make(
-        job.layout,
-        AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1)),
-        HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses),
-        job.rows // job.micro_batches,
-        job.place("ring", rank),
-        job.place("ulysses", rank),
-    )
+    facts, tp, rows = job.model.facts, job.dims.tp, job.rows // job.micro_batches
+    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1))
+    heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
+    ring = _ring(SequenceLayout(job.sp_layout, job.seq_len, job.dims.ring, 1), spec, rows, job.place("ring", rank))
+    return UnifiedPlan(job.layout, spec, heads, rows, job.place("ulysses", rank), ring)
+
+
+@lru_cache(maxsize=64)
+def _ring(layout: SequenceLayout, spec: AttentionSpec, rows: int, rank: int) -> RingSchedule:
+    """A ring's blocks are those of its ranks' Ulysses groups together, however many ranks those have."""
+    return ring_schedule(layout, spec, rows, rank)
 
 
 def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
