@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from parallel import PP_SCHEDULES, micro_batch_violation
+from parallel import PP_SCHEDULES, Hardware, Link, micro_batch_violation
 from usp.config import TrainConfig
 from usp.costs import ModelFacts
 from usp.validate import violations
@@ -114,3 +114,19 @@ def savings(config: TrainConfig, question: Question, facts: ModelFacts) -> Itera
         found = replace(config, zero=zero, ac=ac, ac_offload=offload, mlp_tile=tile)
         if not violations(found, question.world_size, facts):
             yield found
+
+
+def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:
+    """What might be otherwise: in words, the hardware then, and how many times the memory."""
+    yield "with twice the memory", hardware, 2.0
+    yield "with half the memory", hardware, 0.5
+    if len(hardware.tiers) > 1:
+        *inner, last = hardware.tiers
+        for words, factor in (("twice", 2.0), ("half", 0.5)):
+            links = {kind: _scaled(getattr(last, kind), factor) for kind in ("send", "gather", "exchange")}
+            tier = replace(last, shared_bytes_per_second=last.shared_bytes_per_second * factor, **links)
+            yield f"with links between hosts {words} as fast", replace(hardware, tiers=(*inner, tier)), 1.0
+
+
+def _scaled(link: Link, factor: float) -> Link:
+    return replace(link, bytes_per_second=link.bytes_per_second * factor)

@@ -1,0 +1,57 @@
+"""What a plan says: the best configurations with their reasons, advice, and what would change the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+
+from usp.costs import ModelFacts
+
+from .advice import bound, broken_tips, degrees, savings_of, seconds, why_slower
+from .planner import Candidate, Found
+
+GIB = 2**30
+
+
+def table(found: Found, memory_bytes: float) -> Table:
+    """The best, the fastest first."""
+    shown = Table("", "degrees", "saves memory by", "step", "MFU", "peak GiB", "bound by", "slower than the first by")
+    first = found.best[0]
+    for number, candidate in enumerate(found.best, start=1):
+        shown.add_row(
+            str(number),
+            degrees(candidate.config),
+            savings_of(candidate.config),
+            seconds(candidate.time.total),
+            f"{candidate.time.mfu:.2f}",
+            f"{candidate.peak_bytes / GIB:.1f}",
+            bound(candidate, memory_bytes),
+            "" if candidate is first else why_slower(candidate, first),
+        )
+    return shown
+
+
+def verdicts(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -> list[str]:
+    """For each supposition what would be fastest then, where that is something else."""
+    told = []
+    for supposed, best in others:
+        if best is None:
+            told.append(f"{supposed}: nothing would fit")
+        elif best.config != first.config:
+            told.append(
+                f"{supposed}: {degrees(best.config)} ({savings_of(best.config)}), {seconds(best.time.total)} a step"
+            )
+    return told or ["none of what was supposed (twice or half the links between hosts, or the memory) changes it"]
+
+
+def report(
+    found: Found, facts: ModelFacts, memory_bytes: float, others: Sequence[tuple[str, Candidate | None]]
+) -> Group:
+    """All of it."""
+    first = found.best[0]
+    lines = [f"{found.layouts} layouts, {found.tried} of them held against {memory_bytes / GIB:.0f} GiB of memory"]
+    lines += [f"warning: {tip}" for tip in broken_tips(first.config, facts)]
+    lines += [f"what would change it: {line}" for line in verdicts(first, others)]
+    return Group(table(found, memory_bytes), *lines)
