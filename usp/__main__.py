@@ -17,6 +17,7 @@ def main(argv: Sequence[str]) -> int:
     trace.add_argument("--step", type=int, metavar="N", help="one step (default: all)")
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
+    _add_cost(commands)
     asked = parser.parse_args(argv)
     try:
         asked.command(asked)
@@ -24,6 +25,31 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _add_cost(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("cost", help="what each way to parallelise sends and keeps, side by side")
+    parser.add_argument("--model", default="llama3-8b", metavar="PRESET|PATH", help="as train.py's")
+    parser.add_argument("--seq-len", default="128K", metavar="N", help="tokens of a sequence; K is 1024, M 1024 K")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a step, over all devices")
+    parser.add_argument("--devices", type=int, default=16, metavar="N", help="ranks")
+    parser.add_argument("--methods", metavar="M,M,...", help="such as usp+zero1,tp-sp8+ring2 (default: all known)")
+    parser.add_argument("--ac", default="none", metavar="MODE", help="activation checkpointing, as train.py's")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of tables")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot against degree and against length")
+    parser.set_defaults(command=cost)
+
+
+def cost(asked: argparse.Namespace) -> None:
+    """Print what the methods cost.
+
+    Raises:
+        ValueError: for arguments that make no sense.
+    """
+    from usp.cost.command import run
+
+    run(asked)
 
 
 def rlhf_trace(asked: argparse.Namespace) -> None:
