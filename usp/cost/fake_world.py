@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
 
 import usp.activations
 import usp.sp_attention
 from attention import AttentionSpec, select_kernel
 from attention.kernels.base import Kernel
 from usp.sp_axes import SpAxes
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
 
 
 @contextmanager
@@ -100,11 +104,22 @@ def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(patch.object(usp.sp_attention, "select_kernel", choose))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
+        stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
         if device.type == "cuda":
             stack.enter_context(patch.object(usp.activations, "save_on_cpu", host.hooks))
         if pipeline:
             stack.enter_context(_stages_know_their_shapes())
         yield
+
+
+def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor works shapes out on fake tensors of the global size, which would count as the rank's."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return run
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""Real training steps on gloo ranks, counted and measured, to hold a dry run against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel import ParallelMesh, ProcessGroups
+from parallel.memory import track_memory
+from parallel.wire import count_sent_bytes
+from usp.batch import shard_batch, split_rows
+from usp.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
+from usp.config import TrainConfig
+from usp.engines.base import AdamW
+from usp.heads import NextToken
+from usp.hf.experts import local, router_modules
+from usp.hf.models import load_model_config, materialise
+from usp.loss import global_token_count
+from usp.validate import parallel_dims
+
+Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
+
+
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
+    """A training step in this world, on the CPU, with sequences of one document and routers that choose in turn."""
+    config = replace(config, dp_shard=parallel_dims(config, config.ep).resolve(dist.get_world_size()).dp_shard)
+    mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
+    recipe, dtype = StageRecipe.of(config, load_model_config(config.model)), getattr(torch, config.dtype)
+    stages = build_stages(recipe, mesh)
+    for stage in stages:
+        shard_stage(stage, mesh, dtype, config.zero)
+        materialise(stage, torch.device("cpu"))
+        for x in (*stage.parameters(), *stage.buffers()):
+            nn.init.normal_(local(x.detach()), std=0.02)
+        for router in router_modules(stage.model):
+            router.register_forward_hook(_choose_in_turn)
+    engine = build_fsdp2_engine(stages, mesh, recipe, AdamW(config.weight_decay), dtype, config.zero)
+    ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
+
+    def step() -> None:
+        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": borders}
+        batch = shard_batch(whole, mesh, layout=config.sp_layout)
+        tokens = int(global_token_count(batch["shift_labels"], mesh))
+        engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
+        engine.step(config.learning_rate, config.max_grad_norm)
+
+    return step
+
+
+def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    logits, weights, chosen = output
+    in_turn = torch.arange(chosen.numel()).remainder(logits.shape[-1]).view(chosen.shape)
+    return logits, weights, in_turn
+
+
+def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
+    """What this rank sends in the second step of each: {(ranks of the group, collective): (bytes, calls)}."""
+    import time
+    found, groups = [], ProcessGroups()
+    for config in configs:
+        t=time.time()
+        step = step_of(config, groups)
+        t1=time.time()
+        step()
+        if dist.get_rank()==0: print(t1-t,time.time()-t1,flush=True)
+        with count_sent_bytes() as sent:
+            step()
+        found.append({key: (nbytes, sent.calls[key]) for key, nbytes in sent.by_group.items()})
+    return found
+
+
+def peak_of_step(config: TrainConfig) -> int:
+    """Bytes that the second step takes at most beyond what lives before it."""
+    step = step_of(config, ProcessGroups())
+    step()
+    with track_memory() as memory:
+        step()
+    return memory.peak_bytes
