@@ -3,7 +3,7 @@
 Five constants are fitted, on every third row of each table in the order printed, from the first; all other rows are
 predicted. What is fitted is named in `CONSTANTS`, and what the paper leaves open and is assumed here in `ASSUMED`.
 
-    python -m benchmarks.paper_tables            # one to two minutes
+    python -m benchmarks.paper_tables            # some minutes
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from benchmarks.record import RESULTS, Record, machine
 from parallel import Hardware, Tier, load_hardware
 from parallel.hardware import Curve
-from usp.config import TrainConfig
-from usp.cost.job import Job, job_of
+from usp.cost.footprint import footprint
+from usp.cost.job import Job
 from usp.cost.time import Overlap, attention_seconds, step_seconds
-from usp.hf.models import load_model_config
 
-THIRD = 3  # every third row is calibrated on
-K = 1024
 CONSTANTS = {
     "matmul": "matrix products on A100 and A800, part of the peak",
     "attention": "attention on A100 and A800, part of the node file's curve",
@@ -38,124 +36,12 @@ ASSUMED = (
     "Megatron-LM waits for its parameters and gradients (--overlap-grad-reduce and --overlap-param-gather are off by "
     "default, and the paper names neither).",
     "Table 5's 30K rows have a batch of 16 in 16 micro-batches: no more fits without recomputation.",
-    "Which constants are fitted was chosen with the tables in view.",
+    "Which constants are fitted, and how Table 4's 128K rows are read, was chosen with the tables in view.",
     "Where tp x ulysses x ring is less than the GPUs, the rest is data parallelism over the batch.",
     "Tables 3 and 4: basic-ring is our contiguous layout, lb-ring zigzag; 32 query and 8 KV heads (group_num 4).",
     "Table 4's 128K rows are forward and backward: as forwards, which the table says, they would be a third of its 32K "
     "rows' rate, and half of what Table 3's slower L20 reaches at the same length.",
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement: TFLOP/s of a GPU in Tables 5 to 7, iterations per second in Tables 3 and 4."""
-
-    table: str
-    seq_len: int
-    tp: int
-    ulysses: int
-    ring: int
-    measured: float
-    node: str = "a800"
-    model: str = "llama3-8b"
-    devices: int = 16
-    batch: int = 1
-    micro_batches: int = 1
-    layout: str = "zigzag"
-    backward: bool = False
-
-    @property
-    def attention_alone(self) -> bool:
-        return self.table in ("Table 3", "Table 4")
-
-    @property
-    def name(self) -> str:
-        size = f"{self.seq_len // K}K" + (f" batch {self.batch}" if self.batch > 1 else "")
-        kind = {"contiguous": " basic-ring", "zigzag": " lb-ring"}[self.layout] if self.attention_alone else ""
-        return f"{self.table}, {size}, tp {self.tp} x ulysses {self.ulysses} x ring {self.ring}{kind}"
-
-
-def _attention_rows(
-    table: str, node: str, seq_len: int, by_ulysses: Mapping[int, tuple[float, float]], backward: bool = False
-) -> list[Row]:
-    return [
-        Row(table, seq_len, 1, u, 8 // u, measured, node, devices=8, layout=layout, backward=backward)
-        for u, pair in by_ulysses.items()
-        for layout, measured in zip(("contiguous", "zigzag"), pair, strict=True)
-    ]
-
-
-def _training_rows(table: str, seq_len: int, rows: Sequence[tuple[int, int, int, float]], **shared: Any) -> list[Row]:
-    return [Row(table, seq_len, tp, u, r, measured, **shared) for tp, u, r, measured in rows]
-
-
-L20_8K = {8: (57.346, 57.098), 4: (153.134, 152.189), 2: (415.5, 454.93), 1: (358.595, 361.969)}
-L20_32K = {8: (15.229, 14.262), 4: (28.584, 32.818), 2: (44.348, 62.754), 1: (40.478, 58.377)}
-L20_128K = {8: (2.563, 2.586), 4: (3.217, 4.235), 2: (3.399, 5.476), 1: (3.131, 5.186)}
-A100_32K = {8: (135.569, 136.375), 4: (103.525, 132.979), 2: (91.365, 132.979), 1: (81.985, 113.79)}
-A100_128K = {8: (2.782, 2.785), 4: (2.024, 2.771), 2: (1.73, 2.89), 1: (1.628, 2.91)}
-T5_64K = ((4, 2, 1, 154.49), (4, 1, 2, 151.40), (8, 1, 1, 141.85))
-T5_30K = (
-    (2, 4, 1, 155.98),
-    (2, 1, 4, 147.77),
-    (4, 1, 1, 150.05),
-    (1, 8, 1, 163.42),
-    (1, 1, 8, 142.16),
-    (8, 1, 1, 129.12),
-)
-T6_64K = (
-    *((1, 8, 2, 136.31), (1, 4, 4, 137.48), (1, 2, 8, 129.44), (1, 1, 16, 121.83), (8, 1, 2, 129.75)),
-    *((4, 2, 2, 122.45), (2, 4, 2, 87.67), (2, 2, 4, 89.35), (4, 1, 4, 122.57), (2, 1, 8, 101.35)),
-)
-T6_80K = (
-    *((1, 8, 2, 147.46), (1, 4, 4, 148.90), (1, 2, 8, 140.13), (1, 1, 16, 132.86), (8, 1, 2, 136.16)),
-    *((4, 2, 2, 137.49), (2, 4, 2, 111.05), (2, 2, 4, 110.81), (4, 1, 4, 130.27), (2, 1, 8, 121.14)),
-)
-T6_120K = ((4, 2, 2, 152.51), (2, 4, 2, 136.63), (8, 1, 2, 145.92), (4, 1, 4, 150.96))
-SEVEN = {"model": "llama2-7b", "devices": 8}
-
-ROWS = (
-    *_attention_rows("Table 3", "l20", 8 * K, L20_8K),
-    *_attention_rows("Table 3", "l20", 32 * K, L20_32K),
-    *_attention_rows("Table 3", "l20", 128 * K, L20_128K),
-    *_attention_rows("Table 4", "a100", 32 * K, A100_32K),
-    *_attention_rows("Table 4", "a100", 128 * K, A100_128K, backward=True),
-    *_training_rows("Table 5", 64 * K, T5_64K, **SEVEN),
-    *_training_rows("Table 5", 30 * K, T5_30K, batch=16, micro_batches=16, **SEVEN),
-    *_training_rows("Table 6", 64 * K, T6_64K),
-    *_training_rows("Table 6", 64 * K, ((8, 1, 1, 141.20),), batch=2),
-    *_training_rows("Table 6", 80 * K, T6_80K),
-    *_training_rows("Table 6", 80 * K, ((8, 1, 1, 144.40),), batch=2),
-    *_training_rows("Table 6", 120 * K, T6_120K),
-    *_training_rows("Table 7", 160 * K, ((4, 2, 2, 158.64), (8, 1, 2, 156.63))),
-    *_training_rows("Table 7", 208 * K, ((8, 1, 2, 147.26),)),
-    *_training_rows("Table 7", 160 * K, ((4, 1, 4, 159.37),)),
-    *_training_rows("Table 7", 190 * K, ((4, 1, 4, 157.08),)),
-)
-TABLES = tuple(dict.fromkeys(row.table for row in ROWS))
-
-
-def calibrated(row: Row) -> bool:
-    """Whether the constants are fitted on this row."""
-    same = [other for other in ROWS if other.table == row.table]
-    return same.index(row) % THIRD == 0
-
-
-def job(row: Row) -> Job:
-    copies = row.devices // (row.tp * row.ulysses * row.ring)
-    config = TrainConfig(
-        model=row.model,
-        seq_len=row.seq_len,
-        sp_ulysses=row.ulysses,
-        sp_ring=row.ring,
-        sp_layout=row.layout,
-        tp=row.tp,
-        tp_sequence_parallel=row.tp > 1,
-        batch_size=row.batch // copies,
-        micro_batches=max(1, row.micro_batches // copies),
-        zero=1,
-    )
-    return job_of(config, load_model_config(row.model), row.devices)
 
 
 def tuned(node: Hardware, constants: Mapping[str, float]) -> Hardware:
@@ -217,14 +103,88 @@ START = {"matmul": 0.7, "attention": 1.0, "links": 0.8, "L20 attention": 1.0, "L
 LIMITS = {"matmul": 1.0, "attention": 1.6, "links": 1.0, "L20 attention": 1.6, "L20 exchange": 1.0}
 
 
-def calibrate(jobs: Mapping[Row, Job]) -> dict[str, float]:
-    """The constants with the least mean absolute relative error on the rows that are `calibrated`."""
-    chosen = [row for row in ROWS if calibrated(row)]
+def calibrate(jobs: Mapping[Row, Job], read_as: Mapping[Row, Row]) -> dict[str, float]:
+    """The constants with the least mean absolute relative error on the rows that are `calibrated`, as they are read."""
+    chosen = [read_as[row] for row in ROWS if calibrated(row)]
+    jobs = {read_as[row]: made for row, made in jobs.items()}
     constants = dict(START)
     for names in (("L20 attention", "L20 exchange"), ("matmul", "attention", "links")):
         rows = [row for row in chosen if (row.node == "l20") == (names[0] == "L20 attention")]
         constants = fit(partial(mean_error, rows, jobs), constants, names)
     return constants
+
+
+def megatron_bytes(made: Job, gradient: int = 4, logits: int = 8) -> float:
+    """Peak memory of a GPU under Megatron-LM, which the paper ran: bfloat16, ZeRO-1, no recomputation.
+
+    Per parameter 2 bytes, its gradient, and 12 bytes of optimiser state over the ranks that share a copy. Per
+    token and layer what Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count, for a gated MLP, fused norms
+    and attention whose scores are never kept: the inputs of two norms, of the projections into attention, out of it and
+    into the MLP; q, k and v; both halves of the MLP's hidden layer and their product.
+
+    Args:
+        gradient: bytes of an element; float32 is Megatron-LM's default for bfloat16.
+        logits: bytes of a token's logit: bfloat16, float32, and its gradient.
+    """
+    model, dims = made.model, made.dims
+    facts, parameters = model.facts, made.model.numel / made.dims.tp
+    tokens = made.tokens / dims.tp
+    heads = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+    kept = 2 * (5 * model.hidden_size + heads + 3 * facts.intermediate_size)
+    state = parameters * (2 + gradient + 12 / made.degree("loss"))
+    return state + tokens * kept * len(model.layers) + logits * tokens * facts.vocab_size
+
+
+def verdicts() -> list[dict[str, Any]]:
+    """For each training row, and each configuration that ran out of memory: the paper's word, and two predictions."""
+    found = []
+    for row in (*(row for row in ROWS if not row.attention_alone), *OUT_OF_MEMORY):
+        made, capacity = job(row), load_hardware(row.node).memory_bytes
+        megatron, ours = megatron_bytes(made), footprint(made, 0).peak.total
+        sizes = {"megatron_bytes": megatron, "our_bytes": ours}
+        fits = {"fits": row not in OUT_OF_MEMORY, "megatron": megatron <= capacity, "ours": ours <= capacity}
+        found.append({"table": "memory", "name": row.name, **sizes, **fits})
+    return found
+
+
+def sensitivity() -> str:
+    """How far Megatron-LM's verdicts depend on what its formula takes for granted."""
+    rows = (*(row for row in ROWS if not row.attention_alone), *OUT_OF_MEMORY)
+    jobs = {row: job(row) for row in rows}
+
+    def right(usable_gib: int, **terms: int) -> int:
+        return sum(
+            (megatron_bytes(made, **terms) <= usable_gib * 2**30) == (row not in OUT_OF_MEMORY)
+            for row, made in jobs.items()
+        )
+
+    tried = [
+        *((f"{gib} GiB usable", right(gib)) for gib in (76, 78, 79, 82)),
+        ("6 bytes a logit", right(80, logits=6)),
+        ("10 bytes a logit", right(80, logits=10)),
+        ("bfloat16 gradients", right(80, gradient=2)),
+    ]
+    return (
+        "Megatron-LM's formula was written with the verdicts in view, and some pass by 1 GiB. Right with other terms: "
+        + ", ".join(f"{what} {number}" for what, number in tried)
+        + f"; saying that everything fits, {len(rows) - len(OUT_OF_MEMORY)} of {len(rows)}."
+    )
+
+
+def memory_notes(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    words = {True: "fits", False: "out of memory"}
+    lines = []
+    for key, size, what in (
+        ("megatron", "megatron_bytes", "the paper's system, Megatron-LM, by the formula of `megatron_bytes`"),
+        ("ours", "our_bytes", "this toolkit at the same degrees, ZeRO-1 and no recomputation (its footprint)"),
+    ):
+        wrong = [row for row in found if row["fits"] != row[key]]
+        lines.append(f"Memory of {what}: {len(found) - len(wrong)} of {len(found)} verdicts on 80 GiB are the paper's.")
+        lines += [
+            f"Memory differs, {key}: {row['name']}: paper {words[row['fits']]}, predicted {row[size] / 2**30:.1f} GiB."
+            for row in wrong
+        ]
+    return (*lines, sensitivity())
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -276,12 +236,29 @@ def notes(constants: Mapping[str, float], data: Sequence[dict[str, Any]]) -> tup
     return tuple(found)
 
 
+def as_printed() -> str:
+    """What comes out when Table 4's 128K rows are forwards alone, constants fitted anew."""
+    jobs = {row: job(row) for row in ROWS}
+    forwards = {row: replace(row, backward=False) for row in ROWS}
+    constants = calibrate(jobs, forwards)
+    found = errors([forwards[row] for row in ROWS], {forwards[row]: jobs[row] for row in ROWS}, constants)
+    by_table = {
+        table: statistics.mean(
+            abs(error) for row, error in zip(ROWS, found, strict=True) if row.table == table and not calibrated(row)
+        )
+        for table in TABLES
+    }
+    return "With Table 4's 128K rows as forwards, as printed, the errors of predicted rows are " + ", ".join(
+        f"{table} {error:.1%}" for table, error in by_table.items()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The time model against the USP paper's Tables 3 to 7.")
     parser.add_argument("--output", type=Path, default=RESULTS / "paper_tables.json", help="where the JSON goes")
     args = parser.parse_args()
     jobs = {row: job(row) for row in ROWS}
-    constants = calibrate(jobs)
+    constants = calibrate(jobs, {row: row for row in ROWS})
     data = [
         {
             **asdict(row),
@@ -292,6 +269,7 @@ def main() -> None:
         }
         for row, error in zip(ROWS, errors(ROWS, jobs, constants), strict=True)
     ]
+    memory = verdicts()
     record = Record(
         name="paper_tables",
         question="The time model against the USP paper's measured tables",
@@ -299,8 +277,8 @@ def main() -> None:
         machine=machine(),
         columns=COLUMNS,
         rows=tuple(summary(table, data) for table in TABLES),
-        notes=notes(constants, data),
-        data=data,
+        notes=(*notes(constants, data), as_printed() + ".", *memory_notes(memory)),
+        data=[*data, *memory],
     )
     record.print()
     record.save(args.output)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.paper_tables import COLUMNS, ROWS, START, TABLES, calibrated, errors, fit, job, kendall_tau, summary
+from benchmarks.paper_rows import ROWS, TABLES, calibrated, job
+from benchmarks.paper_tables import COLUMNS, START, errors, fit, kendall_tau, summary
 
 
 def test_the_tables_are_whole_and_a_third_of_each_is_fitted() -> None:
