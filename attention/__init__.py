@@ -16,7 +16,7 @@ from .kernels.base import Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram
-from .schedule import RingSchedule, ring_schedule
+from .schedule import Message, RingSchedule, ring_schedule
 from .spec import AttentionSpec
 from .unified import UnifiedPlan, WireBytes, unified_attention
 
@@ -31,6 +31,7 @@ __all__ = [
     "Keep",
     "KeepResults",
     "Kernel",
+    "Message",
     "Prefill",
     "RingProgram",
     "RingSchedule",

@@ -64,7 +64,7 @@ class Tier:
         devices: how many, those of inner tiers included; 0 for any number.
         send: one message to another device. gather: a step of a ring collective (all-gather, reduce-scatter, and both
             together, all-reduce). exchange: what an all-to-all sends to one peer.
-        shared_bytes_per_second: what all devices of one inner tier can send out together; inf for as much as their
+        shared_bytes_per_second: what all devices of one inner tier can `send` out together; inf for as much as their
             links take.
     """
 
@@ -268,9 +268,9 @@ def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
         for kind, link in (("send", tier.send), ("gather", tier.gather), ("exchange", tier.exchange)):
             if not (link.alpha_seconds >= 0 and 0 < link.bytes_per_second < math.inf):
                 found.append(f"tier {tier.name}: {kind} needs alpha_seconds of 0 or more and positive bytes_per_second")
-            elif tier.shared_bytes_per_second < link.bytes_per_second:
-                found.append(
-                    f"tier {tier.name}: one device's {kind} at {link.bytes_per_second:g} B/s is more than the "
-                    f"{tier.shared_bytes_per_second:g} B/s that all share"
-                )
+        if not tier.shared_bytes_per_second >= tier.send.bytes_per_second:
+            found.append(
+                f"tier {tier.name}: one device's {tier.send.bytes_per_second:g} B/s is more than the "
+                f"{tier.shared_bytes_per_second:g} B/s that all share"
+            )
     return found

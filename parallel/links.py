@@ -8,7 +8,8 @@ of a host are neighbours. What crosses a tier is counted from the ranks themselv
                With `parallel_rings` the members inside a tier share the crossing (NCCL), else one link has it.
     send       a message to the next rank, of an attention's ring or a pipeline.
 
-The slowest tier counts, and in it the slower of a device's link and what its inner tier's devices share.
+The slowest tier counts, and in it the slower of a device's link and what its inner tier's devices share. A kind that
+gets less of a link than single messages do gets as much less of what is shared.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def transfer_seconds(
     for level, (device_part, domain_part) in crossing.items():
         tier, inner = hardware.tiers[level], _inner(hardware, level, world_size)
         on_link = nbytes * device_part / links[level].bytes_per_second
-        shared = nbytes * domain_part * inner / tier.shared_bytes_per_second
+        rate = tier.shared_bytes_per_second * links[level].bytes_per_second / tier.send.bytes_per_second
+        shared = nbytes * domain_part * inner / rate
         seconds = max(seconds, on_link, shared)
     return seconds / hardware.link_efficiency + steps * max(link.alpha_seconds for link in links.values())
 

@@ -103,7 +103,7 @@ def public_names(source: Source) -> Iterator[str]:
 
 def environment(source: Source) -> Iterator[str]:
     """Scripts hand the environment to the command line; setting a variable for a library is not reading."""
-    if not in_package(source.path, *PACKAGES):
+    if not in_package(source.path, *PACKAGES) or source.path == "usp/__main__.py":  # a script
         return
     writes = {
         id(node.value)

@@ -1,15 +1,20 @@
-"""Tools that need no launcher: python -m usp COMMAND."""
+"""Tools beside training: python -m usp COMMAND."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command that `argv` names; returns the exit code: 0, or 1 with one message for what cannot be done."""
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    """Run the command that `argv` names; returns the exit code: 0, or 1 with one message for what cannot be done.
+
+    environ: where torchrun says which rank this is, for the commands that it may launch.
+    """
     parser = argparse.ArgumentParser(prog="python -m usp", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     trace = commands.add_parser("rlhf-trace", help="the timeline of an RLHF run: a table, a trace, a plot")
@@ -17,7 +22,19 @@ def main(argv: Sequence[str]) -> int:
     trace.add_argument("--step", type=int, metavar="N", help="one step (default: all)")
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
+<<<<<<< HEAD
     _add_cost(commands)
+=======
+    measure = commands.add_parser(
+        "calibrate", help="measure this machine's rates and links (torchrun ... -m usp calibrate, for all its ranks)"
+    )
+    measure.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the hardware file to write")
+    measure.add_argument("--name", default="this machine", help="what reports call it")
+    measure.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    measure.add_argument("--heads", type=int, default=8, help="of the attention that is measured")
+    measure.add_argument("--head-dim", type=int, default=64, help="of the attention that is measured")
+    measure.set_defaults(command=partial(calibrate, environ=environ))
+>>>>>>> hardware
     asked = parser.parse_args(argv)
     try:
         asked.command(asked)
@@ -76,5 +93,41 @@ def rlhf_trace(asked: argparse.Namespace) -> None:
     print(f"plot: {out}\ntrace: {trace} (for chrome://tracing or ui.perfetto.dev)")
 
 
+def calibrate(asked: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
+    """Measure on all ranks that torchrun launched, or in this process alone, and write the file on the first.
+
+    Raises:
+        ValueError: for a folder that is not there, and sizes that attention cannot have.
+    """
+    import json
+
+    import torch.distributed as dist
+
+    from parallel import load_hardware
+    from usp.cost.calibrate import Plan
+    from usp.cost.calibrate import calibrate as measured
+    from usp.launch import Launch, choose_device, process_group, stay_on_loopback
+
+    if not asked.out.parent.is_dir():
+        raise ValueError(f"--out {asked.out}: there is no folder {asked.out.parent}")
+    if min(asked.heads, asked.head_dim) < 1:
+        raise ValueError(f"--heads {asked.heads} and --head-dim {asked.head_dim} must be at least 1")
+    launch = Launch.from_environment(environ)
+    stay_on_loopback(launch, environ)
+    device = choose_device(asked.device, launch)
+    with process_group(launch, device):
+        plan = Plan.of(device, launch.local_world_size, asked.heads, asked.head_dim)
+        found = measured(plan, asked.name)
+        if launch.rank == 0:
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            hardware = load_hardware(str(asked.out))
+            peaks = ", ".join(f"{peak / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, peak in hardware.peak_flops.items())
+            print(f"{asked.out}: {peaks}; memory {hardware.memory_bytes_per_second / 1e9:,.1f} GB/s")
+            for tier in hardware.tiers:
+                link = tier.send
+                print(f"  {tier.name}: {link.bytes_per_second / 1e9:.3f} GB/s, {link.alpha_seconds * 1e6:.0f} us")
+        dist.barrier()
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from attention import Message
 from parallel import Hardware, bubble_fraction, transfer_seconds
 from usp.costs import training_flops
 
@@ -33,7 +34,7 @@ from .compute import (
 from .job import Job
 from .sent import Sent
 from .sharding import FLOAT32
-from .traffic import attention_plan, step_traffic
+from .traffic import attention_plan, attention_traffic, step_traffic
 
 PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate", "loss")
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
@@ -66,6 +67,14 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Attention in one direction: seconds of its kernels, and of the ring's messages beside them."""
+
+    kernels: float
+    messages: Traffic
 
 
 @dataclass(frozen=True)
@@ -196,10 +205,48 @@ def _rank_seconds(
     return compute.total + sum(t.exposed for t in communication.values()), compute, communication
 
 
+def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, window: int) -> tuple[Pass, Pass]:
+    """(forward, backward) of one layer's kernels and ring messages for one micro-batch, recomputation left out."""
+    plan = attention_plan(job, rank, window)
+    heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
+    ranks = job.ranks("ring", rank)
+
+    def seconds(messages: Sequence[Message], itemsize: int) -> float:
+        nbytes = sum(message.tokens for message in messages) * per_token * job.model.facts.head_dim * itemsize
+        return transfer_seconds(hardware, ranks, "send", nbytes, 1, job.world_size) if messages else 0.0
+
+    steps = plan.ring.steps[1:]
+    arriving = [seconds(step.receive, job.dtype.itemsize) for step in steps]
+    leaving = [seconds(step.grad_send, FLOAT32) for step in steps]
+    forward = ring_step_seconds(job, hardware, plan.ring, heads, backward=False)
+    backward = ring_step_seconds(job, hardware, plan.ring, heads, backward=True)
+    # While step k computes, keys of step k + 1 arrive and gradients of step k - 1 leave; the last go in the open.
+    beside = [a + b for a, b in zip([*arriving, 0.0, 0.0], [0.0, 0.0, *leaving], strict=True)]
+    if not steps:
+        beside = []
+    return (
+        Pass(sum(forward), hidden_behind(arriving, forward if overlap.ring else ())),
+        Pass(sum(backward), hidden_behind(beside, backward if overlap.ring else ())),
+    )
+
+
+def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
+    """The first layer's attention by itself on the slowest rank, Ulysses' exchanges included: a forward, or both."""
+    rank, window = _slowest_ranks(job)[0], job.model.facts.windows[0]
+    passes = attention_passes(job, hardware, Overlap(), rank, window)
+    exchanges = [sent for sent in attention_traffic(job, rank, window) if sent.axis == "ulysses"]
+    pairs = list(zip(passes, exchanges, strict=True))
+    seconds = 0.0
+    for part, exchanged in pairs if backward else pairs[:1]:
+        seconds += part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchanged, rank)
+    return seconds
+
+
 def _attention(
     job: Job, hardware: Hardware, overlap: Overlap, rank: int, window: int
 ) -> tuple[tuple[Seconds, Seconds], Traffic]:
     """((forward, backward), the ring's messages) of one layer and micro-batch; recomputed forwards in the backward."""
+<<<<<<< HEAD
     plan = attention_plan(job, rank, window)
     heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
     per_token *= job.model.facts.head_dim
@@ -231,6 +278,13 @@ def _attention(
     final = hidden_behind([late], backward[-1:] if overlap.ring else ()) + Traffic(exposed=last)
     traffic = traffic + repeated + hidden_behind(back, backward if overlap.ring else ()) + final
     return (once, again + Seconds(attention=sum(backward))), traffic
+=======
+    forward, backward = attention_passes(job, hardware, overlap, rank, window)
+    once, traffic = Seconds(attention=forward.kernels), forward.messages + backward.messages
+    if job.ac == "full":
+        return (once, once + Seconds(attention=backward.kernels)), traffic + forward.messages
+    return (once, Seconds(attention=backward.kernels)), traffic
+>>>>>>> hardware
 
 
 def hidden_behind(transfers: Sequence[float], compute: Sequence[float]) -> Traffic:

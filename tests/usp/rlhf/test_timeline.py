@@ -85,7 +85,7 @@ def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
     monkeypatch.setenv("COLUMNS", "160")
     write(tmp_path, 1, 2)
     out = tmp_path / "plot.png"
-    assert main(["rlhf-trace", str(tmp_path), "--step", "2", "--out", str(out)]) == 0
+    assert main(["rlhf-trace", str(tmp_path), "--step", "2", "--out", str(out)], {}) == 0
     printed = capsys.readouterr().out
     assert "step 2, 8 ranks" in printed
     (row,) = (line for line in printed.splitlines() if "ref_inference to advantages" in line)
@@ -93,7 +93,7 @@ def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
     assert out.read_bytes().startswith(b"\x89PNG")
     records = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
     assert sum(record["ph"] == "X" for record in records) == len(events(2))
-    assert main(["rlhf-trace", str(tmp_path)]) == 0
+    assert main(["rlhf-trace", str(tmp_path)], {}) == 0
     assert (tmp_path / "timeline" / "timeline.png").exists()
 
 
@@ -120,7 +120,7 @@ def test_what_the_command_refuses(
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken" / "timeline").mkdir(parents=True)
     (tmp_path / "broken" / "timeline" / "rank-0.jsonl").write_text("{}\n")
-    assert main(["rlhf-trace", *arguments]) == 1
+    assert main(["rlhf-trace", *arguments], {}) == 1
     assert message in capsys.readouterr().err
 
 
