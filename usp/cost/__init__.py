@@ -1,4 +1,5 @@
 """What a training step costs, before it runs. Each file imports only earlier ones:
 
-job, known_values, live_memory, kernel_flops, fake_world, dry_run.
+job, known_values, live_memory, kernel_flops, fake_world, dry_run,
+dry_run_report.
 """
