@@ -21,6 +21,8 @@ from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
 
+SAMPLED_OWNERS = 16  # whose traffic decides which way a ring turns: either way is right, one sends less
+
 
 @dataclass(frozen=True)
 class Message:
@@ -80,7 +82,7 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     j - 1).
     """
     pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
-    needs = [[_need(pieces, spec, q, k) for k in range(layout.ring)] for q in range(layout.ring)]
+    needs = _Needs(pieces, spec)
     direction = max((1, -1), key=lambda d: _neighbour_tokens(needs, d))
     step_of = _StepPlanner(rank, direction, needs)
     own = block_tasks(pieces[rank], pieces[rank], spec)
@@ -88,25 +90,39 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     for t in range(1, layout.ring):
         owner = (rank - direction * t) % layout.ring
         tasks = block_tasks(pieces[rank], pieces[owner], spec)
-        steps.append(step_of(t, _packed_tasks(tasks, needs[rank][owner])))
+        steps.append(step_of(t, _packed_tasks(tasks, needs(rank, owner))))
     return RingSchedule(rank, layout.ring, direction, tuple(steps))
 
 
-def _need(pieces: list[Pieces], spec: AttentionSpec, q_rank: int, k_rank: int) -> Intervals:
-    if q_rank == k_rank:
-        return ()  # a rank's own block does not travel
-    return union((task.k_start, task.k_stop) for task in block_tasks(pieces[q_rank], pieces[k_rank], spec))
+class _Needs:
+    """Which of a rank's keys another one sees. Worked out when asked: a plan asks for a few rows and columns of it."""
+
+    def __init__(self, pieces: list[Pieces], spec: AttentionSpec) -> None:
+        self._pieces, self._spec = pieces, spec
+        self._known: dict[tuple[int, int], Intervals] = {}
+
+    @property
+    def ring(self) -> int:
+        return len(self._pieces)
+
+    def __call__(self, q_rank: int, k_rank: int) -> Intervals:
+        if q_rank == k_rank:
+            return ()  # a rank's own block does not travel
+        if (q_rank, k_rank) not in self._known:
+            tasks = block_tasks(self._pieces[q_rank], self._pieces[k_rank], self._spec)
+            self._known[q_rank, k_rank] = union((task.k_start, task.k_stop) for task in tasks)
+        return self._known[q_rank, k_rank]
 
 
-def _neighbour_tokens(needs: list[list[Intervals]], direction: int) -> int:
-    """Tokens that a consumer gets from its ring neighbour, over all ranks."""
-    ring = len(needs)
+def _neighbour_tokens(needs: _Needs, direction: int) -> int:
+    """Tokens of `SAMPLED_OWNERS` evenly spread ranks that a consumer gets from its ring neighbour, over all ranks."""
+    ring = needs.ring
     total = 0
-    for owner in range(ring):
-        total += size(needs[(owner + direction) % ring][owner])
+    for owner in range(0, ring, -(-ring // SAMPLED_OWNERS)):
+        total += size(needs((owner + direction) % ring, owner))
         for t in range(2, ring):
             consumer, neighbour = (owner + direction * t) % ring, (owner + direction * (t - 1)) % ring
-            total += size(intersect(needs[consumer][owner], needs[neighbour][owner]))
+            total += size(intersect(needs(consumer, owner), needs(neighbour, owner)))
     return total
 
 
@@ -119,15 +135,15 @@ def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:
 class _StepPlanner:
     rank: int
     direction: int
-    needs: list[list[Intervals]]
+    needs: _Needs
 
     def __call__(self, t: int, tasks: tuple[Task, ...]) -> Step:
         here, ahead, behind = self.rank, self._at(1), self._at(-1)
         owner, held_owner, consumer = self._at(-t), self._at(1 - t), self._at(t)
-        keys = self.needs[here][owner]
+        keys = self.needs(here, owner)
         receive = _messages((behind, self._relayed(owner, t)), (owner, self._direct(owner, t)), within=keys)
         relayed_on = self._relayed(held_owner, t)
-        held = self.needs[here][held_owner] if t > 1 else None  # step 1 sends own tokens
+        held = self.needs(here, held_owner) if t > 1 else None  # step 1 sends own tokens
         return Step(
             owner=owner,
             keys=size(keys),
@@ -142,13 +158,13 @@ class _StepPlanner:
         )
 
     def _at(self, distance: int) -> int:
-        return (self.rank + self.direction * distance) % len(self.needs)
+        return (self.rank + self.direction * distance) % self.needs.ring
 
     def _seen(self, owner: int, t: int) -> Intervals:
         """What the consumer at distance t sees of the owner's keys; the owner itself, at distance 0, holds all."""
-        if t >= len(self.needs):
+        if t >= self.needs.ring:
             return ()
-        return self.needs[(owner + self.direction * t) % len(self.needs)][owner]
+        return self.needs((owner + self.direction * t) % self.needs.ring, owner)
 
     def _relayed(self, owner: int, t: int) -> Intervals:
         """What the consumer at distance t gets from its neighbour at distance t - 1."""

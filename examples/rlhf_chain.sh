@@ -17,6 +17,6 @@ rlhf() {
 }
 
 rlhf --algorithm sft --steps "${SFT_STEPS:-100}" --output "$folder/sft"
-rlhf --algorithm reward_model --model "$folder/sft/model" --steps "${REWARD_STEPS:-150}" --output "$folder/reward"
+rlhf --algorithm reward_model --model "$folder/sft/model" --steps "${REWARD_STEPS:-100}" --output "$folder/reward"
 rlhf --algorithm ppo --model "$folder/sft/model" --reward-model "$folder/reward/model" \
     --steps "${PPO_STEPS:-60}" --options mini_batches=2 --output "$folder/ppo"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 SpOrder = Literal["ring-outer", "ulysses-outer"]
@@ -59,9 +59,8 @@ class ParallelDims:
 
     def degrees(self) -> dict[str, int]:
         """Degree per mesh axis, outermost first."""
-        values = asdict(self)
         sp = ("ring", "ulysses") if self.sp_order == "ring-outer" else ("ulysses", "ring")
-        return {axis: values[axis] for axis in ("pp", "dp_replicate", "dp_shard", *sp, "tp")}
+        return {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", *sp, "tp")}
 
     def coordinates(self, number: int) -> dict[str, int]:
         """Where rank `number` of the grid is along each axis, derived ones too. Needs resolved degrees."""

@@ -59,7 +59,7 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
 
 def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
     """Pieces in order, cut into a share of as many bytes for each round, to the plan's grain."""
-    itemsizes = [plan.dst.parameters[piece.name].dtype.itemsize for piece in pieces]
+    itemsizes = [plan.wire_dtype(piece.name).itemsize for piece in pieces]
     total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
     shares: list[list[Piece]] = [[] for _ in range(plan.rounds)]
     number = sent = 0
@@ -97,7 +97,7 @@ class Reallocation:
         if self._group is not None:
             dist.barrier(self._group)  # NCCL: all ranks of a group must meet in it before two of them alone may
         self._rounds = [
-            (_messages(sends, plan.src, self._rank), _messages(receives, plan.dst, self._rank))
+            (_messages(sends, plan.src, plan, self._rank), _messages(receives, plan.dst, plan, self._rank))
             for sends, receives in rank_rounds(plan, self._rank)
         ]
         src, dst, rank = plan.src.boxes, plan.dst.boxes, self._rank
@@ -107,7 +107,9 @@ class Reallocation:
 
     @torch.no_grad()
     def run(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Fill `dst` with the weights of `src`, bit by bit. Collective over the ranks of both; others may call it too.
+        """Fill `dst` with the weights of `src`. Collective over the ranks of both; others may call it too.
+
+        Bit by bit; numbers of a longer dtype than `dst` has are rounded before they are sent.
 
         `dst` may share memory with `src` where `ReallocPlan.may_share` says so, and nowhere else.
 
@@ -126,8 +128,8 @@ class Reallocation:
         flying: _Flight | None = None
         for sends, receives in self._rounds:
             posted = _post(
-                [(message.peer, message.parts(before)) for message in sends],
-                [(message.peer, message.parts(after)) for message in receives],
+                [(message, message.parts(before)) for message in sends],
+                [(message, message.parts(after)) for message in receives],
                 self._group,
                 self._device,
             )
@@ -146,27 +148,31 @@ class Reallocation:
 
 
 class _Message(NamedTuple):
-    """Pieces that travel together: their parameters, and where they lie in what this rank holds of them."""
+    """Pieces that travel together: their parameters, where they lie in what this rank holds of them, their dtypes."""
 
     peer: int
     places: Sequence[tuple[str, tuple[slice, ...]]]
+    dtypes: Sequence[torch.dtype]
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return [tensors[name][slices] for name, slices in self.places]
 
 
-def _messages(peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, rank: int) -> list[_Message]:
+def _messages(
+    peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, plan: ReallocPlan, rank: int
+) -> list[_Message]:
     messages = []
     for peer, pieces in peers.items():
-        small = []
+        small, dtypes = [], []
         for name, box in pieces:
-            place = (name, box.slices(layout.boxes[name][rank]))
-            if box.numel * layout.parameters[name].dtype.itemsize < _ALONE:
+            place, dtype = (name, box.slices(layout.boxes[name][rank])), plan.wire_dtype(name)
+            if box.numel * dtype.itemsize < _ALONE:
                 small.append(place)
+                dtypes.append(dtype)
             else:
-                messages.append(_Message(peer, [place]))
+                messages.append(_Message(peer, [place], [dtype]))
         if small:
-            messages.append(_Message(peer, small))
+            messages.append(_Message(peer, small, dtypes))
     return messages
 
 
@@ -175,53 +181,60 @@ class _Flight(NamedTuple):
 
     works: Sequence[dist.Work]
     sent: Sequence[Tensor]  # kept until they have left
-    landing: Sequence[tuple[Tensor, Sequence[Tensor]]]
+    landing: Sequence[tuple[Tensor, _Message, Sequence[Tensor]]]
 
     def land(self) -> None:
         for work in self.works:
             work.wait()
-        for buffer, parts in self.landing:
-            for values, part in _typed(buffer, parts):
+        for buffer, message, parts in self.landing:
+            for values, part in _typed(buffer, message, parts):
                 part.copy_(values)
 
 
 def _post(
-    sends: Sequence[tuple[int, Sequence[Tensor]]],
-    receives: Sequence[tuple[int, Sequence[Tensor]]],
+    sends: Sequence[tuple[_Message, Sequence[Tensor]]],
+    receives: Sequence[tuple[_Message, Sequence[Tensor]]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> _Flight:
     """Send parts of parameters to peers, and receive parts from peers."""
     operations, sent, landing = [], [], []
-    for peer, parts in receives:
-        if (buffer := _in_place(parts, device)) is None:
-            buffer = _buffer(parts, device)
-            landing.append((buffer, parts))
-        operations.append(dist.P2POp(dist.irecv, buffer, peer, group))
-    for peer, parts in sends:
-        if (buffer := _in_place(parts, device)) is None:
-            buffer = _buffer(parts, device)
-            for values, part in _typed(buffer, parts):
+    for message, parts in receives:
+        if (buffer := _in_place(message, parts, device)) is None:
+            buffer = _buffer(message, parts, device)
+            landing.append((buffer, message, parts))
+        operations.append(dist.P2POp(dist.irecv, buffer, message.peer, group))
+    for message, parts in sends:
+        if (buffer := _in_place(message, parts, device)) is None:
+            buffer = _buffer(message, parts, device)
+            for values, part in _typed(buffer, message, parts):
                 values.copy_(part)
-        operations.append(dist.P2POp(dist.isend, buffer, peer, group))
+        operations.append(dist.P2POp(dist.isend, buffer, message.peer, group))
         sent.append(buffer)
     return _Flight(dist.batch_isend_irecv(operations) if operations else [], sent, landing)
 
 
-def _in_place(parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """The bytes of a part that is alone and one run of memory where messages are sent from."""
-    alone = len(parts) == 1 and parts[0].is_contiguous() and parts[0].device.type == device.type
-    return parts[0].view(-1).view(torch.uint8) if alone else None
+def _in_place(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """The bytes of a part that is alone, as it travels, and one run of memory where messages are sent from."""
+    if len(parts) > 1 or parts[0].dtype != message.dtypes[0]:
+        return None
+    (part,) = parts
+    return part.view(-1).view(torch.uint8) if part.is_contiguous() and part.device.type == device.type else None
 
 
-def _buffer(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+def _sizes(message: _Message, parts: Sequence[Tensor]) -> list[int]:
+    return [part.numel() * dtype.itemsize for part, dtype in zip(parts, message.dtypes, strict=True)]
 
 
-def _typed(buffer: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _buffer(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.empty(sum(_sizes(message, parts)), dtype=torch.uint8, device=device)
+
+
+def _typed(buffer: Tensor, message: _Message, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each part with its piece of the buffer. Elements are aligned in it, because a plan has large ones first."""
-    for values, part in zip(buffer.split([part.nbytes for part in parts]), parts, strict=True):
-        yield values.view(part.dtype).view(part.shape), part
+    pieces = buffer.split(_sizes(message, parts))
+    for values, dtype, part in zip(pieces, message.dtypes, parts, strict=True):
+        yield values.view(dtype).view(part.shape), part
 
 
 def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:

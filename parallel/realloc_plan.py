@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from .boxes import Box
-from .param_layout import ParamLayout, holdings
+from .param_layout import Kind, ParamLayout, holdings
 
 
 class Need(NamedTuple):
@@ -88,10 +90,14 @@ class ReallocPlan:
     def lacking_bytes(self, rank: int) -> int:
         """What a rank holds in `dst` and not in `src`, counted from the two layouts alone: it can receive no less."""
         return sum(
-            _lacking(rank, self.src.boxes[name], boxes) * self.dst.parameters[name].dtype.itemsize
+            _lacking(rank, self.src.boxes[name], boxes) * self.wire_dtype(name).itemsize
             for name, boxes in self.dst.boxes.items()
             if rank in boxes
         )
+
+    def wire_dtype(self, name: str) -> torch.dtype:
+        """What a parameter travels in: of its two dtypes the shorter one, that of `dst` where they are as long."""
+        return _wire_dtype(self.src.parameters[name], self.dst.parameters[name])
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -123,9 +129,10 @@ class ReallocPlan:
         return boxes
 
     def may_share(self, rank: int) -> tuple[str, ...]:
-        """Parameters of which a rank has the same box before and after: both may be the same memory."""
-        held = self.dst.boxes.items()
-        return tuple(name for name, boxes in held if rank in boxes and boxes[rank] == self.src.boxes[name].get(rank))
+        """Parameters of which a rank has the same box, in the same dtype, before and after: they may share memory."""
+        held = ((name, boxes) for name, boxes in self.dst.boxes.items() if rank in boxes)
+        same = (name for name, boxes in held if boxes[rank] == self.src.boxes[name].get(rank))
+        return tuple(name for name in same if self.src.parameters[name] == self.dst.parameters[name])
 
     def predicted_seconds(self, bandwidth_intra: float, bandwidth_inter: float, latency: float) -> float:
         """Time of the slowest rank, sending and receiving at once: bytes over bandwidth, and a latency per round.
@@ -145,20 +152,25 @@ class ReallocPlan:
 def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks_per_host: int) -> ReallocPlan:
     """Plan to give every rank what it holds in `dst` from what the ranks hold in `src`.
 
+    Floating-point numbers may be of another dtype in `dst`: weights that train in float32 go out in bfloat16.
+
     Args:
         bucket_bytes: the most that a rank sends in a round, and the most that it receives.
         ranks_per_host: rank r is on host r // ranks_per_host.
 
     Raises:
-        ValueError: naming all parameters of `dst` that `src` lacks, has in another shape or dtype, or of which no rank
-            holds some elements; for a bucket that is too small for a few bytes of every peer.
+        ValueError: naming all parameters of `dst` that `src` lacks, that have another shape there, or another dtype and
+            are not both floating point, or of which no rank holds some elements; for a bucket that is too small for a
+            few bytes of every peer.
     """
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
     violations = _differences(src, dst)
+    problems = [*violations.values()]
     alike: dict[tuple[object, ...], list[str]] = {}
-    for name in sorted(name for name, kind in dst.parameters.items() if src.parameters.get(name) == kind):
-        pattern = (dst.parameters[name], *src.boxes[name].items(), None, *dst.boxes[name].items())
+    for name in sorted(dst.parameters.keys() - violations.keys()):
+        kinds = (src.parameters[name].dtype, dst.parameters[name])
+        pattern = (*kinds, *src.boxes[name].items(), None, *dst.boxes[name].items())
         alike.setdefault(pattern, []).append(name)
     patterns, minimum = [], 0
     for names in alike.values():
@@ -170,12 +182,12 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
         lacking = {rank: _lacking(rank, held, wanted) for rank in wanted}
         for rank, elements in lacking.items():
             if missing := elements - found[rank]:
-                violations.append(f"no rank holds {missing} elements of {', '.join(names)} that rank {rank} needs")
-        itemsize = dst.parameters[names[0]].dtype.itemsize
+                problems.append(f"no rank holds {missing} elements of {', '.join(names)} that rank {rank} needs")
+        itemsize = _wire_dtype(src.parameters[names[0]], dst.parameters[names[0]]).itemsize
         minimum += sum(lacking.values()) * itemsize * len(names)
         patterns.append(_Pattern(tuple(names), itemsize, needs))
-    if violations:
-        raise ValueError(f"the parameters cannot be reallocated: {'; '.join(violations)}")
+    if problems:
+        raise ValueError(f"the parameters cannot be reallocated: {'; '.join(problems)}")
     moves = _choose_senders(patterns)
     links: Counter[tuple[int, int]] = Counter()
     for move in moves:
@@ -185,15 +197,22 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
     return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, grain, minimum)
 
 
-def _differences(src: ParamLayout, dst: ParamLayout) -> list[str]:
-    violations = []
+def _wire_dtype(src: Kind, dst: Kind) -> torch.dtype:
+    return src.dtype if src.dtype.itemsize < dst.dtype.itemsize else dst.dtype
+
+
+def _differences(src: ParamLayout, dst: ParamLayout) -> dict[str, str]:
+    """What is wrong with parameters, by name."""
+    found = {}
     for name, kind in dst.parameters.items():
         there = src.parameters.get(name)
         if there is None:
-            violations.append(f"{name} is not among what is held")
-        elif there != kind:
-            violations.append(f"{name} is held as {there.shape} {there.dtype} and wanted as {kind.shape} {kind.dtype}")
-    return violations
+            found[name] = f"{name} is not among what is held"
+            continue
+        convertible = there.dtype.is_floating_point and kind.dtype.is_floating_point
+        if there.shape != kind.shape or not (there.dtype == kind.dtype or convertible):
+            found[name] = f"{name} is held as {there.shape} {there.dtype} and wanted as {kind.shape} {kind.dtype}"
+    return found
 
 
 def _needs(held: Mapping[int, Box], wanted: Mapping[int, Box], ranks_per_host: int) -> Iterator[Need]:

@@ -139,6 +139,13 @@ def choose_device(device: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
+def computation_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What --dtype asks for on a device."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
 @contextmanager
 def process_group(launch: Launch, device: torch.device, hang_timeout: float = 0.0) -> Iterator[None]:
     """Join the launched processes, over NCCL on CUDA and gloo on CPU, for as long as the block runs.

@@ -20,7 +20,7 @@ from usp.documents import open_source
 from usp.failures import ConfigurationError, listed
 from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
 from usp.hf.tokenizers import load_tokenizer
-from usp.launch import Launch, choose_device
+from usp.launch import Launch, choose_device, computation_dtype
 from usp.metrics import wandb_problem
 from usp.profiling import parse_steps
 from usp.resume import Start, find_start
@@ -124,7 +124,8 @@ def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | N
         return None
     if find_spec("deepspeed") is None:
         return "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
-    if config.zero == 0 and config.dtype in DTYPES and device and _dtype(config, device) == torch.bfloat16:
+    dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else None
+    if config.zero == 0 and dtype == torch.bfloat16:
         return "--engine deepspeed --zero 0 adds gradients up in bfloat16: use --zero 1, or --dtype float32"
     return None
 
@@ -147,15 +148,10 @@ def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> 
     """
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""
-    return select_kernel(config.attention_kernel, AttentionSpec(), device, _dtype(config, device), head_dim)[1]
+    dtype = computation_dtype(config.dtype, device)
+    return select_kernel(config.attention_kernel, AttentionSpec(), device, dtype, head_dim)[1]
 
 
 def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:
-    dtype = str(_dtype(config, device)).removeprefix("torch.")
+    dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
     return replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype)
-
-
-def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, config.dtype)

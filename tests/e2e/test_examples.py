@@ -39,6 +39,23 @@ def test_an_example_runs_and_learns(tmp_path: Path, name: str, args: tuple[str, 
     assert len(losses) >= 2 and losses[-1] < losses[0], ended.stdout
 
 
+def test_the_chain_leaves_a_model_at_every_end(tmp_path: Path) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    small = {"NPROC": "2", "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
+    flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", "2")
+    ended = subprocess.run(
+        ["bash", str(ROOT / "examples" / "rlhf_chain.sh"), "chain", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **small},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for model in ("sft/model", "reward/model", "ppo/model", "ppo/critic"):
+        assert (tmp_path / "chain" / model / "model.safetensors").is_file(), model
+
+
 def test_the_slurm_script_is_a_shell_script() -> None:
     shell = shutil.which("bash")
     assert shell is not None

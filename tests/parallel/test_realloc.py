@@ -91,12 +91,15 @@ def test_all_pairs_are_exact_and_send_the_fewest_bytes(ranks: RankPool) -> None:
 def random_layouts(draw: st.DrawFn) -> tuple[ParamLayout, ParamLayout]:
     """Two layouts of a few parameters on up to six ranks. In the first, halves of halves of a parameter have an owner
     each, and may overlap: owners hold a larger box. In the second, ranks hold any box, or nothing."""
-    parameters, src, dst = {}, {}, {}
+    parameters, wanted, src, dst = {}, {}, {}, {}
     world = draw(st.integers(1, 6))
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
         name = f"p{number}"
         parameters[name] = Kind(shape, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])))
+        wanted[name] = parameters[name]
+        if parameters[name].dtype.is_floating_point:
+            wanted[name] = Kind(shape, draw(st.sampled_from([torch.float32, torch.bfloat16])))
         parts = [Box.whole(shape)]
         for _ in range(draw(st.integers(0, world - 1)) if shape else 0):
             part = parts.pop(draw(st.integers(0, len(parts) - 1)))
@@ -110,7 +113,7 @@ def random_layouts(draw: st.DrawFn) -> tuple[ParamLayout, ParamLayout]:
                 src[name][rank] = larger(draw, draw(st.sampled_from(parts)), shape)
         seeds = [draw(st.sampled_from(parts)) for _ in range(world)]
         dst[name] = {rank: larger(draw, seeds[rank], shape) for rank in range(world) if draw(st.booleans())}
-    return ParamLayout(parameters, src), ParamLayout(parameters, dst)
+    return ParamLayout(parameters, src), ParamLayout(wanted, dst)
 
 
 def larger(draw: st.DrawFn, part: Box, shape: tuple[int, ...]) -> Box:
@@ -147,11 +150,11 @@ def interpret(plan: ReallocPlan) -> tuple[int, list[str]]:
                     part = torch.zeros(held.sizes)
                     part[box.slices(held)] = whole[name][box.slices()]  # no larger than what is held
                     after[name, receiver][box.slices(wanted)] += part[box.slices(held)]  # twice would be seen
-            sizes = [plan.dst.parameters[name].dtype.itemsize * box.numel for p in sends.values() for name, box in p]
+            sizes = [plan.wire_dtype(name).itemsize * box.numel for p in sends.values() for name, box in p]
             assert sum(sizes) <= plan.bucket_bytes
             total += sum(sizes)
             for receiver, pieces in sends.items():
-                received[receiver] += sum(plan.dst.parameters[p.name].dtype.itemsize * p.box.numel for p in pieces)
+                received[receiver] += sum(plan.wire_dtype(p.name).itemsize * p.box.numel for p in pieces)
         assert max(received.values(), default=0) <= plan.bucket_bytes
     wrong = [
         f"{name} on rank {rank}"
@@ -242,7 +245,7 @@ def test_the_same_boxes_need_no_message_and_may_be_shared() -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     src = whole_on((0, 1), names=3)
-    parameters = {**src.parameters, "p1": Kind((4, 6), torch.float32), "p2": Kind((4, 5), torch.bfloat16)}
+    parameters = {**src.parameters, "p1": Kind((4, 6), torch.float32), "p2": Kind((4, 5), torch.int32)}
     parameters |= {"p3": Kind((1,), torch.float32)}
     half = replace(src, boxes={**src.boxes, "p0": {0: Box((0, 0), (3, 5))}})
     dst = ParamLayout(parameters, {name: {2: Box.whole(kind.shape)} for name, kind in parameters.items()})
@@ -250,7 +253,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan_realloc(half, dst, bucket_bytes=1 << 20, ranks_per_host=8)
     assert str(error.value) == (
         "the parameters cannot be reallocated: p1 is held as (4, 5) torch.float32 and wanted as (4, 6) torch.float32; "
-        "p2 is held as (4, 5) torch.float32 and wanted as (4, 5) torch.bfloat16; p3 is not among what is held; "
+        "p2 is held as (4, 5) torch.float32 and wanted as (4, 5) torch.int32; p3 is not among what is held; "
         "no rank holds 5 elements of p0 that rank 2 needs"
     )
     with pytest.raises(ValueError, match=r"bucket_bytes=8 must be above 8, 4 bytes for each of up to 2 peers"):
@@ -292,6 +295,33 @@ def test_memory_is_bounded_and_may_be_shared_and_wrong_tensors_are_refused(ranks
         "dst on rank 2 must be what its layout says: p1 is (5, 4) torch.float32 and must be (4, 5) torch.float32; "
         "p2 is missing"
     )
+
+
+def between_dtypes() -> list[bool]:
+    """Rows of two ranks go out in another dtype, to one of them and to a third: bytes sent are the fewest, and values
+    those of one rounding."""
+    rank, shape = dist.get_rank(), (800, 600)
+    rows = {0: Box((0, 0), (400, 600)), 1: Box((400, 0), (400, 600))}
+    everywhere = {1: Box.whole(shape), 2: Box((100, 100), (600, 400))}
+    found = []
+    for before, after in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        src = ParamLayout({"p": Kind(shape, before), "q": Kind(shape, before)}, {"p": rows, "q": rows})
+        dst = ParamLayout({"p": Kind(shape, after), "q": Kind(shape, after)}, {"p": everywhere, "q": everywhere})
+        plan = plan_realloc(src, dst, bucket_bytes=1 << 20, ranks_per_host=8)
+        whole = torch.linspace(-3, 5, 800 * 600).view(shape).to(before)
+        held = {name: whole[rows[rank].slices()].clone() for name in "pq"} if rank in rows else {}
+        got = {name: torch.zeros(everywhere[rank].sizes, dtype=after) for name in "pq"} if rank in everywhere else {}
+        reallocation = Reallocation(plan, ProcessGroups(), CPU)
+        with count_sent_bytes() as counted:
+            reallocation.run(held, got)
+        found.append(counted.total == plan.sent_bytes.get(rank, 0))
+        found.append(plan.total_bytes == plan.minimum_bytes == 2 * 2 * (400 * 600 + 600 * 400))
+        found += [torch.equal(part, whole[everywhere[rank].slices()].to(after)) for part in got.values()]
+    return found
+
+
+def test_weights_are_rounded_on_their_way(ranks: RankPool) -> None:
+    assert all(map(all, ranks.run(between_dtypes, 3)))
 
 
 def large_pieces() -> tuple[int, bool]:

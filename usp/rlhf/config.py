@@ -14,7 +14,6 @@ from .algorithms.graphs import ALGORITHMS
 from .algorithms.options import PolicyOptions
 from .graph import Generate
 
-RLHF_DTYPES = ("auto", "float32")
 _NOT_OPTIONS = {"generate", "reward"}  # they have flags of their own
 
 
@@ -66,8 +65,8 @@ class _Rlhf:
     """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 80 for a preset's random weights, else none."""
-    steps: int = 100
+    """Supervised steps before the first, on the right answers. -1: 100 for a preset's random weights, else none."""
+    steps: int = 150
     """RLHF steps."""
     learning_rate: float = 0.0
     """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it. 0: what suits the
@@ -97,9 +96,6 @@ class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
 
     Start it with torchrun, for example: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2
     """
-
-    dtype: Annotated[str, one_of(RLHF_DTYPES)] = "auto"
-    """Computation dtype. auto: float32, which the weights are that move between layouts."""
 
 
 def algorithm_options(config: RlhfConfig, stop_ids: tuple[int, ...], reward: Any) -> Any:

@@ -6,7 +6,7 @@ operations of `schedule` that name it, in order, then one exchange of metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +48,12 @@ class StepResult:
 class Executor:
     """The models of a plan on this rank, and the order of a step. Making one is collective over the world.
 
-    Attributes:
-        doing: the operation that runs, for whoever asks why it does not end.
-
     Args:
         build_role: see `role.BuildRole`.
         moving: how weights move.
         folder: of the run, for its timeline; None keeps no files.
         collect: keys whose values rank 0 gets of every step.
+        progress: called with every operation of this rank as it begins.
 
     Raises:
         ValueError: naming everything in which the plan does not fit the graph and the world.
@@ -73,6 +71,7 @@ class Executor:
         moving: Moving,
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
+        progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
@@ -90,7 +89,7 @@ class Executor:
         timeline = Timeline(rank, clock_offset(device=device), device, folder)
         self._setting = Setting(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._rank = rank
-        self.doing = ""
+        self._progress = progress
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -119,13 +118,12 @@ class Executor:
         run = StepRun(setting, step, seed)
         for operation in setting.operations:
             if self._rank in operation.ranks:
-                self.doing = f"{operation.kind} {operation.name}"
+                self._progress(f"{operation.kind} {operation.name}")
                 run.run(operation)
-        self.doing = "the end of the step"
+        self._progress("the end of the step")
         run.finish()
         summary = summarise(setting.graph, setting.plan, setting.kinds, step, run.metrics)
         metrics = merge(exchange(summary), step.lengths)
-        self.doing = ""
         collected, self._collected = self._collected, None
         return StepResult(metrics, collected, setting.timeline.take())
 

@@ -17,12 +17,12 @@ import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
-from usp.config import DEVICES, flag, nearest
+from usp.config import DEVICES, DTYPES, flag, nearest
 from usp.engines.base import AdamW
 from usp.failures import ConfigurationError, listed
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tokenizers import load_tokenizer
-from usp.launch import Launch, choose_device
+from usp.launch import Launch, choose_device, computation_dtype
 from usp.metrics import wandb_problem
 from usp.presets import PRESETS
 from usp.resume import Start, find_start
@@ -33,7 +33,7 @@ from .algorithms.graphs import ALGORITHMS, build_graph
 from .algorithms.options import PolicyOptions
 from .algorithms.rewards import ScoreWith
 from .checkpoints import RlhfState, resume_violations
-from .config import RLHF_DTYPES, RlhfConfig, algorithm_options, parse_options
+from .config import RlhfConfig, algorithm_options, parse_options
 from .dataflow import DataflowGraph
 from .examples import Examples, open_examples
 from .named_plans import NAMED_PLANS, Facts, named_plan
@@ -43,7 +43,7 @@ from .spec import RoleSpec
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
-DEFAULT_SFT_STEPS = 80
+DEFAULT_SFT_STEPS = 100
 LEARNING_RATE, LEARNING_RATES = 2e-3, {"ppo": 3e-4}  # of a tiny model
 RESPONSES = 64  # in a step, where --prompts does not say
 
@@ -91,7 +91,8 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
 
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
-    specs = attempt(lambda: role_specs(config)) if config.algorithm in ALGORITHMS else None
+    dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
+    specs = attempt(lambda: role_specs(config, dtype)) if config.algorithm in ALGORITHMS else None
     start = start or attempt(lambda: find_start(config, launch)) or Start()
     if problems or device is None or tokenizer is None or specs is None:
         raise ConfigurationError(listed(problems))
@@ -114,7 +115,7 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     if problems or plan is None or kernel is None:
         raise ConfigurationError(listed(problems))
     prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
-    resolved = replace(config, device=device.type, dtype="float32", prompts=prompts)
+    resolved = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."), prompts=prompts)
     return Prepared(
         config=resolved,
         device=device,
@@ -150,7 +151,7 @@ def violations(config: RlhfConfig) -> Iterator[str]:
         ("sp_layout", LAYOUTS),
         ("sp_order", SP_ORDERS),
         ("attention_kernel", KERNEL_NAMES),
-        ("dtype", RLHF_DTYPES),
+        ("dtype", DTYPES),
         ("device", DEVICES),
     ):
         value = getattr(config, name)
@@ -184,10 +185,15 @@ def sft_steps(config: RlhfConfig) -> int:
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
 
 
-def role_specs(config: RlhfConfig) -> dict[str, RoleSpec]:
-    """The model of every role that an algorithm may ask for. Raises ValueError naming what cannot be loaded."""
+def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
+    """The model of every role that an algorithm may ask for, computing in `dtype`.
+
+    Raises:
+        ValueError: naming what cannot be loaded.
+    """
     optimizer = AdamW(config.weight_decay, betas=(0.9, 0.95))
     common: dict[str, Any] = {
+        "dtype": dtype,
         "optimizer": optimizer,
         "max_grad_norm": config.max_grad_norm,
         "kernel": config.attention_kernel,
@@ -227,7 +233,7 @@ def _is_reward_model(folder: str) -> bool:
 
 def _kernel_choice(config: RlhfConfig, specs: dict[str, RoleSpec], device: torch.device) -> str:
     facts = model_facts(config.model, specs["actor"].config)
-    return select_kernel(config.attention_kernel, AttentionSpec(), device, torch.float32, facts.head_dim)[1]
+    return select_kernel(config.attention_kernel, AttentionSpec(), device, specs["actor"].dtype, facts.head_dim)[1]
 
 
 def _vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:

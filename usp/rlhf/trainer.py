@@ -150,6 +150,7 @@ class RlhfTrainer:
                 self.device,
                 moving=Moving(ranks_per_host=launch.local_world_size),
                 folder=self.folder,
+                progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),
             )
         except ValueError as error:

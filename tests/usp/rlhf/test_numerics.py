@@ -118,7 +118,7 @@ Steps = list[tuple[dict[str, float], dict[str, list[Tensor]]]]
 Result = tuple[Steps, dict[str, Tensor]]
 
 
-def run(algorithm: str, plan_name: str, steps: int) -> Result:
+def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32) -> Result:
     """What rank 0 is told of each step, and this rank's trained weights, whole."""
     graph = build_graph(algorithm, ALGORITHMS[algorithm])
     trained: dict[str, RoleModel] = {}
@@ -126,7 +126,14 @@ def run(algorithm: str, plan_name: str, steps: int) -> Result:
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         config = config_of(FAMILY, "logprobs" if call.role in ("actor", "ref") else "values")
         spec = RoleSpec(
-            call.role, "tiny", config, seed=len(call.role), optimizer=ADAM, learning_rate=LEARNING_RATE, loss_chunk=5
+            call.role,
+            "tiny",
+            config,
+            seed=len(call.role),
+            dtype=dtype,
+            optimizer=ADAM,
+            learning_rate=LEARNING_RATE,
+            loss_chunk=5,
         )
 
         def generator(model: RoleModel) -> Generator:
@@ -232,3 +239,16 @@ def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool, broken: str) -> N
     results = ranks.run(run_all, 8, "grpo", (plan,), 2, broken)
     with pytest.raises(AssertionError, match=plan):
         check(results, plan)
+
+
+def run_bfloat16() -> Result:
+    return run("ppo", "generate tp4 dp2, train u2 r2 dp2", 2, torch.bfloat16)
+
+
+def test_bfloat16_computes_with_rounded_weights_and_trains_float32_ones(ranks: RankPool) -> None:
+    results = ranks.run(run_bfloat16, 8)
+    for metrics, _ in results[0][0]:
+        assert 1e-5 < metrics["logprob_difference_max"] < 0.1  # what generates has the new weights, rounded
+    for name, weight in (named for _, weights in results for named in weights.items()):
+        assert weight.dtype == torch.float32, name
+        assert weight.ndim < 2 or not torch.equal(weight, weight.bfloat16().float()), name
