@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from usp.cost.dry_run import StepMeter
 from usp.cost.kernel_flops import band_pairs
 from usp.cost.live_memory import ACTIVATIONS, PARAMETERS, TRANSIENT, LiveMemory
+from usp.cost.step_meter import StepMeter
 
 MIB = 2**20
 
