@@ -109,7 +109,7 @@ MEMORY: list[tuple[int, dict[str, Any]]] = [
 def test_the_peak_is_that_of_tensor_accounting(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
     config = replace(SMALL, **({"seq_len": 2048, "loss_chunk": 512} | flags))
     runs = 1 if world_size == 1 else 3
-    for rank, peak in enumerate(ranks.run(peak_of_step, world_size, config, runs)):
+    for rank, peak in enumerate(ranks.run(peak_of_step, world_size, config, runs, timeout=120.0)):
         run = dry_run(config, world_size, rank)
         assert sum(run.by_category.values()) == run.peak_bytes
         assert min(run.by_category.values()) >= 0
