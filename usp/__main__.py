@@ -22,20 +22,18 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     trace.add_argument("--step", type=int, metavar="N", help="one step (default: all)")
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
-<<<<<<< HEAD
     _add_cost(commands)
-=======
-    measure = commands.add_parser(
-        "calibrate", help="measure this machine's rates and links (torchrun ... -m usp calibrate, for all its ranks)"
-    )
-    measure.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the hardware file to write")
-    measure.add_argument("--name", default="this machine", help="what reports call it")
-    measure.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    measure.add_argument("--heads", type=int, default=8, help="of the attention that is measured")
-    measure.add_argument("--head-dim", type=int, default=64, help="of the attention that is measured")
-    measure.set_defaults(command=partial(calibrate, environ=environ))
->>>>>>> hardware
-    asked = parser.parse_args(argv)
+    _add_calibrate(commands, environ)
+    takes_flags = (dry_run, plan)  # train.py's
+    for name, command, said in (
+        ("plan", plan, "the fastest degrees for a model, a length and a number of devices"),
+        ("dry-run", dry_run, "one training step of any rank, without devices"),
+    ):
+        commands.add_parser(name, help=said, add_help=False).set_defaults(command=command)
+    asked, flags = parser.parse_known_args(argv)
+    asked.flags = flags
+    if flags and asked.command not in takes_flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
         asked.command(asked)
     except (ValueError, OSError) as error:
@@ -67,6 +65,34 @@ def cost(asked: argparse.Namespace) -> None:
     from usp.cost.command import run
 
     run(asked)
+
+
+def _add_calibrate(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], environ: MutableMapping[str, str]
+) -> None:
+    measure = commands.add_parser(
+        "calibrate", help="measure this machine's rates and links (torchrun ... -m usp calibrate, for all its ranks)"
+    )
+    measure.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="the hardware file to write")
+    measure.add_argument("--name", default="this machine", help="what reports call it")
+    measure.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    measure.add_argument("--heads", type=int, default=8, help="of the attention that is measured")
+    measure.add_argument("--head-dim", type=int, default=64, help="of the attention that is measured")
+    measure.set_defaults(command=partial(calibrate, environ=environ))
+
+
+def plan(asked: argparse.Namespace) -> None:
+    """Print the fastest configurations, and write the first where --out says; takes the flags of train.py."""
+    from usp.plan_cli import main
+
+    main(asked.flags)
+
+
+def dry_run(asked: argparse.Namespace) -> None:
+    """Print what a training step would keep, send and compute; takes the flags of train.py."""
+    from usp.dry_run_cli import main
+
+    main(asked.flags)
 
 
 def rlhf_trace(asked: argparse.Namespace) -> None:

@@ -123,8 +123,13 @@ def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:
     if len(hardware.tiers) > 1:
         *inner, last = hardware.tiers
         for words, factor in (("twice", 2.0), ("half", 0.5)):
-            links = {kind: _scaled(getattr(last, kind), factor) for kind in ("send", "gather", "exchange")}
-            tier = replace(last, shared_bytes_per_second=last.shared_bytes_per_second * factor, **links)
+            tier = replace(
+                last,
+                send=_scaled(last.send, factor),
+                gather=_scaled(last.gather, factor),
+                exchange=_scaled(last.exchange, factor),
+                shared_bytes_per_second=last.shared_bytes_per_second * factor,
+            )
             yield f"with links between hosts {words} as fast", replace(hardware, tiers=(*inner, tier)), 1.0
 
 

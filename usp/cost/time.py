@@ -210,10 +210,13 @@ def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, 
     plan = attention_plan(job, rank, window)
     heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
     ranks = job.ranks("ring", rank)
+    a_byte, a_message = (  # once: what they cross takes long to work out
+        transfer_seconds(hardware, ranks, "send", *one, job.world_size) for one in ((1.0, 0.0), (0.0, 1.0))
+    )
 
     def seconds(messages: Sequence[Message], itemsize: int) -> float:
         nbytes = sum(message.tokens for message in messages) * per_token * job.model.facts.head_dim * itemsize
-        return transfer_seconds(hardware, ranks, "send", nbytes, 1, job.world_size) if messages else 0.0
+        return nbytes * a_byte + a_message if messages else 0.0
 
     steps = plan.ring.steps[1:]
     arriving = [seconds(step.receive, job.dtype.itemsize) for step in steps]
@@ -246,45 +249,11 @@ def _attention(
     job: Job, hardware: Hardware, overlap: Overlap, rank: int, window: int
 ) -> tuple[tuple[Seconds, Seconds], Traffic]:
     """((forward, backward), the ring's messages) of one layer and micro-batch; recomputed forwards in the backward."""
-<<<<<<< HEAD
-    plan = attention_plan(job, rank, window)
-    heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
-    per_token *= job.model.facts.head_dim
-
-    ranks = job.ranks("ring", rank)
-    a_byte, a_message = (  # once: working out what they cross takes longer than all else, and both add up
-        transfer_seconds(hardware, ranks, "send", *one, job.world_size) for one in ((1.0, 0.0), (0.0, 1.0))
-    )
-
-    def seconds(tokens: int, itemsize: int, messages: int) -> float:
-        return tokens * per_token * itemsize * a_byte + messages * a_message
-
-    steps = plan.ring.steps
-    arriving = [
-        seconds(sum(m.tokens for m in s.receive), job.dtype.itemsize, min(1, len(s.receive))) for s in steps[1:]
-    ]
-    returning = [seconds(sum(m.tokens for m in s.grad_send), FLOAT32, min(1, len(s.grad_send))) for s in steps[1:]]
-    forward = ring_step_seconds(job, hardware, plan.ring, heads, backward=False)
-    backward = ring_step_seconds(job, hardware, plan.ring, heads, backward=True)
-    # While step k computes, keys of step k + 1 arrive, and gradients of step k - 1 leave.
-    leaving = [0.0, 0.0, *returning[:-1]][: len(backward) - 1]
-    back = [a + b for a, b in zip(arriving, leaving, strict=True)]
-    last = returning[-1] if returning else 0.0
-    traffic = hidden_behind(arriving, forward if overlap.ring else ())
-    once = Seconds(attention=sum(forward))
-    again = once if job.ac == "full" else Seconds()
-    repeated = traffic if job.ac == "full" else Traffic()
-    late = returning[-2] if len(returning) > 1 else 0.0
-    final = hidden_behind([late], backward[-1:] if overlap.ring else ()) + Traffic(exposed=last)
-    traffic = traffic + repeated + hidden_behind(back, backward if overlap.ring else ()) + final
-    return (once, again + Seconds(attention=sum(backward))), traffic
-=======
     forward, backward = attention_passes(job, hardware, overlap, rank, window)
     once, traffic = Seconds(attention=forward.kernels), forward.messages + backward.messages
     if job.ac == "full":
         return (once, once + Seconds(attention=backward.kernels)), traffic + forward.messages
     return (once, Seconds(attention=backward.kernels)), traffic
->>>>>>> hardware
 
 
 def hidden_behind(transfers: Sequence[float], compute: Sequence[float]) -> Traffic:
