@@ -14,6 +14,7 @@ from tyro.conf import arg
 from parallel import Hardware, load_hardware, node_names
 from usp.cli import TRAIN, parse
 from usp.config import TrainConfig, config_to_mapping
+from usp.cost.advice import degrees, savings_of
 from usp.cost.job import job_of
 from usp.cost.plan_report import GIB, report
 from usp.cost.planner import Candidate, Found, search
@@ -111,12 +112,10 @@ def plan(
 def _nothing_fits(found: Found, base: TrainConfig, world_size: int, hardware: Hardware) -> str:
     tightest = found.tightest
     assert tightest is not None
-    from usp.cost.advice import degrees, savings_of
-
     memory = USABLE * hardware.memory_bytes
     return (
-        f"{base.model} at {base.seq_len} tokens fits {world_size} x {hardware.name} in none of {found.layouts} layouts. "
-        f"The nearest is {degrees(tightest.config)} ({savings_of(tightest.config)}) with "
+        f"{base.model} at {base.seq_len} tokens fits {world_size} x {hardware.name} in none of {found.layouts} "
+        f"layouts. The nearest is {degrees(tightest.config)} ({savings_of(tightest.config)}) with "
         f"{tightest.peak_bytes / GIB:.1f} GiB a device, of which {memory / GIB:.1f} can be used: give about "
         f"{world_size * tightest.peak_bytes / memory:.0f} devices, or fewer tokens"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 
@@ -15,10 +16,9 @@ from .planner import Candidate, Found
 GIB = 2**30
 
 
-def table(found: Found, memory_bytes: float) -> Table:
+def table(found: Found) -> Table:
     """The best, the fastest first."""
-    shown = Table("", "degrees", "saves memory by", "step", "MFU", "peak GiB", "bound by", "slower than the first by")
-    first = found.best[0]
+    shown = Table("", "degrees", "saves memory by", "step", "MFU", "GiB", box=box.SIMPLE_HEAD)
     for number, candidate in enumerate(found.best, start=1):
         shown.add_row(
             str(number),
@@ -27,8 +27,6 @@ def table(found: Found, memory_bytes: float) -> Table:
             seconds(candidate.time.total),
             f"{candidate.time.mfu:.2f}",
             f"{candidate.peak_bytes / GIB:.1f}",
-            bound(candidate, memory_bytes),
-            "" if candidate is first else why_slower(candidate, first),
         )
     return shown
 
@@ -52,6 +50,9 @@ def report(
     """All of it."""
     first = found.best[0]
     lines = [f"{found.layouts} layouts, {found.tried} of them held against {memory_bytes / GIB:.0f} GiB of memory"]
+    lines.append(f"1 is bound by {bound(first, memory_bytes)}")
+    others_told = enumerate(found.best[1:], start=2)
+    lines += [f"{number} is slower by: {why_slower(candidate, first)}" for number, candidate in others_told]
     lines += [f"warning: {tip}" for tip in broken_tips(first.config, facts)]
     lines += [f"what would change it: {line}" for line in verdicts(first, others)]
-    return Group(table(found, memory_bytes), *lines)
+    return Group(table(found), *lines)
