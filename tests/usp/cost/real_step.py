@@ -62,15 +62,13 @@ def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, 
 def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
     """What this rank sends in the second step of each: {(ranks of the group, collective): (bytes, calls)}."""
     import time
-
     found, groups = [], ProcessGroups()
     for config in configs:
-        t = time.time()
+        t=time.time()
         step = step_of(config, groups)
-        t1 = time.time()
+        t1=time.time()
         step()
-        if dist.get_rank() == 0:
-            print(t1 - t, time.time() - t1, flush=True)
+        if dist.get_rank()==0: print(t1-t,time.time()-t1,flush=True)
         with count_sent_bytes() as sent:
             step()
         found.append({key: (nbytes, sent.calls[key]) for key, nbytes in sent.by_group.items()})
