@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -> int:
     """Run the command that `argv` names; returns the exit code: 0, or 1 with one message for what cannot be done.
 
-    environ: where torchrun says which rank this is, for the commands that it may launch.
+    environ: where torchrun says which rank this is, for the commands that it may launch; None for a lone process.
     """
     parser = argparse.ArgumentParser(prog="python -m usp", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -22,6 +22,20 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     trace.add_argument("--step", type=int, metavar="N", help="one step (default: all)")
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
+    _add_calibrate(commands, {} if environ is None else environ)
+    _add_cost(commands)
+    asked = parser.parse_args(argv)
+    try:
+        asked.command(asked)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_calibrate(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], environ: MutableMapping[str, str]
+) -> None:
     measure = commands.add_parser(
         "calibrate", help="measure this machine's rates and links (torchrun ... -m usp calibrate, for all its ranks)"
     )
@@ -31,13 +45,31 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     measure.add_argument("--heads", type=int, default=8, help="of the attention that is measured")
     measure.add_argument("--head-dim", type=int, default=64, help="of the attention that is measured")
     measure.set_defaults(command=partial(calibrate, environ=environ))
-    asked = parser.parse_args(argv)
-    try:
-        asked.command(asked)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+
+def _add_cost(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("cost", help="what each way to parallelise sends and keeps, side by side")
+    parser.add_argument("--model", default="llama3-8b", metavar="PRESET|PATH", help="as train.py's")
+    parser.add_argument("--seq-len", default="128K", metavar="N", help="tokens of a sequence; K is 1024, M 1024 K")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a step, over all devices")
+    parser.add_argument("--devices", type=int, default=16, metavar="N", help="ranks")
+    parser.add_argument("--methods", metavar="M,M,...", help="such as usp+zero1,tp-sp8+ring2 (default: all known)")
+    parser.add_argument("--ac", default="none", metavar="MODE", help="activation checkpointing, as train.py's")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of tables")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot against degree and against length")
+    parser.set_defaults(command=cost)
+
+
+def cost(asked: argparse.Namespace) -> None:
+    """Print what the methods cost.
+
+    Raises:
+        ValueError: for arguments that make no sense.
+    """
+    from usp.cost.command import run
+
+    run(asked)
 
 
 def rlhf_trace(asked: argparse.Namespace) -> None:

@@ -110,8 +110,10 @@ class Job:
         return rank // stride % self.degree(axis)
 
 
-def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int) -> Job:
+def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, model: ModelShape | None = None) -> Job:
     """The step that `config` asks for. A dtype `auto` is that of a GPU, except with `--device cpu`.
+
+    model: the shapes of `model_config`, where they are known already.
 
     Raises:
         ConfigurationError: for everything that train.py would refuse about the configuration, and for DeepSpeed.
@@ -124,7 +126,7 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int) -> J
         raise ConfigurationError(listed(problems))
     dtype = config.dtype if config.dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
     return Job(
-        model=model_shape(facts, model_config),
+        model=model or model_shape(facts, model_config),
         dims=parallel_dims(config, config.ep).resolve(world_size),
         seq_len=config.seq_len,
         rows=config.batch_size,

@@ -101,12 +101,22 @@ def _experts(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
 
 def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Gathers of parameters, and the ways of gradients."""
-    order = actions(job, rank)
     for stage in job.stages(rank):
-        units = stage_units(job, stage)
-        counts = gathers(job, units, [action for action in order if action.stage == stage])
-        for unit, gathered in counts:
+        for unit, gathered in _counts(job, rank, stage):
             yield from _unit_traffic(job, unit, gathered)
+
+
+def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """The part of one decoder layer, the first of the rank."""
+    stage = job.stages(rank)[0]
+    units = stage_units(job, stage)
+    counts = _counts(job, rank, stage)[0 if units.root is None else 1 :]
+    for unit, gathered in counts[: 1 if units.experts[0] is None else 2]:
+        yield from _unit_traffic(job, unit, gathered)
+
+
+def _counts(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
+    return gathers(job, stage_units(job, stage), [action for action in actions(job, rank) if action.stage == stage])
 
 
 def _unit_traffic(job: Job, unit: Unit, gathered: int) -> Iterator[Sent]:

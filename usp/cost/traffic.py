@@ -18,7 +18,7 @@ from parallel import stages_per_rank
 
 from .job import Job, LayerShape
 from .sent import Sent, all_reduce, merged
-from .sharding import FLOAT32, fsdp_traffic
+from .sharding import FLOAT32, block_fsdp_traffic, fsdp_traffic
 
 FLOAT64 = 8
 
@@ -40,6 +40,16 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
             inside += _head_traffic(job)
         parts += [sent.times(job.micro_batches) for sent in inside]
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+
+
+def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """What the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
+    index = job.stage_layers[job.stages(rank)[0]][0]
+    layer = job.model.layers[index]
+    inside = [*attention_traffic(job, rank, job.model.facts.windows[index])]
+    inside += [*_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
+    activations = [sent.times(job.micro_batches) for sent in inside if job.degree(sent.axis) > 1]
+    return merged(s for s in block_fsdp_traffic(job, rank) if job.degree(s.axis) > 1), merged(activations)
 
 
 def _sums(job: Job, rank: int) -> Iterator[Sent]:
