@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -> int:
     """Run the command that `argv` names; returns the exit code: 0, or 1 with one message for what cannot be done.
 
-    environ: where torchrun says which rank this is, for the commands that it may launch.
+    environ: where torchrun says which rank this is, for the commands that it may launch; None for a lone process.
     """
     parser = argparse.ArgumentParser(prog="python -m usp", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -23,7 +23,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
     _add_cost(commands)
-    _add_calibrate(commands, environ)
+    _add_calibrate(commands, {} if environ is None else environ)
     takes_flags = (dry_run, plan)  # train.py's
     for name, command, said in (
         ("plan", plan, "the fastest degrees for a model, a length and a number of devices"),

@@ -54,7 +54,7 @@ class Footprint:
 
     Attributes:
         parameters, gradients, optimizer: float32 shards of weights, of gradients, and AdamW's two moments.
-        activations: kept between forward and backward, all micro-batches in flight.
+        activations: kept between forward and backward, all micro-batches in flight; host: in the host's memory.
         moments: the crests; the highest is the peak.
     """
 
@@ -76,14 +76,15 @@ def footprint(job: Job, rank: int) -> Footprint:
     shards = [unit.shard for stage in stages.values() for unit in stage.groups]
     by_axis = [sum(u.shard for stage in stages.values() for u in stage.groups if u.axis == a) for a in AXES]
     state = Moment("", sum(shards) * FLOAT32, 2 * sum(shards) * FLOAT32)
-    most, others = _in_flight(job, rank, stages)
+    most, others = _in_flight(job, rank, {number: stage.kept for number, stage in stages.items()})
+    away, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
     moments = [
         replace(
             moment,
             parameters=state.parameters,
             optimizer=state.optimizer,
             gradients=state.parameters if job.micro_batches > 1 and job.zero >= 2 else moment.gradients,
-            activations=moment.activations + (0 if job.ac_offload else others[number]),
+            activations=moment.activations + others[number],
         )
         for number, stage in stages.items()
         for moment in stage.moments()
@@ -95,18 +96,19 @@ def footprint(job: Job, rank: int) -> Footprint:
         parameters=state.parameters,
         gradients=state.parameters,
         optimizer=state.optimizer,
-        activations=0 if job.ac_offload else most,
-        host=most if job.ac_offload else 0,
+        activations=most,
+        host=away,
         moments=tuple(moments),
     )
 
 
-def _in_flight(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> tuple[int, dict[int, int]]:
-    """(the most that forwards have left at one time, for each stage the most beside its own micro-batch's)."""
+def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+    """(the most that forwards have left at one time, for each stage the most beside its own micro-batch's), where a
+    stage's forward leaves `each`."""
     live, most = 0, 0
-    others = dict.fromkeys(stages, 0)
+    others = dict.fromkeys(each, 0)
     for action in actions(job, rank):
-        kept = stages[action.stage].kept
+        kept = each[action.stage]
         if action.kind == "forward":
             live += kept
             most = max(most, live)
@@ -120,7 +122,7 @@ class StageMemory:
     """The crests of one pipeline stage's backward.
 
     Attributes:
-        groups: what FSDP2 gathers together. kept: what one micro-batch's forward leaves.
+        groups: what FSDP2 gathers together. kept, host: what one micro-batch's forward leaves here, and on the host.
     """
 
     def __init__(self, job: Job, stage: int) -> None:
@@ -140,7 +142,8 @@ class StageMemory:
         layers = [0 if job.ac_offload else layer.kept for layer in self.layers]
         self.before = [sum(layers[: index + 1]) for index in range(len(layers))]
         self.own = tables + self.handed
-        self.kept = sum(layer.kept for layer in self.layers) + self.own + ends
+        self.kept = sum(layers) + self.own + ends
+        self.host = sum(layer.kept for layer in self.layers) if job.ac_offload else 0
         self.ends = ends
         self.accumulated = job.zero < 2 and job.micro_batches > 1
 

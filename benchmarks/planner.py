@@ -1,0 +1,198 @@
+"""Does the time model predict training steps on an uneven network, and would its pick be the best?
+
+Two shaped hosts of four ranks (benchmarks/cluster.py): they are calibrated, then train the same global batch under
+every mixture, in rounds, one step of each after another. Predictions come from the calibration alone.
+
+    python -m benchmarks.planner            # about half an hour on two cores, which nothing else may use
+    python -m benchmarks.planner --quick    # two mixtures on two ranks, saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster import cluster, unavailable
+from benchmarks.record import RESULTS, Record, machine
+from parallel import ParallelMesh, ProcessGroups
+from parallel.hardware import Hardware, hardware_from_mapping
+from usp.batch import shard_batch, split_rows
+from usp.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
+from usp.config import TrainConfig
+from usp.cost.calibrate import Plan, calibrate
+from usp.cost.job import job_of
+from usp.cost.time import StepTime, step_seconds
+from usp.engines.base import AdamW
+from usp.heads import NextToken
+from usp.hf.models import load_model_config, materialise
+from usp.loss import global_token_count
+from usp.validate import parallel_dims
+
+MODEL, HEADS, HEAD_DIM = "tiny", 8, 16  # of the preset
+RATE, HOSTS, SEQUENCES, SEQ_LEN = "1gbit", 2, 8, 1024
+DEGREES: tuple[dict[str, int], ...] = (
+    {},
+    *({axis: degree} for axis in ("sp_ulysses", "sp_ring") for degree in (2, 4, 8)),
+    *({"sp_ulysses": u, "sp_ring": 8 // u} for u in (2, 4)),
+    {"sp_ulysses": 2, "sp_ring": 2},
+    *({"tp": tp} for tp in (2, 4)),
+    *({"tp": 2, axis: degree} for axis in ("sp_ulysses", "sp_ring") for degree in (2, 4)),
+    {"tp": 4, "sp_ring": 2},
+    *({"pp": 2, axis: degree} for axis in ("sp_ulysses", "sp_ring") for degree in (2, 4)),
+    {"pp": 2},
+)
+VARIANTS: tuple[dict[str, Any], ...] = ({"zero": 1}, {"dp_replicate": 2}, {"sp_ring": 4, "sp_layout": "contiguous"})
+
+
+def mixtures(world_size: int, *, quick: bool) -> list[TrainConfig]:
+    """The configurations, all of the same global batch."""
+    if quick:
+        return [mixture({"sp_ring": 2}, world_size), mixture({"zero": 1}, world_size)]
+    return [mixture(flags, world_size) for flags in (*DEGREES, *VARIANTS)]
+
+
+def mixture(flags: dict[str, Any], world_size: int) -> TrainConfig:
+    config = TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **flags)
+    rows = SEQUENCES // parallel_dims(config, config.ep).resolve(world_size).batch
+    options = {**flags, "batch_size": rows, "micro_batches": 2 if config.pp > 1 else 1}
+    options["tp_sequence_parallel"] = config.tp > 1
+    return TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **options)
+
+
+def name(config: TrainConfig) -> str:
+    fields = ("pp", "dp_replicate", "sp_ring", "sp_ulysses", "tp")
+    degrees = [
+        f"{field.removeprefix('sp_')}={getattr(config, field)}" for field in fields if getattr(config, field) > 1
+    ]
+    layout = [config.sp_layout] if config.sp_ring > 1 and config.sp_layout != "zigzag" else []
+    return " ".join([*degrees, f"zero={config.zero}", *layout])
+
+
+# On each rank
+
+
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
+    """One training step, of sequences of one document."""
+    mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
+    recipe, device = StageRecipe.of(config, load_model_config(config.model)), torch.device("cpu")
+    stages = build_stages(recipe, mesh)
+    for stage in stages:
+        shard_stage(stage, mesh, torch.float32, config.zero)
+        materialise(stage, device)
+        first_weights(stage, config.model, seed=0)
+    engine = build_fsdp2_engine(stages, mesh, recipe, AdamW(config.weight_decay), torch.float32, config.zero)
+    ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
+
+    def step() -> None:
+        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": borders}
+        batch = shard_batch(whole, mesh, layout=config.sp_layout)
+        tokens = int(global_token_count(batch["shift_labels"], mesh))
+        engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
+        engine.step(config.learning_rate, config.max_grad_norm)
+
+    return step
+
+
+def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> tuple[dict[str, Any], list[list[float]]]:
+    """(the calibration, this rank's seconds of each configuration's steps); the first two rounds warm up."""
+    found = calibrate(Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM), "two shaped hosts")
+    groups = ProcessGroups()
+    steps = [step_of(config, groups) for config in configs]
+    seconds: list[list[float]] = [[] for _ in configs]
+    for round_ in range(2 + rounds):
+        for step, times in zip(steps, seconds, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()  # a step has ended when the slowest rank's has
+            if round_ >= 2:
+                times.append(time.perf_counter() - begin)
+    return found, seconds
+
+
+# Over all ranks
+
+
+def predicted(config: TrainConfig, hardware: Hardware, world_size: int) -> StepTime:
+    return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
+
+
+COLUMNS = ("mixture", "measured ms", "predicted ms", "error", "compute ms", "exposed ms", "bound by")
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["mixture"],
+        f"{row['measured'] * 1e3:.0f}",
+        f"{row['predicted'] * 1e3:.0f}",
+        f"{row['predicted'] / row['measured'] - 1:+.0%}",
+        f"{row['compute'] * 1e3:.0f}",
+        f"{row['exposed'] * 1e3:.0f}",
+        row["bound"],
+    )
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
+    pick, best = min(rows, key=lambda row: row["predicted"]), min(rows, key=lambda row: row["measured"])
+    return (
+        f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
+        f"The pick, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f} of the best measured, "
+        f"{best['mixture']}.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted and measured steps on two shaped hosts.")
+    parser.add_argument("--quick", action="store_true", help="two mixtures on two ranks; saves nothing")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each mixture")
+    parser.add_argument("--output", type=Path, default=RESULTS / "planner.json", help="where the JSON goes")
+    args = parser.parse_args()
+    reason = unavailable()
+    if reason:
+        raise SystemExit(f"shaped hosts are not possible: {reason}")
+    host_size = 1 if args.quick else 4
+    world_size = HOSTS * host_size
+    configs = mixtures(world_size, quick=args.quick)
+    with cluster(HOSTS, RATE) as hosts:
+        by_rank = hosts.call(measure, host_size, configs, host_size, args.rounds, timeout=3600.0)
+    hardware = hardware_from_mapping(by_rank[0][0], "as calibrated")
+    rows = []
+    for number, config in enumerate(configs):
+        found = predicted(config, hardware, world_size)
+        times = [max(step) for step in zip(*(seconds[number] for _, seconds in by_rank), strict=True)]
+        rows.append(
+            {
+                "mixture": name(config),
+                "measured": statistics.median(times),
+                "predicted": found.total,
+                "compute": found.compute.total,
+                "exposed": found.exposed,
+                "bound": found.bound,
+            }
+        )
+    record = Record(
+        name="planner",
+        question=f"Training steps on two hosts of four ranks, {RATE} between them: predicted and measured",
+        command="python -m benchmarks.planner",
+        machine=machine(),
+        columns=COLUMNS,
+        rows=tuple(map(cells, rows)),
+        notes=notes(rows),
+        data=[*rows, {"calibration": by_rank[0][0]}],
+    )
+    record.print()
+    if not args.quick:
+        record.save(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The planner's benchmark compares like with like, and says which mixture it would have picked."""
+
+from __future__ import annotations
+
+from benchmarks.planner import SEQUENCES, mixtures, name, notes
+from usp.cost.job import job_of
+from usp.hf.models import load_model_config
+
+
+def test_every_mixture_trains_the_same_batch() -> None:
+    configs = mixtures(8, quick=False)
+    assert len({name(config) for config in configs}) == len(configs) >= 20
+    jobs = [job_of(config, load_model_config(config.model), 8) for config in configs]
+    assert {job.rows * job.dims.batch for job in jobs} == {SEQUENCES}
+
+
+def test_the_pick_is_held_against_the_best_measured() -> None:
+    rows = [
+        {"mixture": "a", "measured": 1.0, "predicted": 1.2},
+        {"mixture": "b", "measured": 1.1, "predicted": 1.1},
+    ]
+    error, pick = notes(rows)
+    assert "over 2 mixtures: 10.0%, worst 20.0%" in error
+    assert "The pick, b, takes 1.10 of the best measured, a." in pick

@@ -1,0 +1,120 @@
+"""Methods side by side: names, refusals, tables, the plot, and the document that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from usp.__main__ import main
+from usp.config import TrainConfig
+from usp.cost.command import tokens
+from usp.cost.comparison import Compared, compare
+from usp.cost.document import DOCUMENT, document
+from usp.cost.methods import DEFAULT, Method
+from usp.cost.plots import plot, sweep
+from usp.hf.models import load_model_config
+
+TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
+
+
+def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny") -> list[Compared]:
+    base = TrainConfig(model=model, seq_len=1024, dtype="bfloat16")
+    parsed = [Method.parse(name) for name in methods.split(",")]
+    return compare(parsed, base, load_model_config(model), devices, batch)
+
+
+def test_names_become_degrees() -> None:
+    found = compared("tp-sp2+ring,ulysses2+dp2+zero3,zero2,usp", batch=4)
+    assert [one.degrees for one in found] == [
+        "ring=2 tp=2 zero=1",
+        "dp_shard=2 ulysses=2 zero=3",
+        "dp_shard=4 zero=2",
+        "ulysses=4 zero=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ulises4", r"'ulises4' is no part \(did you mean 'ulysses'\?\)"),
+        ("ring+ulysses", "give degrees of at least 1, to all parts but one"),
+        ("zero4", "zero needs its stage"),
+        ("usp+ring2", "usp chooses ulysses and ring itself"),
+        ("tp2+tp2", "tp is given twice"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Method.parse(name)
+
+
+def test_what_cannot_run_says_why() -> None:
+    found = {one.method: one.problem for one in compared("dp,tp8+dp1,ep,pp,ring", devices=8, batch=1)}
+    assert found["dp"] == "a batch of 1 does not give 8 data-parallel ranks a sequence each: --batch 8"
+    assert "must divide the 4 key-value heads" in found["tp8+dp1"]
+    assert found["pp"].startswith("pp=8 needs 8 micro-batches")
+    assert found["ring"] == ""
+
+
+def test_the_paper_s_cost_stands_beside_the_wire_s() -> None:
+    (ulysses,) = compared("ulysses")
+    assert ulysses.paper is not None
+    # 8 heads over 4 key-value heads: 4/N + 4/(2 N) of bs L d bfloat16 elements; a rank keeps a quarter of each
+    assert ulysses.paper.activations == (4 + 2) * 4 * 1024 * 128 * 2 // 4
+    assert sum(sent.nbytes for sent in ulysses.block_activations) == ulysses.paper.activations * 3 // 4
+    assert ulysses.paper.parameters == 24 * 128**2 * 2 == 2 * ulysses.paper.parameters_printed
+
+
+def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "Sent by one rank in a step" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
+    usp, ep = json.loads(capsys.readouterr().out)
+    assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" in ep
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq-len", "many"], "--seq-len many must be a number of tokens"),
+        (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
+        (["--model", "llama9"], "is no preset"),
+        (["--ac", "ful"], "did you mean 'full'"),
+        (["--json", "--markdown"], "give one"),
+        (["--plot", "plot.pdf"], "must end in .png"),
+        (["--methods", "sp"], "is no part"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+
+
+def test_the_plot_has_points_where_methods_run(tmp_path: Path) -> None:
+    methods = [Method.parse(name) for name in ("ulysses", "dp")]
+    base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
+    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
+    assert {devices: [one.problem == "" for one in line] for devices, line in by_degree.items()} == {
+        2: [True, True],
+        4: [True, False],
+    }
+    plot(by_degree, by_length, "tiny", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths() -> None:
+    assert [tokens(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+
+
+def test_every_default_method_has_a_name_that_parses() -> None:
+    assert [Method.parse(name).name for name in DEFAULT] == list(DEFAULT)
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "run `python -m usp.cost.document`"
