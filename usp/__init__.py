@@ -1,18 +1,8 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
 sp_axes, sequence, sp_attention, batch, vocabulary, loss, logprobs, heads, tokenizer, presets, config, activations,
-<<<<<<< HEAD
 costs, shapes, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling,
-resume, validate, hf, engines, prepare, build, cost, trainer, cli, rlhf, __main__.
-=======
-<<<<<<< HEAD
-costs, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling, resume,
-validate, hf, engines, prepare, build, cost, trainer, cli, rlhf, __main__.
-=======
-costs, shapes, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling,
-resume, validate, hf, engines, prepare, build, cost, trainer, cli, rlhf, __main__.
->>>>>>> main
->>>>>>> dryrun
+resume, validate, hf, engines, prepare, build, cost, trainer, cli, dry_run_cli, rlhf, __main__.
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ def main(argv: Sequence[str]) -> int:
     trace.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: RUN/timeline/timeline.png)")
     trace.set_defaults(command=rlhf_trace)
     _add_cost(commands)
-    asked = parser.parse_args(argv)
+    dry = commands.add_parser("dry-run", help="one training step of any rank, without devices", add_help=False)
+    dry.set_defaults(command=dry_run)
+    asked, flags = parser.parse_known_args(argv)
+    asked.flags = flags
+    if flags and asked.command is not dry_run:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
         asked.command(asked)
     except (ValueError, OSError) as error:
@@ -50,6 +55,13 @@ def cost(asked: argparse.Namespace) -> None:
     from usp.cost.command import run
 
     run(asked)
+
+
+def dry_run(asked: argparse.Namespace) -> None:
+    """Print what a training step would keep, send and compute; takes the flags of train.py."""
+    from usp.dry_run_cli import main
+
+    main(asked.flags)
 
 
 def rlhf_trace(asked: argparse.Namespace) -> None:

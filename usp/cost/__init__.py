@@ -1,5 +1,5 @@
 """What a training step costs, before it runs. Each file imports only earlier ones:
 
 job, sent, order, sharding, traffic, activations, footprint, paper, methods, comparison, plots, report, command,
-document, known_values, live_memory, kernel_flops, fake_world, dry_run.
+document, known_values, live_memory, kernel_flops, fake_world, step_meter, dry_run, dry_run_report.
 """

@@ -12,14 +12,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import AttentionSpec
 from parallel import ParallelMesh
@@ -37,9 +35,8 @@ from usp.loss import global_token_count
 from usp.validate import parallel_dims, violations
 
 from .fake_world import HostMemory, fake_world, kernel_for, stand_ins
-from .kernel_flops import attention_flops, matmul_flops
-from .known_values import KnownValues, tensors_of
-from .live_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, LiveMemory
+from .live_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
+from .step_meter import StepMeter
 
 
 @dataclass(frozen=True)
@@ -94,38 +91,6 @@ class DryRun:
         return sum(sent.calls for sent in self.sent)
 
 
-class StepMeter(TorchDispatchMode):
-    """Counts what operators do, and lets those decide that know; see the parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known, self.memory, self.wire = KnownValues(), LiveMemory(), SentBytes()
-        self.matmul_flops = self.attention_flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # asked for by every other line of code
-            return args[0].device if not isinstance(args[0], FakeTensor) else args[0].fake_device
-        if not _PLAIN.issuperset(types):
-            return NotImplemented  # a DTensor becomes operators on its parts, which come here again
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-            return func(*args, **kwargs)  # a mesh that is computed for real
-        self.wire.count(func, args)
-        result = self.known.call(func, args, kwargs)
-        made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
-        self.memory.see(made)
-        if func.namespace == "fsdp" or func.overloadpacket in _FSDP_COLLECTIVES:
-            used = [x for x in tensors_of((args, kwargs)) if isinstance(x, FakeTensor)]
-            self.memory.label(used + made, WHOLE, again=False)
-        self.matmul_flops += matmul_flops(func, args, kwargs, result)
-        self.attention_flops += attention_flops(func, args, kwargs, self.known.numbers)
-        return result
-
-
-_PLAIN = {Tensor, nn.Parameter, FakeTensor}
-_FSDP_COLLECTIVES = {torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_}
-
-
 def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     """One step of `config` on rank `rank` of `world_size`, as in the middle of a run.
 
@@ -178,7 +143,7 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     if not 0 <= rank < world_size:
         problems.append(f"--rank = {rank} must be one of the {world_size} ranks: 0 to {world_size - 1}")
     if config.engine == "deepspeed":
-        problems.append("--engine deepspeed has no dry run: use --engine fsdp2, which sends the same kinds of bytes")
+        problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
     try:
         model_config = load_model_config(config.model)
     except ValueError as error:
@@ -201,10 +166,10 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
 def _stages(recipe: StageRecipe, mesh: ParallelMesh, config: TrainConfig) -> list[CausalLMStage]:
     try:
         stages = build_stages(recipe, mesh)
+        for stage in stages:
+            shard_stage(stage, mesh, getattr(torch, config.dtype), config.zero)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    for stage in stages:
-        shard_stage(stage, mesh, getattr(torch, config.dtype), config.zero)
     return stages
 
 
