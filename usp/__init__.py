@@ -2,7 +2,6 @@
 
 sp_axes, sequence, sp_attention, batch, vocabulary, loss, logprobs, heads, tokenizer, presets, config, activations,
 costs, shapes, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling,
-costs, shapes, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling,
 resume, validate, hf, engines, prepare, build, cost, trainer, cli, dry_run_cli, plan_cli, rlhf, __main__.
 """
 

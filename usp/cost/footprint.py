@@ -73,22 +73,25 @@ class Footprint:
 def footprint(job: Job, rank: int) -> Footprint:
     """The memory of `rank`."""
     stages = {stage: StageMemory(job, stage) for stage in job.stages(rank)}
-    shards = [unit.shard for stage in stages.values() for unit in stage.groups]
+    shards = sum(unit.shard for stage in stages.values() for unit in stage.groups)
     by_axis = [sum(u.shard for stage in stages.values() for u in stage.groups if u.axis == a) for a in AXES]
-    state = Moment("", sum(shards) * FLOAT32, 2 * sum(shards) * FLOAT32)
+    state = Moment("", shards * FLOAT32, 2 * shards * FLOAT32)
     most, others = _in_flight(job, rank, {number: stage.kept for number, stage in stages.items()})
     away, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
-    moments = [
-        replace(
-            moment,
-            parameters=state.parameters,
-            optimizer=state.optimizer,
-            gradients=state.parameters if job.micro_batches > 1 and job.zero >= 2 else moment.gradients,
-            activations=moment.activations + others[number],
-        )
-        for number, stage in stages.items()
-        for moment in stage.moments()
-    ]
+    moments = []
+    for (number, later), beside in others.items():
+        elsewhere = sum(stage.standing(later) for other, stage in stages.items() if other != number)
+        for moment in stages[number].moments(later):
+            moments.append(
+                replace(
+                    moment,
+                    parameters=state.parameters,
+                    optimizer=state.optimizer,
+                    gradients=state.parameters if later and job.zero >= 2 else moment.gradients,
+                    whole=moment.whole + elsewhere,
+                    activations=moment.activations + beside,
+                )
+            )
     # AdamW's foreach takes the parameters of one mesh at a time.
     temporary = max(by_axis) * FLOAT32
     moments.append(replace(state, name="optimiser", gradients=state.parameters, transient=temporary))
@@ -102,18 +105,19 @@ def footprint(job: Job, rank: int) -> Footprint:
     )
 
 
-def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[int, int]]:
-    """(the most that forwards have left at one time, for each stage the most beside its own micro-batch's), where a
-    stage's forward leaves `each`."""
+def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[tuple[int, bool], int]]:
+    """(the most that forwards have left at one time; for each stage the most beside the micro-batch whose backward
+    runs, first where that is the stage's first, then at the later ones), where a stage's forward leaves `each`."""
     live, most = 0, 0
-    others = dict.fromkeys(each, 0)
+    others: dict[tuple[int, bool], int] = {}
     for action in actions(job, rank):
         kept = each[action.stage]
         if action.kind == "forward":
             live += kept
             most = max(most, live)
         elif action.kind != "inputs":  # zero bubble's first half gives nothing up that its second half needs
-            others[action.stage] = max(others[action.stage], live - kept)
+            key = action.stage, action.micro_batch > 0
+            others[key] = max(others.get(key, 0), live - kept)
             live -= kept
     return most, others
 
@@ -145,16 +149,28 @@ class StageMemory:
         self.kept = sum(layers) + self.own + ends
         self.host = sum(layer.kept for layer in self.layers) if job.ac_offload else 0
         self.ends = ends
-        self.accumulated = job.zero < 2 and job.micro_batches > 1
+        self.adds_up = job.zero < 2 and job.micro_batches > 1  # gradients, whole, before the last reduces them
+        self.numel = sum(unit.numel for unit in self.groups)
 
-    def moments(self) -> Iterator[Moment]:
-        """Crests of a micro-batch, beside the state and what other micro-batches left."""
+    def standing(self, later: bool) -> int:
+        """What is whole while other stages work: parameters, and gradients that are added up."""
+        parameters = 0 if self.job.zero == 3 else self.numel * self.size
+        return parameters + (self.numel * FLOAT32 if self.adds_up and later else 0)
+
+    def moments(self, later: bool) -> Iterator[Moment]:
+        """Crests of a micro-batch, beside the state and what other micro-batches left.
+
+        later: whether another micro-batch's backward has run before.
+        """
         buffers = 0 if self.job.dims.pp == 1 else (2 - self.first - self.last) * self.job.micro_batches * self.handed
-        found = [*(self._loss() if self.last else ()), *self._layer_moments(), *self._root()]
+        found = [*(self._loss(later) if self.last else ()), *self._layer_moments(later)]
+        if later or not self.adds_up:
+            found += self._root()
         return (replace(moment, transient=moment.transient + buffers) for moment in found)
 
-    def _loss(self) -> Iterator[Moment]:
-        whole = self._whole(len(self.layers)) + self._ahead(len(self.layers) - 1) + self._left_over()
+    def _loss(self, later: bool) -> Iterator[Moment]:
+        summed = self.numel * FLOAT32 if self.adds_up and later else 0
+        whole = self._whole(len(self.layers)) + self._ahead(len(self.layers) - 1) + self._left_over(later) + summed
         chunk = min(self.job.loss_chunk, self.job.tokens) * self.head // self.job.model.hidden_size
         cast = self.size if self.size < FLOAT32 else 0
         kept = self.before[-1] + self.own + self.ends
@@ -164,10 +180,12 @@ class StageMemory:
         scaled = self.head * FLOAT32 + self.hidden
         yield Moment("loss backward", whole=whole + self.head * cast, activations=kept, transient=scaled)
 
-    def _layer_moments(self) -> Iterator[Moment]:
+    def _layer_moments(self, later: bool) -> Iterator[Moment]:
         root_gradient = self.head * self.size if self.last else 0
         gradients = 0
-        reducing = self._left_over()
+        reducing = self._left_over(later)
+        if self.adds_up and later:
+            reducing += self.numel * FLOAT32
         for index in reversed(range(len(self.layers))):
             layer, shape = self.layers[index], self.shapes[index]
             units = self._units(index)
@@ -184,7 +202,11 @@ class StageMemory:
                     name, gradients=gradients, whole=whole + reducing + weights * self.size, activations=kept,
                     transient=added,
                 )  # fmt: skip
+            if self.adds_up and not later:
+                reducing += numel * FLOAT32
+                continue
             reducing = sum(unit.shard * unit.ranks for unit in units) * FLOAT32
+            reducing += self.numel * FLOAT32 if self.adds_up else 0
             after = self._whole(index, current=None) + self._ahead(index - 1) + root_gradient
             gradients += sum(unit.shard for unit in units) * FLOAT32
             yield Moment(
@@ -196,7 +218,7 @@ class StageMemory:
         if self.units.root is None:
             return
         root = self.units.root
-        each = FLOAT32 if self.accumulated else self.size
+        each = FLOAT32 if self.adds_up else self.size
         copies = root.numel * each + root.shard * root.ranks * FLOAT32
         shards = sum(unit.shard for unit in self.groups if unit is not root) * FLOAT32
         yield Moment("root reduced", gradients=shards, whole=copies)
@@ -206,13 +228,11 @@ class StageMemory:
         return [self.units.layers[index], *([] if experts is None else [experts])]
 
     def _whole(self, layers: int, current: int | None = None) -> int:
-        """Gathered parameters: the root's, and those of the first `layers` layers, in stage 3 of `current` alone;
-        and all gradients that are added up whole."""
+        """Gathered parameters: the root's, and those of the first `layers` layers, in stage 3 of `current` alone."""
         kept = range(layers) if self.job.zero < 3 else () if current is None else (current,)
         numel = sum(unit.numel for index in kept for unit in self._units(index))
         root = 0 if self.units.root is None else self.units.root.numel
-        added_up = sum(unit.numel for unit in self.groups) * FLOAT32 if self.accumulated else 0
-        return (numel + root) * self.size + added_up
+        return (numel + root) * self.size
 
     def _ahead(self, index: int) -> int:
         """The buffer of the layer that is gathered ahead."""
@@ -221,10 +241,10 @@ class StageMemory:
         unit = (self._units(index))[-1]
         return unit.shard * unit.ranks * self.size if unit.ranks > 1 else 0
 
-    def _left_over(self) -> int:
+    def _left_over(self, later: bool) -> int:
         """The buffer of the last reduction, which stays until the next: that of the micro-batch before."""
         root = self.units.root
-        if root is None or self.job.zero < 2 or self.job.micro_batches == 1:
+        if root is None or self.job.zero < 2 or not later:
             return 0
         return root.shard * root.ranks * FLOAT32
 
