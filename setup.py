@@ -3,7 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEEPSPEED = ["deepspeed>=0.19.8"]
-TEST = ["pytest>=8", "hypothesis>=6", "accelerate", *DEEPSPEED]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED]
 
 setup(
     name="usp-toolkit",

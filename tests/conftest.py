@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def ranks() -> Iterator[RankPool]:
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
     with RankPool(preload=("usp.trainer", "parallel.pipeline", *models)) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means: a file or a test by name in this process, folders by workers of eight ranks at most each.
+
+    Two workers even on two cores: one starts programs or waits for a time-out while the ranks of the other compute.
+    """
+    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+        return 0
+    return min(8, max(2, len(os.sched_getaffinity(0)) // 4))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
