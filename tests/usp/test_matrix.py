@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel import ParallelMesh
 from parallel.testing import RankPool, run_ranks
 from usp import shard_batch
+from usp.batch import split_rows
 from usp.build import build_engine
 from usp.config import TrainConfig
 from usp.heads import NextToken
@@ -22,7 +23,6 @@ from usp.loss import global_token_count
 from usp.prepare import Prepared
 from usp.resume import Start
 from usp.tokenizer import BYTES
-from usp.trainer import split_rows
 from usp.validate import parallel_dims, violations
 
 from .tiny import ADAM_EPS, LEARNING_RATE, MAX_NORM, ROWS, SEQ_LEN, STEPS, packed_batch, tiny_model, train_alone
