@@ -94,7 +94,8 @@ WIRE = """
 the norm before it, in its attention, and while its gradients are reduced), the reduction of embedding and head, and the
 optimiser. It counts tensors, without an allocator's gaps; what does not depend on the layer is exact, temporaries of a
 layer's backward are those of its largest operators. `activations` are what forwards leave for backwards, at the most
-that are in flight in a pipeline.
+that are in flight in a pipeline. zero-bubble's backward in halves keeps gradients between them, which are not in the
+peak: it comes out too low (by 11% for llama3-8b over 2 x 4 ranks at 32K).
 
 ## An example
 

@@ -179,6 +179,14 @@ class StageMemory:
         yield Moment("loss", whole=whole, activations=kept, transient=transient)
         scaled = self.head * FLOAT32 + self.hidden
         yield Moment("loss backward", whole=whole + self.head * cast, activations=kept, transient=scaled)
+        entering = self.job.outer_tokens * self.job.model.hidden_size
+        kept += norm_activations(self.job, self.job.outer_tokens, self.job.model.hidden_size) - self.ends
+        yield Moment(
+            "last norm backward",
+            whole=whole + self.head * self.size,
+            activations=kept,
+            transient=entering * (self.size + 4 * FLOAT32),
+        )
 
     def _layer_moments(self, later: bool) -> Iterator[Moment]:
         root_gradient = self.head * self.size if self.last else 0
