@@ -90,7 +90,7 @@ def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield str(error)
 
 
-def parallel_dims(config: ParallelConfig, ep: int = 1) -> ParallelDims:
+def parallel_dims(config: ParallelConfig, ep: int) -> ParallelDims:
     """The degrees that `config` asks for, dp_shard still -1 where it is to take the rest."""
     return ParallelDims(
         pp=config.pp,

@@ -97,7 +97,7 @@ def prepared_for(config: TrainConfig) -> Prepared:
     model_config = load_model_config(config.model)
     facts = model_facts(config.model, model_config)
     assert violations(config, dist.get_world_size(), facts) == []
-    dims = parallel_dims(config).resolve(dist.get_world_size())
+    dims = parallel_dims(config, config.ep).resolve(dist.get_world_size())
     return Prepared(config, dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "", Start(), None)
 
 
