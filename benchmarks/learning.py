@@ -3,7 +3,8 @@
 grpo    rlhf.py as it is: random weights, supervised steps, GRPO; the score is the share of right answers
 ppo     examples/rlhf_chain.sh: supervised training, a reward model, PPO; the score is the reward model's
 
-python -m benchmarks.learning                     # about 50 minutes on two cores
+python -m benchmarks.learning                     # about an hour on two cores
+python -m benchmarks.learning --only ppo          # keeps what is known of the other
 python -m benchmarks.learning --only grpo --seeds 1 --no-save
 """
 
@@ -97,16 +98,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=("grpo", "ppo"))
     parser.add_argument("--no-save", action="store_true", help="only print")
     options = parser.parse_args(argv)
-    results = []
-    for algorithm in [options.only] if options.only else ["grpo", "ppo"]:
+    path, asked = RESULTS / "learning.json", [options.only] if options.only else ["grpo", "ppo"]
+    known = Record.load(path).data if path.exists() else []
+    results = [result for result in known if result["algorithm"] not in asked]
+    for algorithm in asked:
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory(prefix="learning-") as folder:
                 results.append(run(algorithm, seed, Path(folder)))
             print(" ".join(row(results[-1])), flush=True)
-    record = record_of(results)
-    record.print()
-    if not options.no_save:
-        record.save(RESULTS / "learning.json")
+            if not options.no_save:  # an hour's work, kept run by run
+                record_of(results).save(path)
+    record_of(results).print()
 
 
 if __name__ == "__main__":

@@ -55,15 +55,17 @@ def plot_memory(record: Record, path: Path) -> None:
 
 
 def plot_learning(record: Record, path: Path) -> None:
-    """Two panels, GRPO and PPO: the score of every step, and its mean over the last ten, for each seed."""
+    """A panel for each algorithm: the score of every step, and its mean over the last ten, for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.0))
     titles = {"grpo": "GRPO: share of right answers", "ppo": "PPO: score of the trained reward model"}
-    for axes, (algorithm, title) in zip(panels, titles.items(), strict=True):
+    shown = {name: title for name, title in titles.items() if any(run["algorithm"] == name for run in record.data)}
+    figure, grid = pyplot.subplots(1, len(shown), figsize=(5.5 * len(shown), 4.0), squeeze=False)
+    panels = grid[0]
+    for axes, (algorithm, title) in zip(panels, shown.items(), strict=True):
         for run in (run for run in record.data if run["algorithm"] == algorithm):
             scores = run["scores"]
             (line,) = axes.plot(*_smoothed(scores), label=f"seed {run['seed']}")
@@ -71,8 +73,9 @@ def plot_learning(record: Record, path: Path) -> None:
         axes.set(title=title, xlabel="step")
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
-    panels[0].axhline(0.9, color="k", linestyle=":")
-    panels[0].set_ylim(0, 1.02)
+        if algorithm == "grpo":
+            axes.axhline(0.9, color="k", linestyle=":")
+            axes.set_ylim(0, 1.02)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
