@@ -13,7 +13,15 @@ from parallel.testing import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-plan", action="store_true", help="RLHF numerics: five steps under all plans")
+    parser.addoption(
+        "--exhaustive", action="store_true", help="all plans and mixtures of degrees, not a choice of them"
+    )
+
+
+@pytest.fixture(scope="session")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that has a choice of cases shall take them all."""
+    return bool(request.config.getoption("--exhaustive"))
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ PLANS = (
     "interleaving",
     "heuristic",
 )
-# Without --every-plan: every plan at least once, and those that differ most for the graph with every kind of call.
+# Without --exhaustive: every plan at least once, and those that differ most for the graph with every kind of call.
 CHOSEN = {
     "ppo": ("tp2 pp2 dp2", "generate tp4 dp2, train u2 r2 dp2", "separation"),
     "grpo": ("flattening", "u2 r2 tp2", "interleaving"),
@@ -223,11 +223,8 @@ def check(results: list[dict[str, Result]], name: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_steps_under_every_plan_are_those_of_one_process(
-    ranks: RankPool, request: pytest.FixtureRequest, algorithm: str
-) -> None:
-    every = request.config.getoption("--every-plan")
-    plans, steps = (PLANS, ALL_STEPS) if every else (CHOSEN[algorithm], STEPS[algorithm])
+def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaustive: bool, algorithm: str) -> None:
+    plans, steps = (PLANS, ALL_STEPS) if exhaustive else (CHOSEN[algorithm], STEPS[algorithm])
     results = ranks.run(run_all, 8, algorithm, plans, steps, timeout=1200)
     for name in plans:
         check(results, name)
