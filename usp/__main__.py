@@ -53,6 +53,7 @@ def _add_cost(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of tables")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot against degree and against length")
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="also write one page of tables and plots")
     parser.set_defaults(command=cost)
 
 

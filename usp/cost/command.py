@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from pathlib import Path
 
 from rich.console import Console
 
@@ -13,9 +14,14 @@ from usp.hf.models import load_model_config
 
 from .comparison import compare
 from .methods import DEFAULT, Method
+from .page import page
 from .plots import plot, sweep
 from .report import as_json, grids
 
+CONVENTIONS = (
+    "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
+    "As the paper counts: Table 2 of arXiv 2405.07719."
+)
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -32,10 +38,7 @@ def run(asked: argparse.Namespace) -> None:
         problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")
     if asked.json and asked.markdown:
         problems.append("--json and --markdown are two ways to print the same: give one")
-    if asked.plot is not None and asked.plot.suffix != ".png":
-        problems.append(f"--plot {asked.plot} must end in .png")
-    elif asked.plot is not None and not asked.plot.parent.is_dir():
-        problems.append(f"--plot {asked.plot}: there is no folder {asked.plot.parent}")
+    problems += _unwritable("--plot", asked.plot, ".png") + _unwritable("--html", asked.html, ".html")
     if problems:
         raise ValueError("; ".join(problems))
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
@@ -50,9 +53,25 @@ def run(asked: argparse.Namespace) -> None:
         console = Console()
         for grid in grids(found):
             grid.show(console)
+    if asked.plot is None and asked.html is None:
+        return
+    title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
+    drawn = plot(*sweep(methods, base, model_config, asked.devices, asked.batch))
     if asked.plot is not None:
-        title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
-        plot(*sweep(methods, base, model_config, asked.devices, asked.batch), title, asked.plot)
+        drawn.suptitle(title)
+        drawn.savefig(asked.plot)
+    if asked.html is not None:
+        drawn.suptitle("")
+        facts = (f"Activation checkpointing: {asked.ac}. Bytes are of one rank and one optimiser step.", CONVENTIONS)
+        asked.html.write_text(page(title, facts, grids(found), drawn))
+
+
+def _unwritable(flag: str, path: Path | None, suffix: str) -> list[str]:
+    if path is None:
+        return []
+    if path.suffix != suffix:
+        return [f"{flag} {path} must end in {suffix}"]
+    return [] if path.parent.is_dir() else [f"{flag} {path}: there is no folder {path.parent}"]
 
 
 def tokens(text: str) -> int:

@@ -24,6 +24,7 @@ Written by `python -m usp.cost.document`; every number comes from the code below
     python -m usp cost --model llama3-8b --seq-len 128K --batch 1 --devices 16
     python -m usp cost --methods ulysses8+ring2+zero3,tp-sp8+ring2 --ac full --plot cost.png
     python -m usp cost --json
+    python -m usp cost --html cost.html
 
 A method is made of parts joined by `+`: `ulysses`, `ring`, `usp` (which chooses the two: as much Ulysses as there are
 key-value heads), `dp`, `hsdp`, `tp`, `tp-sp` (tensor parallelism with sequence parallelism between regions), `pp`,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from usp.config import TrainConfig
@@ -29,14 +28,12 @@ def sweep(
     return by_degree, by_length
 
 
-def plot(by_degree: dict[int, list[Compared]], by_length: dict[int, list[Compared]], title: str, path: Path) -> None:
-    """A PNG with four panels; a method that cannot run somewhere has no point there."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def plot(by_degree: dict[int, list[Compared]], by_length: dict[int, list[Compared]]) -> Any:
+    """A matplotlib figure of four panels; a method that cannot run somewhere has no point there."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout="constrained")
     panels = figure.subplots(2, 2)
-    figure.suptitle(title)
     everywhere = [one for found in (by_degree, by_length) for line in found.values() for one in line]
     names = list(dict.fromkeys(one.method for one in everywhere if not one.problem))
     for column, (found, what) in enumerate(((by_degree, "devices"), (by_length, "tokens of a sequence"))):
@@ -44,7 +41,7 @@ def plot(by_degree: dict[int, list[Compared]], by_length: dict[int, list[Compare
         _panel(panels[1][column], found, names, what, "peak memory of a rank, GiB", lambda one: one.memory.peak.total)
     handles, labels = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))
+    return figure
 
 
 def _panel(axes: Any, found: dict[int, list[Compared]], names: list[str], what: str, label: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,10 +15,12 @@ from usp.metrics import size
 from .comparison import OVERLAP, Compared, total
 from .sent import Sent
 
+AND = " + "  # between the parts of a cell
+
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: titles of columns, and rows of text."""
+    """A table: titles of columns, and rows of text; parts of a cell are joined by `AND`."""
 
     title: str
     columns: tuple[str, ...]
@@ -28,50 +31,51 @@ class Grid:
         return f"{self.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def show(self, console: Console) -> None:
-        table = Table(*self.columns, title=self.title, title_justify="left")
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column, *cells in zip(self.columns, *self.rows, strict=True):
+            numbers = all(cell.replace(".", "").isdigit() for cell in cells)
+            table.add_column(column, overflow="fold", no_wrap=numbers, justify="right" if numbers else "left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(cell.replace(AND, "\n") for cell in row))
         console.print(table)
 
 
 def grids(found: Sequence[Compared]) -> list[Grid]:
-    """Communication on the wire and as the paper counts, memory, who overlaps, and what cannot run and why."""
+    """Communication on the wire, memory, both as the paper counts, who overlaps, and what cannot run and why."""
     feasible = [one for one in found if not one.problem]
-    grids = [_communication(feasible), _memory(feasible), _overlap(feasible)] if feasible else []
+    grids = [_communication(feasible), _memory(feasible), _paper(feasible), _overlap(feasible)] if feasible else []
     refused = tuple((one.method, one.problem) for one in found if one.problem)
     return [*grids, Grid("Not possible", ("method", "why"), refused)] if refused else grids
 
 
 def _communication(found: Sequence[Compared]) -> Grid:
-    columns = ("method", "degrees", "block: activations", "paper", "block: parameters", "paper: printed, by factors")
-    rows = []
-    for one in found:
-        activations = "" if one.paper is None else size(one.paper.activations)
-        parameters = "" if one.paper is None else f"{size(one.paper.parameters_printed)}, {size(one.paper.parameters)}"
-        rows.append(
-            (
-                one.method,
-                one.degrees,
-                _sent(one.block_activations),
-                activations,
-                _sent(one.block_parameters),
-                parameters,
-                size(one.sent),
-            )
-        )
-    return Grid("Sent by one rank in a step", (*columns, "whole step"), tuple(rows))
+    columns = ("method", "degrees", "a block: activations", "a block: parameters", "whole step")
+    rows = tuple(
+        (one.method, one.degrees, _sent(one.block_activations), _sent(one.block_parameters), size(one.sent))
+        for one in found
+    )
+    return Grid("Sent by one rank in a step, on the wire", columns, rows)
 
 
 def _memory(found: Sequence[Compared]) -> Grid:
-    columns = ("method", "parameters", "gradients", "optimizer", "activations", "on the host", "peak", "at")
+    kept = [(one.method, one.memory) for one in found if one.memory is not None]
+    unit, name = (2**30, "GiB") if max(memory.peak.total for _, memory in kept) >= 2**30 else (2**20, "MiB")
     rows = []
-    for one in found:
-        memory = one.memory
-        assert memory is not None
+    for method, memory in kept:
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
-        states = ", ".join(one.paper.states) if one.paper else ""
-        rows.append((one.method, *map(size, parts), size(memory.peak.total), memory.peak.name, states))
-    return Grid("Memory of one rank", (*columns, "paper: P and G, OS, Act"), tuple(rows))
+        rows.append((method, *(f"{part / unit:.1f}" for part in (*parts, memory.peak.total)), memory.peak.name))
+    columns = ("method", "parameters", "gradients", "optimizer", "activations", "host", "peak", "at")
+    return Grid(f"Memory of one rank, {name}", columns, tuple(rows))
+
+
+def _paper(found: Sequence[Compared]) -> Grid:
+    columns = ("method", "activations", "parameters: as printed", "by its own factors", "P and G", "OS", "Act")
+    rows = tuple(
+        (one.method, *map(size, (paper.activations, paper.parameters_printed, paper.parameters)), *paper.states)
+        for one in found
+        if (paper := one.paper) is not None
+    )
+    return Grid("As the paper counts: sent by one rank for a block, and what it keeps", columns, rows)
 
 
 def _overlap(found: Sequence[Compared]) -> Grid:
@@ -81,8 +85,15 @@ def _overlap(found: Sequence[Compared]) -> Grid:
 
 def _sent(parts: Sequence[Sent]) -> str:
     """`1.0 MiB ring send` for each axis and collective."""
-    found = [f"{size(part.nbytes)} {part.axis} {part.collective.strip('_')} x{part.calls}" for part in parts]
-    return " + ".join(found) or "0 B"
+    found = [f"{size(part.nbytes)} {part.axis} {_spoken(part.collective)} x{part.calls}" for part in parts]
+    return AND.join(found) or "0 B"
+
+
+def _spoken(collective: str) -> str:
+    """The field's name of one of torch's operators: all-to-all for `alltoall_base_`."""
+    letters = collective.replace("_", "")
+    names = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+    return next((name for name in names if letters.startswith(name.replace("-", ""))), collective)
 
 
 def as_json(found: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from usp.cost.document import DOCUMENT, document
 from usp.cost.methods import DEFAULT, Method
 from usp.cost.plots import plot, sweep
 from usp.hf.models import load_model_config
+from usp.metrics import size
 
 TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
 
@@ -76,6 +78,52 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
     assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" in ep
 
 
+class Reader(HTMLParser):
+    """The titles, cells and references of a page; every element must close in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.outside: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.outside += [link for link in links if not link.startswith("#")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in ("meta", "br"):
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.html"
+    assert main([*TINY, "--methods", "usp+zero1,ulysses2+ring2+zero3,ep", "--html", str(path)]) == 0
+    found = Reader(path.read_text())
+    assert found.outside == []
+    assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
+    assert {"Memory of one rank, MiB", "Sent by one rank in a step, on the wire", "Not possible"} <= set(
+        found.texts["h2"]
+    )
+    (usp,) = compared("usp+zero1")
+    assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
+    assert path.read_text().count("<svg") == 1 and "peak memory of a rank" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,7 +132,7 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
         (["--model", "llama9"], "is no preset"),
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
-        (["--plot", "plot.pdf"], "must end in .png"),
+        (["--plot", "plot.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: there is no folder"),
         (["--methods", "sp"], "is no part"),
     ],
 )
@@ -96,7 +144,7 @@ def test_nonsense_is_refused_in_one_line(
     assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
 
 
-def test_the_plot_has_points_where_methods_run(tmp_path: Path) -> None:
+def test_the_plot_has_points_where_methods_run() -> None:
     methods = [Method.parse(name) for name in ("ulysses", "dp")]
     base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
     by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
@@ -104,8 +152,9 @@ def test_the_plot_has_points_where_methods_run(tmp_path: Path) -> None:
         2: [True, True],
         4: [True, False],
     }
-    plot(by_degree, by_length, "tiny", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    panels = plot(by_degree, by_length).axes
+    points = {line.get_label(): len(line.get_xdata()) for line in panels[0].lines}
+    assert len(panels) == 4 and points == {"ulysses": 2, "dp": 1}
 
 
 def test_lengths() -> None:
