@@ -64,7 +64,7 @@ def _memory(found: Sequence[Compared]) -> Grid:
     for method, memory in kept:
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
         rows.append((method, *(f"{part / unit:.1f}" for part in (*parts, memory.peak.total)), memory.peak.name))
-    columns = ("method", "parameters", "gradients", "optimizer", "activations", "host", "peak", "at")
+    columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
     return Grid(f"Memory of one rank, {name}", columns, tuple(rows))
 
 
