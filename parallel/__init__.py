@@ -12,7 +12,7 @@ from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
-from .hardware import Hardware, Link, Tier, load_hardware, node_names, peak_flops
+from .hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
 from .links import transfer_seconds
 from .mesh import ParallelMesh
 from .param_layout import ParamLayout, gather_layout
@@ -45,6 +45,7 @@ __all__ = [
     "load_hardware",
     "micro_batch_violation",
     "node_names",
+    "node_of",
     "peak_flops",
     "plan_realloc",
     "rank_stages",

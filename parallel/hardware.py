@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,13 @@ def interpolate(curve: Curve, x: float) -> float:
 def node_names() -> tuple[str, ...]:
     """The nodes that are known by name."""
     return tuple(sorted(path.stem for path in NODES.glob("*.json")))
+
+
+def node_of(device_name: str) -> str | None:
+    """The node whose devices call themselves so; None for others, PCIe and NVL cards with other links among them."""
+    if re.search(r"PCIe|NVL", device_name, re.IGNORECASE):
+        return None
+    return next((name for name in node_names() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
 
 
 def load_hardware(name_or_path: str) -> Hardware:

@@ -23,6 +23,7 @@ C = TypeVar("C")
 
 ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "attention-saved", "full")
+PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -98,6 +99,11 @@ class _Training:
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """What shards and updates the weights: torch's FSDP2, or DeepSpeed (needs the deepspeed extra)."""
 
+    plan: Annotated[str, one_of(PLANS)] = "none"
+    """auto: choose degrees, ZeRO stage, activation checkpointing and micro-batches, by predicted time and memory."""
+    hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
+    """For --plan auto: what the devices and links are, a known node or a file of `python -m usp calibrate`."""
+
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
     """A text file, a JSONL or Parquet file, or a folder of them. stdlib: the sources of Python's own library."""
@@ -110,6 +116,8 @@ class _Training:
     """Tokens per sequence, over all ranks that share it."""
     batch_size: int = 1
     """Sequences per data-parallel rank and step."""
+    global_batch_size: int = 0
+    """Sequences per step over all ranks, instead of --batch-size."""
     micro_batches: int = 1
     """Parts of batch_size that pass one after another: gradient accumulation, and what fills a pipeline."""
     steps: int = 100

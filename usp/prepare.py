@@ -25,7 +25,7 @@ from usp.metrics import wandb_problem
 from usp.profiling import parse_steps
 from usp.resume import Start, find_start
 from usp.tokenizer import Tokenizer
-from usp.validate import parallel_dims, violations
+from usp.validate import parallel_dims, settle_batch, violations
 
 T = TypeVar("T")
 
@@ -61,6 +61,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     Raises ConfigurationError with every violation found. The first batch is read here, so that data without text,
     without its field, or with ids that the model has no embedding for is refused before any rank communicates.
     """
+    config = settle_batch(config, launch.world_size)
     problems: list[str] = []
     kernel_choice = ""
 

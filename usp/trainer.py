@@ -33,6 +33,7 @@ from usp.batch import shard_batch, split_rows
 from usp.build import build_engine
 from usp.checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from usp.config import TrainConfig, config_to_mapping
+from usp.cost.choice import planned
 from usp.costs import training_flops
 from usp.data import PackedBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
@@ -62,7 +63,7 @@ def train(config: TrainConfig, launch: Launch, stop: StopRequest | None = None, 
     loss or gradient are no longer finite, and Stopped.
     """
     hide_progress_bars()
-    prepared = prepare(config, launch)
+    prepared = prepare(planned(config, launch), launch)
     timeout = prepared.config.hang_timeout
     with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
         trainer = Trainer(prepared, launch, stop or StopRequest(), watchdog)

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, micro_batch_violation, stages_per_rank
-from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PP_SCHEDULES, ParallelConfig, TrainConfig, flag, nearest
+from usp.config import (
+    AC_MODES,
+    DEVICES,
+    DTYPES,
+    ENGINES,
+    PLANS,
+    PP_SCHEDULES,
+    ParallelConfig,
+    TrainConfig,
+    flag,
+    nearest,
+)
 from usp.costs import ModelFacts
 
 
@@ -20,6 +32,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
 
     `facts` is None when the model itself could not be found: the rules about it are then left out.
     """
+    config = settle_batch(config, world_size)
     alone = dict((*_choices(config), *_numbers(config)))
     found = list(alone.values())
     for rule, reads in RULES:
@@ -29,6 +42,22 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
         if facts is not None and not set(reads) & set(alone):
             found += model_rule(config, facts)
     return found
+
+
+def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
+    """`config` with the batch_size that its global_batch_size means; unchanged where it can mean none."""
+    ranks = _batch_ranks(config, world_size) if config.global_batch_size > 0 and config.batch_size == 1 else None
+    if ranks is None or config.global_batch_size % ranks:
+        return config
+    return replace(config, batch_size=config.global_batch_size // ranks, global_batch_size=0)
+
+
+def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
+    """The data-parallel ranks; None where the degrees do not fit the world."""
+    try:
+        return parallel_dims(config, config.ep).resolve(world_size).batch
+    except ValueError:
+        return None
 
 
 def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -41,6 +70,7 @@ def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
         ("attention_kernel", KERNEL_NAMES),
         ("dtype", DTYPES),
         ("device", DEVICES),
+        ("plan", PLANS),
     ):
         value = getattr(config, name)
         if value not in choices:
@@ -53,7 +83,15 @@ AT_LEAST_ONE = (
     *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "seq_len", "batch_size", "micro_batches"),
     *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
 )
-NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed", "mlp_tile", "checkpoint_every", "hang_timeout")
+NOT_NEGATIVE = (
+    "global_batch_size",
+    "warmup_steps",
+    "weight_decay",
+    "seed",
+    "mlp_tile",
+    "checkpoint_every",
+    "hang_timeout",
+)
 
 
 def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -115,6 +153,25 @@ def _sequence(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
 
 
+def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
+    """What kept `settle_batch` from settling."""
+    if not config.global_batch_size:
+        return
+    ranks = _batch_ranks(config, world_size)
+    if config.batch_size != 1:
+        yield (
+            f"--global-batch-size = {config.global_batch_size} and --batch-size = {config.batch_size} both say how "
+            f"many sequences a step has: give one of them"
+        )
+    elif ranks is not None:
+        above = _above(config.global_batch_size, ranks)
+        sizes = " or ".join(str(size) for size in (above - ranks, above) if size)
+        yield (
+            f"--global-batch-size = {config.global_batch_size} must be a multiple of the {ranks} data-parallel ranks "
+            f"(dp_replicate x dp_shard): use {sizes}"
+        )
+
+
 def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.batch_size % config.micro_batches:
         yield (
@@ -151,6 +208,10 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.plan == "auto":
+        yield "--plan auto is train.py's: python -m usp plan writes the file of a plan, for --config"
+    elif config.hardware != "auto":
+        yield f"--hardware = {config.hardware} is what --plan auto plans for, but --plan is none: give both or neither"
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload moves what activation checkpointing keeps, but --ac is none: use --ac full"
     if config.tp_sequence_parallel and config.tp == 1:
@@ -279,9 +340,10 @@ _DEGREES = (*_SP, "dp_shard", "dp_replicate", "tp", "pp", "ep")
 RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]], ...] = (
     (_degrees, (*_DEGREES, "sp_order")),
     (_sequence, (*_SP, "sp_layout", "seq_len")),
+    (_global_batch, (*_DEGREES, "batch_size", "global_batch_size")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
-    (_switches, ("ac", "tp")),
+    (_switches, ("ac", "tp", "plan")),
     (_engine, (*_DEGREES, "engine")),
 )
 MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.processes import ROOT, Ended, Run
@@ -56,6 +57,17 @@ def test_it_runs_without_a_launcher(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.err
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.endswith("-tiny") and len(metrics_of(folder)) == 3
+
+
+def test_a_run_chooses_its_own_degrees(tmp_path: Path) -> None:
+    flags = ["--plan", "auto", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512", "--steps", "2"]
+    with Run([*flags, "--output", "run"], tmp_path, ranks=2) as run:
+        ended = run.end()
+    assert ended.exit_code == 0, ended.err
+    assert ended.out.count("the fastest of") == 1 and len(metrics_of(tmp_path / "run")) == 2
+    chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert chosen["plan"] == "none" and chosen["batch_size"] * chosen["dp_shard"] * chosen["dp_replicate"] == 2
+    assert metrics_of(tmp_path / "run")[0]["tokens"] == 2 * 512
 
 
 def test_interrupting_leaves_no_process(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from usp.config import TrainConfig, config_from_mapping, config_to_mapping, nearest
 from usp.costs import ModelFacts
-from usp.validate import violations
+from usp.validate import settle_batch, violations
 
 FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab_size=384, windows=(0, 0))
 
@@ -60,6 +60,7 @@ def test_nearest_says_nothing_about_words_that_are_far() -> None:
         ({"sp_ulysses": 6, "seq_len": 24}, 6),
         ({"sp_ulysses": 4, "sp_ring": 2}, 8),
         ({"sp_ring": 2, "dp_replicate": 2}, 8),
+        ({"sp_ulysses": 2, "global_batch_size": 12, "micro_batches": 3}, 8),
         ({"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": float("inf")}, 1),
     ],
 )
@@ -93,6 +94,13 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"steps": 0, "batch_size": -2}, 1, ["--steps = 0 must be at least 1", "--batch-size = -2"]),
         ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
         ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must not be negative"]),
+        ({"global_batch_size": 6}, 4, ["multiple of the 4 data-parallel ranks", "use 4 or 8"]),
+        ({"global_batch_size": 8, "batch_size": 2}, 4, ["--global-batch-size = 8 and --batch-size = 2", "give one"]),
+        ({"global_batch_size": 3, "sp_ring": 3}, 4, ["must divide the world size 4"]),
+        ({"global_batch_size": -1}, 4, ["--global-batch-size = -1 must not be negative"]),
+        ({"plan": "auto"}, 1, ["--plan auto is train.py's"]),
+        ({"plan": "atuo"}, 1, ["--plan = 'atuo' must be one of none, auto (did you mean 'auto'?)"]),
+        ({"hardware": "h100"}, 1, ["--hardware = h100 is what --plan auto plans for"]),
         ({"pp": 2}, 2, ["--micro-batches = 1 does not fill", "1f1b over 2 ranks must be at least 2, not 1: use 2"]),
         (
             {"pp": 4, "pp_schedule": "interleaved-1f1b", "micro_batches": 9, "batch_size": 12},
@@ -115,6 +123,13 @@ def test_what_cannot_run_is_refused(changes: dict[str, object], world_size: int,
     messages = "\n".join(violations(replace(TrainConfig(), **changes), world_size, FACTS))
     for part in said:
         assert part in messages
+
+
+def test_the_global_batch_is_shared_by_the_data_parallel_ranks() -> None:
+    asked = TrainConfig(sp_ulysses=2, dp_replicate=2, global_batch_size=12)
+    assert settle_batch(asked, 8) == replace(asked, global_batch_size=0, batch_size=3)
+    for unsettled in (replace(asked, global_batch_size=10), replace(asked, batch_size=2), TrainConfig(batch_size=2)):
+        assert settle_batch(unsettled, 8) is unsettled
 
 
 def test_all_violations_come_at_once() -> None:

@@ -32,7 +32,7 @@ from usp.heads import NextToken
 from usp.hf.models import ModelConfig, load_model_config, materialise, model_facts
 from usp.hf.stage import CausalLMStage
 from usp.loss import global_token_count
-from usp.validate import parallel_dims, violations
+from usp.validate import parallel_dims, settle_batch, violations
 
 from .fake_world import HostMemory, fake_world, kernel_for, stand_ins
 from .live_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
@@ -140,6 +140,7 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     problems: list[str] = []
     if world_size < 1:
         raise ConfigurationError(f"--world-size = {world_size} must be at least 1")
+    config = settle_batch(config, world_size)
     if not 0 <= rank < world_size:
         problems.append(f"--rank = {rank} must be one of the {world_size} ranks: 0 to {world_size - 1}")
     if config.engine == "deepspeed":

@@ -19,7 +19,7 @@ from usp.hf.balance import aux_loss_coefficient
 from usp.hf.models import ModelConfig, model_facts
 from usp.hf.shape import model_shape
 from usp.shapes import LayerShape, ModelShape, ParameterShape
-from usp.validate import parallel_dims, violations
+from usp.validate import parallel_dims, settle_batch, violations
 
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 
@@ -118,6 +118,7 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, mode
     Raises:
         ConfigurationError: for everything that train.py would refuse about the configuration, and for DeepSpeed.
     """
+    config = settle_batch(config, world_size)
     facts = model_facts(config.model, model_config)
     problems = violations(config, world_size, facts)
     if config.engine != "fsdp2":

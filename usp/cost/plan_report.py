@@ -8,12 +8,9 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from usp.costs import ModelFacts
-
 from .advice import bound, broken_tips, degrees, savings_of, seconds, why_slower
+from .choice import GIB, Choice
 from .planner import Candidate, Found
-
-GIB = 2**30
 
 
 def table(found: Found) -> Table:
@@ -44,15 +41,13 @@ def verdicts(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -
     return told or ["none of what was supposed (twice or half the links between hosts, or the memory) changes it"]
 
 
-def report(
-    found: Found, facts: ModelFacts, memory_bytes: float, others: Sequence[tuple[str, Candidate | None]]
-) -> Group:
-    """All of it."""
-    first = found.best[0]
+def report(choice: Choice, others: Sequence[tuple[str, Candidate | None]]) -> Group:
+    """All of it; `others` is what would be fastest otherwise."""
+    found, memory_bytes = choice.found, choice.memory_bytes
     lines = [f"{found.layouts} layouts, {found.tried} of them held against {memory_bytes / GIB:.0f} GiB of memory"]
-    lines.append(f"1 is bound by {bound(first, memory_bytes)}")
+    lines.append(f"1 is bound by {bound(choice.best, memory_bytes)}")
     others_told = enumerate(found.best[1:], start=2)
-    lines += [f"{number} is slower by: {why_slower(candidate, first)}" for number, candidate in others_told]
-    lines += [f"warning: {tip}" for tip in broken_tips(first.config, facts)]
-    lines += [f"what would change it: {line}" for line in verdicts(first, others)]
+    lines += [f"{number} is slower by: {why_slower(candidate, choice.best)}" for number, candidate in others_told]
+    lines += [f"warning: {tip}" for tip in broken_tips(choice.best.config, choice.facts)]
+    lines += [f"what would change it: {line}" for line in verdicts(choice.best, others)]
     return Group(table(found), *lines)

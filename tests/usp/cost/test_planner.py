@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import yaml
 
-from usp.config import TrainConfig
-from usp.cost.advice import broken_tips, degrees, parts, why_slower
+from parallel import load_hardware, node_of
+from usp.__main__ import main
+from usp.config import TrainConfig, config_from_mapping
+from usp.cost.advice import broken_tips, degrees, parts, seconds, why_slower
+from usp.cost.choice import planned
 from usp.cost.compute import Seconds
+from usp.cost.job import job_of
 from usp.cost.planner import Candidate, Predictor, search
 from usp.cost.search import Question, layouts, savings
-from usp.cost.time import StepTime, Traffic
+from usp.cost.time import StepTime, Traffic, step_seconds
 from usp.costs import ModelFacts
+from usp.failures import ConfigurationError
+from usp.hf.models import load_model_config, model_facts
+from usp.launch import Launch
 from usp.validate import parallel_dims, violations
 
 DENSE = ModelFacts("dense", 8, 4, 16, 256, (0,) * 4, intermediate_size=64)
@@ -109,3 +118,61 @@ class Tip:
 def test_advice_that_a_plan_goes_against_is_named(tip: Tip) -> None:
     assert [said[:5] for said in broken_tips(tip.config, DENSE)] == [f"tip {tip.number}"]
     assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
+
+
+def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    flags = ["--model", "tiny", "--seq-len", "65536", "--world-size", "8", "--global-batch-size", "2"]
+    assert main(["plan", *flags, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 is bound by" in shown and "2 is slower by" in shown and f"written: {out}" in shown
+    config = config_from_mapping(yaml.safe_load(out.read_text()), TrainConfig)
+    dims = parallel_dims(config, config.ep).resolve(8)
+    assert dims.batch * config.batch_size == 2
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    job = job_of(config, load_model_config("tiny"), 8)
+    time = step_seconds(job, load_hardware("h100")).total
+    assert (seconds(time) + " ") in shown  # what is written is what was promised
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", "2", "--zero", "1"], "--tp = 2, --zero = 1: a plan chooses that, so leave it out"),
+        (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
+        (["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"], "16 devices cannot share 3 sequences"),
+        (["--model", "llama2-70b", "--seq-len", "1048576"], "fits 8 x H100 in none of"),
+        (["--hardware", "h900"], "'h900' is no file and none of"),
+        (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
+        (["--out", "plan.txt"], "must be a .yaml file"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "tiny", "--seq-len", "65536", "--world-size", "8", *flags]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
+
+
+def test_training_takes_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
+    config = planned(asked, Launch(world_size=8))
+    assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    assert "the fastest of" in capsys.readouterr().out
+    assert planned(asked, Launch(rank=3, world_size=8)) == config and capsys.readouterr().out == ""
+    assert planned(config, Launch(world_size=8)) is config
+    with pytest.raises(ConfigurationError, match="nothing is known of a CPU"):
+        planned(replace(asked, hardware="auto"), Launch(world_size=8))
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA L20": "l20",
+        "NVIDIA H200": "h200",
+    }
+    assert {name: node_of(name) for name in names} == names
+    assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4
