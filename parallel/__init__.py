@@ -13,7 +13,7 @@ from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
 from .hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
-from .links import transfer_seconds
+from .links import overlap_of, transfer_seconds
 from .mesh import ParallelMesh
 from .param_layout import ParamLayout, gather_layout
 from .realloc import Reallocation
@@ -46,6 +46,7 @@ __all__ = [
     "micro_batch_violation",
     "node_names",
     "node_of",
+    "overlap_of",
     "peak_flops",
     "plan_realloc",
     "rank_stages",

@@ -67,6 +67,8 @@ class Tier:
             together, all-reduce). exchange: what an all-to-all sends to one peer.
         shared_bytes_per_second: what all devices of one inner tier can `send` out together; inf for as much as their
             links take.
+        overlap: part of a transfer beside compute that takes nothing from it; less than 1 where processors copy what
+            is sent.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Tier:
     gather: Link
     exchange: Link
     shared_bytes_per_second: float = math.inf
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -235,11 +238,18 @@ def _tier(values: Mapping[str, Any]) -> Tier:
         own = values.get(kind, values)
         return Link(float(own["alpha_seconds"]), float(own["bytes_per_second"]))
 
-    unknown = set(values) - {*_TIER, "shared_bytes_per_second"}
+    unknown = set(values) - {*_TIER, "shared_bytes_per_second", "overlap"}
     if unknown:
         raise ValueError(f"tier {values.get('name')}: {', '.join(sorted(unknown))} is unknown")
-    shared = float(values.get("shared_bytes_per_second", math.inf))
-    return Tier(str(values["name"]), int(values["devices"]), link("send"), link("gather"), link("exchange"), shared)
+    return Tier(
+        name=str(values["name"]),
+        devices=int(values["devices"]),
+        send=link("send"),
+        gather=link("gather"),
+        exchange=link("exchange"),
+        shared_bytes_per_second=float(values.get("shared_bytes_per_second", math.inf)),
+        overlap=float(values.get("overlap", 1.0)),
+    )
 
 
 def hardware_violations(hardware: Hardware) -> list[str]:
@@ -281,4 +291,6 @@ def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
                 f"tier {tier.name}: one device's {tier.send.bytes_per_second:g} B/s is more than the "
                 f"{tier.shared_bytes_per_second:g} B/s that all share"
             )
+        if not 0 <= tier.overlap <= 1:
+            found.append(f"tier {tier.name}: overlap={tier.overlap:g} must be from 0 to 1")
     return found

@@ -49,6 +49,11 @@ def transfer_seconds(
     return seconds / hardware.link_efficiency + steps * max(link.alpha_seconds for link in links.values())
 
 
+def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
+    """The part of what `ranks` send each other beside compute that takes nothing from it: the outermost tier's."""
+    return hardware.tiers[level_of(hardware, min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
+
+
 def level_of(hardware: Hardware, a: int, b: int) -> int:
     """The innermost tier that joins two ranks.
 

@@ -120,7 +120,9 @@ def _tiers(plan: Plan) -> list[dict[str, Any]]:
     hosts = [tuple(range(first, first + size)) for first in range(0, ranks, size)]
     tiers: list[dict[str, Any]] = []
     if size > 1:
-        tiers.append({"name": "inside a host", "devices": size, **_kinds(plan, _group(hosts), size)})
+        group = _group(hosts)
+        inside = {**_kinds(plan, group, size), "overlap": _overlap(plan, group, size)}
+        tiers.append({"name": "inside a host", "devices": size, **inside})
     if len(hosts) > 1:
         across = [tuple(range(place, ranks, size)) for place in range(size)]
         group = _group(across)
@@ -128,7 +130,8 @@ def _tiers(plan: Plan) -> list[dict[str, Any]]:
         together = _link(plan, group, len(hosts), "send")
         link = Link(**alone["send"])
         shared = max(link.bytes_per_second, size * together.bytes_per_second)
-        tiers.append({"name": "between hosts", "devices": 0, **alone, "shared_bytes_per_second": shared})
+        outside = {**alone, "shared_bytes_per_second": shared, "overlap": _overlap(plan, group, len(hosts))}
+        tiers.append({"name": "between hosts", "devices": 0, **outside})
     if not tiers:  # a lone process: a file must say something, and nothing travels
         rate = {"alpha_seconds": 0.0, "bytes_per_second": 1e9}
         tiers.append({"name": "none", "devices": 1 if ranks > 1 else 0, **rate})
@@ -153,27 +156,54 @@ def _link(plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str) ->
     return Link(max(0.0, small - SMALL / rate) / steps, rate)
 
 
+def _overlap(plan: Plan, group: dist.ProcessGroup, ranks: int) -> float:
+    """The part of a message that costs nothing beside matrix products that take as long as it does."""
+    size = plan.sizes[-2]
+    a, b = (torch.randn(size, size, device=plan.device).to(plan.dtypes[-1]) for _ in range(2))
+    begin = _message(plan, group, ranks, LARGE)
+    message = _seconds(plan, lambda: _finish(begin()), group)
+    product = _seconds(plan, lambda: torch.mm(a, b))
+    number = max(1, round(message / product))
+
+    def compute() -> None:
+        for _ in range(number):
+            torch.mm(a, b)
+
+    def both() -> None:
+        works = begin()
+        compute()
+        _finish(works)
+
+    alone, together = _seconds(plan, compute, group), _seconds(plan, both, group)
+    return min(1.0, max(0.0, (message + alone - together) / min(message, alone)))
+
+
+def _message(plan: Plan, group: dist.ProcessGroup, ranks: int, nbytes: int) -> Callable[[], list[dist.Work]]:
+    """Begins to send `nbytes` to the next rank of the group, and to receive as many from the one before."""
+    one = torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)
+    here, came = dist.get_rank(group), torch.empty_like(one)
+    operations = [
+        dist.P2POp(dist.isend, one, group=group, group_peer=(here + 1) % ranks),
+        dist.P2POp(dist.irecv, came, group=group, group_peer=(here - 1) % ranks),
+    ]
+    return lambda: dist.batch_isend_irecv(operations)
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 def _transfer(
     plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str, nbytes: int
 ) -> Callable[[], object] | None:
     """A call in which each rank of the group sends `nbytes` to others."""
     if group is None:
         return None
-    part = nbytes // (1 if kind == "send" else ranks - 1)
-    one = torch.zeros(part, dtype=torch.uint8, device=plan.device)
     if kind == "send":
-        here, came = dist.get_rank(group), torch.empty_like(one)
-
-        def send() -> None:
-            to, source = (here + 1) % ranks, (here - 1) % ranks
-            operations = [
-                dist.P2POp(dist.isend, one, group=group, group_peer=to),
-                dist.P2POp(dist.irecv, came, group=group, group_peer=source),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        return send
+        begin = _message(plan, group, ranks, nbytes)
+        return lambda: _finish(begin())
+    one = torch.zeros(nbytes // (ranks - 1), dtype=torch.uint8, device=plan.device)
     whole, gathered = one.repeat(ranks), one.repeat(ranks)
     if kind == "gather":
         return lambda: dist.all_gather(list(gathered.chunk(ranks)), one, group=group)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attention import Message
-from parallel import Hardware, bubble_fraction, transfer_seconds
+from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.costs import training_flops
 
 from .compute import (
@@ -67,6 +67,10 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def beside(self, overlap: float) -> Traffic:
+        """The same where only a part of what is hidden takes nothing from the compute that hides it."""
+        return Traffic(self.exposed + (1 - overlap) * self.hidden, overlap * self.hidden)
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,11 @@ def _rank_seconds(
         ),
     }
     compute = (forward + backward).times(number)
-    communication = {axis: traffic for axis, traffic in communication.items() if traffic != Traffic()}
+    communication = {
+        axis: traffic.beside(overlap_of(hardware, job.ranks(axis, rank)))
+        for axis, traffic in communication.items()
+        if traffic != Traffic()
+    }
     return compute.total + sum(t.exposed for t in communication.values()), compute, communication
 
 

@@ -55,6 +55,15 @@ def test_what_is_hidden() -> None:
     assert in_pieces(8.0, 4.0, 4) == Traffic(exposed=5.0, hidden=3.0)
 
 
+def test_what_processors_copy_costs_compute_though_it_is_hidden() -> None:
+    assert Traffic(1.0, 3.0).beside(1.0) == Traffic(1.0, 3.0)
+    assert Traffic(1.0, 3.0).beside(0.25) == Traffic(3.25, 0.75)
+    copied = replace(A800, tiers=tuple(replace(tier, overlap=0.0) for tier in A800.tiers))
+    free, paid = (step_seconds(llama(sp_ring=8), hardware) for hardware in (A800, copied))
+    hidden = sum(traffic.hidden for traffic in free.communication.values())
+    assert hidden > 0 and paid.total == pytest.approx(free.total + hidden)
+
+
 def test_ulysses_waits_and_the_ring_hides() -> None:
     ulysses, ring = (step_seconds(llama(**{axis: 8}), A800) for axis in ("sp_ulysses", "sp_ring"))
     assert ulysses.communication["ulysses"].hidden == 0 and "ring" not in ulysses.communication
