@@ -88,6 +88,7 @@ class Hardware:
         peak_flops: dense, by dtype, FLOP/s. memory_bytes, memory_bytes_per_second: of the device's own memory.
         tiers: innermost first.
         parallel_rings: whether a ring collective uses every device's link out of a tier (NCCL) or one (gloo).
+        streams: whether collectives run beside compute (CUDA), or hold up the thread that asks for them (processors).
         matmul: part of the peak by a product's FLOPs. attention_forward, attention_backward: by tokens of the shorter
             side; the causal half is not counted as work.
         memory_efficiency, link_efficiency: part of the stated rates.
@@ -105,6 +106,7 @@ class Hardware:
     memory_efficiency: float = 1.0
     link_efficiency: float = 1.0
     parallel_rings: bool = True
+    streams: bool = True
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a dtype in FLOP/s.
@@ -188,7 +190,7 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 
 _NEEDED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings")
+_KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings", "streams")
 _CURVES = ("matmul", "attention_forward", "attention_backward")
 _TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "send", "gather", "exchange")
 
@@ -229,6 +231,7 @@ def _build(values: Mapping[str, Any]) -> Hardware:
         memory_efficiency=float(efficiency.get("memory", 1.0)),
         link_efficiency=float(efficiency.get("links", 1.0)),
         parallel_rings=bool(values.get("parallel_rings", True)),
+        streams=bool(values.get("streams", True)),
         **curves,
     )
 

@@ -75,6 +75,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
         "memory_bytes_per_second": _memory_rate(plan),
         "tiers": _tiers(plan),
         "parallel_rings": plan.device.type == "cuda",
+        "streams": plan.device.type == "cuda",
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.dtypes[-1]]],
             "attention_forward": [[length, rates[0] / peak] for length, rates in attention.items()],

@@ -4,8 +4,8 @@ What overlaps is what overlaps in the code:
 
     ring       a step's compute hides the transfer of the next step's keys and values, and in the backward that of the
                gradients of the step before as well; the last gradients go home in the open (`attention.ring`)
-    fsdp       the gather of the next layer and the reduction of the one before, by the layer between (FSDP2); the first
-               gather and the last reduction are in the open
+    fsdp       the gather of the next layer and the reduction of the one before, by the layer between (FSDP2), where
+               collectives have streams of their own; the first gather and the last reduction are in the open
     the rest   Ulysses, tp, ep, pp and sums of single numbers wait
 
 A pipeline's slowest stage sets its pace, and its schedule the bubble (`parallel.bubble_fraction`).
@@ -197,12 +197,11 @@ def _rank_seconds(
             forward += head_seconds(job, hardware)
     sent = step_traffic(job, rank)
     number = job.micro_batches
+    beside = (forward.total, backward.total) if overlap.fsdp and hardware.streams else (0.0, 0.0)
     communication = {
         "ring": Traffic(number * ring.exposed, number * ring.hidden),
         **_waited_for(job, hardware, sent, rank),
-        **_parameters(
-            job, hardware, sent, rank, layers, (forward.total, backward.total) if overlap.fsdp else (0.0, 0.0)
-        ),
+        **_parameters(job, hardware, sent, rank, layers, beside),
     }
     compute = (forward + backward).times(number)
     communication = {

@@ -64,6 +64,12 @@ def test_what_processors_copy_costs_compute_though_it_is_hidden() -> None:
     assert hidden > 0 and paid.total == pytest.approx(free.total + hidden)
 
 
+def test_without_streams_parameters_are_waited_for() -> None:
+    one_thread = replace(A800, streams=False)
+    free, waits = (step_seconds(llama(dp_shard=16), hardware).communication["fsdp"] for hardware in (A800, one_thread))
+    assert free.hidden > 0 and waits == Traffic(free.exposed + free.hidden, 0.0)
+
+
 def test_ulysses_waits_and_the_ring_hides() -> None:
     ulysses, ring = (step_seconds(llama(**{axis: 8}), A800) for axis in ("sp_ulysses", "sp_ring"))
     assert ulysses.communication["ulysses"].hidden == 0 and "ring" not in ulysses.communication
