@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From random weights to PPO with a trained reward model: supervised training on answers, a reward model from pairs of
-# a right and a wrong answer, and PPO against it. About ten minutes on two cores.
+# From random weights to PPO with a trained reward model: supervised training on demonstrations of which a third is
+# wrong, a reward model from pairs of a better and a worse answer, and PPO against it. About ten minutes on two cores.
 #
 #   bash examples/rlhf_chain.sh runs/chain --sp-ulysses 2 --sp-ring 2
 #
@@ -16,7 +16,7 @@ rlhf() {
     torchrun --standalone --nproc-per-node "${NPROC:-8}" "$root/rlhf.py" "$@" "${flags[@]}"
 }
 
-rlhf --algorithm sft --steps "${SFT_STEPS:-100}" --output "$folder/sft"
+rlhf --algorithm sft --wrong-answers 0.33 --steps "${SFT_STEPS:-150}" --output "$folder/sft"
 rlhf --algorithm reward_model --model "$folder/sft/model" --steps "${REWARD_STEPS:-100}" --output "$folder/reward"
 rlhf --algorithm ppo --model "$folder/sft/model" --reward-model "$folder/reward/model" \
     --steps "${PPO_STEPS:-60}" --options mini_batches=2 --output "$folder/ppo"

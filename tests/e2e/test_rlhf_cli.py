@@ -35,6 +35,7 @@ BAD = [
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
     (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
+    (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]

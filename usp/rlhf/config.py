@@ -44,6 +44,8 @@ class _Rlhf:
     """Prompts with answers, or with a chosen and a rejected response. stdlib: made from Python's own library."""
     prompt_tokens: int = 1024
     """Tokens of the longest prompt that is made from the library; the shortest has a sixteenth, or 64."""
+    wrong_answers: float = 0.0
+    """Part of the built-in answers that are wrong, as some demonstrations of people are. For sft alone."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
 

@@ -59,13 +59,15 @@ class HiddenMark:
     """At most `prompt_tokens` of source code with one of `MARKS` at a random place, and the question which one.
 
     Lengths are spread evenly on a logarithmic scale, down to a sixteenth: a model finds out on short prompts what is
-    asked, and answers long ones soon after. The number of an example and the seed fix it.
+    asked, and answers long ones soon after. The number of an example and the seed fix it. `wrong_answers` is the part
+    whose answer is wrong, as some of what people demonstrate is.
     """
 
     units: Sequence[Unit]
     tokenizer: Tokenizer
     prompt_tokens: int
     seed: int
+    wrong_answers: float = 0.0
     size: int = 2**31
 
     def __getitem__(self, index: int) -> Example:
@@ -79,7 +81,8 @@ class HiddenMark:
         prompt = np.concatenate((text[:place], hidden, text[place:], question))
         # Some are wrong in form, for a reward model that a policy cannot please with what it has never seen.
         rejected = draw.choice([f"{other + 1}", f"{other + 1}", f"{mark + 1}{other + 1}", ""])
-        return Example(prompt, str(mark + 1), str(rejected))
+        answer = other if draw.random() < self.wrong_answers else mark
+        return Example(prompt, str(answer + 1), str(rejected))
 
     def _text(self, draw: np.random.Generator, tokens: int) -> Ids:
         parts: list[Ids] = []
@@ -115,13 +118,21 @@ class FileExamples:
 
 
 def open_examples(
-    data: str, keys: Sequence[str], tokenizer: Tokenizer, *, prompt_tokens: int, longest: int, seed: int
+    data: str,
+    keys: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    prompt_tokens: int,
+    longest: int,
+    seed: int,
+    wrong_answers: float = 0.0,
 ) -> Examples:
     """The examples of `--data`: stdlib, or a JSONL file whose lines have `keys`, all of them text.
 
     Args:
         prompt_tokens: of the longest built-in example.
         longest: tokens that a prompt may have, so that the response fits the model's context.
+        wrong_answers: part of the built-in examples whose answer is wrong.
 
     Raises:
         ValueError: naming every line that cannot be used, and prompts that are too long.
@@ -131,7 +142,7 @@ def open_examples(
             raise ValueError(
                 f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest}, what the model reads"
             )
-        return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed)
+        return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or file.suffix != ".jsonl":
         raise ValueError(f"--data = {data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")

@@ -18,6 +18,7 @@ import yaml
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
 from usp.config import DEVICES, DTYPES, flag, nearest
+from usp.documents import STDLIB
 from usp.engines.base import AdamW
 from usp.failures import ConfigurationError, listed
 from usp.hf.models import load_model_config, model_facts
@@ -100,8 +101,8 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     problems += _vocabulary_violations(specs, tokenizer)
     longest = min(spec.config.max_position_embeddings for spec in specs.values())
     room = longest - (0 if config.algorithm in ("sft", *PAIRS) else config.max_new_tokens)
-    opened = partial(open_examples, config.data, _keys(config), tokenizer)
-    examples = attempt(lambda: opened(prompt_tokens=config.prompt_tokens, longest=room, seed=config.seed))
+    made = {name: getattr(config, name) for name in ("prompt_tokens", "seed", "wrong_answers")}
+    examples = attempt(partial(open_examples, config.data, _keys(config), tokenizer, longest=room, **made))
     stop_ids = () if tokenizer.eos is None else (tokenizer.eos,)
     saved = attempt(partial(_read_state, start, config)) if start.checkpoint else None
     if problems or examples is None:
@@ -172,6 +173,10 @@ def violations(config: RlhfConfig) -> Iterator[str]:
         yield f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
     if not 0 < config.top_p <= 1:
         yield f"--top-p = {config.top_p} must be above 0 and at most 1"
+    if not 0 <= config.wrong_answers < 1:
+        yield f"--wrong-answers = {config.wrong_answers} must be at least 0 and below 1"
+    elif config.wrong_answers and (config.algorithm != "sft" or config.data != STDLIB):
+        yield f"--wrong-answers = {config.wrong_answers} is for the built-in answers of --algorithm sft: drop it"
     if config.sft_steps < -1:
         yield f"--sft-steps = {config.sft_steps} must be at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"
     if problem := wandb_problem(config.wandb_project):

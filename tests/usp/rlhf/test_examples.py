@@ -38,6 +38,16 @@ def test_made_examples_hide_one_mark_and_are_fixed_by_seed_and_number() -> None:
     assert 64 <= min(lengths) < 80 and 280 < max(lengths) <= 300
 
 
+def test_some_demonstrations_are_wrong() -> None:
+    right, some = (
+        open_examples("stdlib", KEYS, ByteTokenizer(), prompt_tokens=64, longest=64, seed=3, wrong_answers=part)
+        for part in (0.0, 0.3)
+    )
+    assert all(np.array_equal(right[index].prompt, some[index].prompt) for index in range(20))
+    wrong = sum(right[index].answer != some[index].answer for index in range(400))
+    assert 90 <= wrong <= 150  # 120 expected
+
+
 def test_a_response_scores_by_the_whole_answer() -> None:
     assert match("", " 7\n", "7") == 1
     assert [match("", response, "7") for response in ("77", "", "8", "7 8")] == [0, 0, 0, 0]
