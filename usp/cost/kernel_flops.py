@@ -20,11 +20,12 @@ aten = torch.ops.aten
 
 FORWARD, BACKWARD = 2, 5  # products
 Read = Callable[[Tensor], list[int]]
+IN_PLACE: Mapping[Any, Any] = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # torch's formulas lack them
 
 
 def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Those of a matrix product or a convolution, 0 for any other operator."""
-    packet = func.overloadpacket
+    packet = IN_PLACE.get(func.overloadpacket, func.overloadpacket)
     if packet is aten._grouped_mm:
         a, b = args[0], args[1]  # rows by groups of matrices, or (for a weight's gradient) columns by rows, in groups
         return 2 * a.numel() * b.shape[-1]

@@ -143,6 +143,8 @@ def test_flops_are_those_of_the_mathematics_where_nothing_runs_twice() -> None:
     norms = 5 * hidden  # weights that multiply no matrix
     products = matmul_parameters(empty_model(model_config)) - norms
     assert run.flops - run.attention_flops == 6 * products * 512
+    in_float32 = dry_run(replace(config, dtype="float32"), 1)  # whose head adds its weight's gradient up in place
+    assert in_float32.flops - in_float32.attention_flops == 6 * products * 512
     again = dry_run(replace(config, ac="full"), 1)
     assert again.attention_flops == 2 * (2 + 5 + 2) * pairs * hidden * layers
 
