@@ -63,6 +63,57 @@ def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
     )
 
 
+@dataclass(frozen=True)
+class SplitLayer:
+    """A layer in a backward of the inputs alone, which frees nothing: that of the weights is to come.
+
+    Attributes:
+        left: bytes of the gradients that the other half needs: those of the outputs of everything that has weights.
+        inputs: bytes of what products with weights saved and nothing else did, which the other half frees first.
+        crests: (name, bytes beside the forward's and what later layers left).
+    """
+
+    left: int
+    inputs: int
+    crests: tuple[tuple[str, int], ...]
+
+
+def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
+    """Of one decoder layer, for one micro-batch.
+
+    A gradient that is nobody's sum stays under two names: down_proj's is that of the residual stream above, which the
+    layer above or the pipeline's buffer has; o_proj's that of the stream between attention and MLP.
+    """
+    size, hidden, facts, tp = job.dtype.itemsize, job.model.hidden_size, job.model.facts, job.dims.tp
+    entering = job.outer_tokens * hidden * size
+    gathered = job.tokens * hidden * size if job.tp_sequence_parallel else 0  # the stream's, of all tokens
+    home, _, _ = _widths(job)
+    keys = job.tokens * facts.head_dim * facts.num_kv_heads // tp
+    normed = any(p.name.endswith("q_norm.weight") for p in layer.parameters)
+    mlp, mlp_inputs, mlp_crest = _split_experts(job) if layer.experts else _split_dense(job)
+    inside = gathered or entering
+    after_mlp = gathered + mlp + entering
+    after_norm = after_mlp + entering
+    in_attention = after_norm + gathered
+    heads = in_attention + ((home + 2 * keys) + (home + keys if normed else 0)) * size
+    after_attention = heads + entering
+    crests = [
+        ("MLP, inputs", gathered + mlp_crest),
+        ("norm, inputs", after_mlp + norm_work(job.outer_tokens * hidden)),
+        ("attention, inputs", in_attention + _attention_backward(job)),
+        ("first norm, inputs", after_attention + norm_work(job.outer_tokens * hidden)),
+    ]
+    if normed:
+        crests.append(("head norm, inputs", heads - home * size + norm_work(home)))
+    return SplitLayer(after_attention + entering, 2 * inside + mlp_inputs, tuple(crests))
+
+
+def norm_work(numel: int) -> int:
+    """RMSNorm's backward while nothing is freed, in float32: the gradient by its factor; that of the square's mean, the
+    derivative of the square in two steps, and their product."""
+    return 5 * numel * FLOAT32
+
+
 def norm_activations(job: Job, rows: int, width: int) -> int:
     """RMSNorm over `rows` of `width`: its float32 input (where it is not float32 already), the normalised input in the
     compute dtype, and a factor per row. Its output is the next operator's to save."""
@@ -136,3 +187,16 @@ def _experts(job: Job) -> tuple[int, int]:
     saved = rows * (2 * hidden + 4 * columns) * size
     # backward: the float32 gradient of the weighted sum, and its rows' on their way to the experts
     return saved, rows * hidden * (FLOAT32 + 2 * size)
+
+
+def _split_dense(job: Job) -> tuple[int, int, int]:
+    """Gradients of gate and up; the input of down; the crest before: gradients of the product, the activation, up."""
+    each = job.tokens * job.model.facts.intermediate_size // job.dims.tp * job.dtype.itemsize
+    return 2 * each, each, 3 * each
+
+
+def _split_experts(job: Job) -> tuple[int, int, int]:
+    """Gradients of gate and up in one, and of results; rows and the input of down; the crest: also gate's and up's."""
+    rows = job.outer_tokens * job.model.experts_per_token * job.dtype.itemsize
+    results, columns = rows * job.model.hidden_size, rows * job.model.expert_size
+    return results + 2 * columns, results + columns, results + 4 * columns

@@ -81,6 +81,11 @@ class Job:
         return self.tokens // self.dims.tp if self.tp_sequence_parallel else self.tokens
 
     @property
+    def splits_backwards(self) -> bool:
+        """Whether a backward is one of the inputs and, later, one of the weights."""
+        return self.pp_schedule == "zero-bubble" and self.dims.pp > 1
+
+    @property
     def stage_layers(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
         return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.pp_schedule))

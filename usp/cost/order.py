@@ -25,7 +25,7 @@ class Action:
 def actions(job: Job, rank: int) -> list[Action]:
     """All of a step on `rank`, in order."""
     place, pp = job.place("pp", rank), job.dims.pp
-    if job.pp_schedule == "zero-bubble" and pp > 1:
+    if job.splits_backwards:
         return _zero_bubble(place, pp, job.micro_batches)
     if job.pp_schedule == "interleaved-1f1b" and pp > 1:
         return _interleaved(place, pp, job.micro_batches)

@@ -222,7 +222,7 @@ class _Fsdp2:
 def gathers(job: Job, units: StageUnits, order: list[Action]) -> list[tuple[Unit, int]]:
     """How often each unit of a stage is gathered while `order` runs."""
     fsdp2 = _Fsdp2(job, units)
-    if job.pp_schedule == "zero-bubble" and job.dims.pp > 1:  # torch's pipeline keeps the stage whole by itself
+    if job.splits_backwards:  # torch's pipeline keeps the stage whole by itself
         return [(group.unit, 1) for group in fsdp2.groups]
     for action in order:
         if action.kind == "forward":

@@ -1,0 +1,191 @@
+"""How far is peak memory by formula (usp/cost/footprint.py) from the real step's (usp/cost/dry_run.py), at full scale?
+
+llama3-8b, llama2-70b and mixtral-8x7b with 32K, 208K and 1M tokens on 8 to 1,024 ranks, over every axis and every
+switch that changes memory. Nothing is timed: both count tensor storage of one rank in one step.
+
+    python -m benchmarks.footprint            # about half an hour on one core
+    python -m benchmarks.footprint --keep     # dry runs that are known stay, formulas are computed anew
+    python -m benchmarks.footprint --quick    # two cases of the tiny model, saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, Record, machine
+from usp.config import TrainConfig
+from usp.cost.dry_run import DryRun, dry_run
+from usp.cost.footprint import Footprint, footprint
+from usp.cost.job import job_of
+from usp.hf.models import load_model_config
+
+LENGTHS = {"32K": 32 * 1024, "208K": 208 * 1024, "1M": 1024 * 1024}
+TARGET = 0.05
+_SP8 = {"sp_ulysses": 8}
+_GRID16, _GRID64 = _SP8 | {"sp_ring": 2}, _SP8 | {"sp_ring": 8}
+_FOURS, _TWOS = {"batch_size": 4, "micro_batches": 4, "zero": 1}, {"batch_size": 2, "micro_batches": 2}
+_EIGHTS = {"batch_size": 8, "micro_batches": 8}
+_TP8 = {"tp": 8, "tp_sequence_parallel": True}
+# Model, tokens, ranks, the rank that is looked at, and train.py's flags.
+_FULL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("llama3-8b", "32K", 8, 0, _SP8),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "attention-saved"}),
+    ("llama3-8b", "32K", 8, 0, {"sp_ring": 8, "ac": "full", "mlp_tile": 2048}),
+    ("llama3-8b", "32K", 8, 0, {"sp_ulysses": 4, "sp_ring": 2, "zero": 0}),
+    ("llama3-8b", "32K", 8, 0, {"sp_ulysses": 4, "dp_shard": 2, "zero": 2} | _TWOS),
+    ("llama3-8b", "32K", 8, 0, {"sp_ring": 4, "dp_replicate": 2, "ac": "attention-saved"}),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "full", "zero": 1} | _TWOS),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "full"} | _TWOS),
+    ("llama3-8b", "32K", 8, 3, {"tp": 8, "zero": 1}),
+    ("llama3-8b", "32K", 8, 5, {"tp": 4, "tp_sequence_parallel": True, "sp_ulysses": 2}),
+    ("llama3-8b", "32K", 8, 0, {"pp": 4, "sp_ulysses": 2} | _FOURS),
+    ("llama3-8b", "32K", 8, 7, {"pp": 4, "sp_ulysses": 2, "ac": "full"} | _FOURS),
+    ("llama3-8b", "32K", 8, 0, {"pp": 2, "sp_ulysses": 4, "pp_schedule": "interleaved-1f1b"} | _FOURS),
+    ("llama3-8b", "32K", 8, 7, {"pp": 2, "sp_ulysses": 4, "pp_schedule": "zero-bubble"} | _FOURS),
+    ("llama3-8b", "32K", 8, 0, {"pp": 4, "sp_ring": 2, "pp_schedule": "zero-bubble", "zero": 0} | _EIGHTS),
+    ("llama3-8b", "208K", 16, 0, _GRID16 | {"ac": "full"}),
+    ("llama3-8b", "208K", 16, 0, _GRID16 | {"zero": 2}),
+    ("llama3-8b", "208K", 16, 0, {"sp_ulysses": 4, "sp_ring": 4}),
+    ("llama3-8b", "208K", 16, 0, _TP8 | {"sp_ring": 2, "zero": 1, "ac": "attention-saved"}),
+    ("llama3-8b", "208K", 16, 9, {"tp": 8, "sp_ring": 2, "ac": "full"}),
+    ("llama3-8b", "208K", 16, 15, _SP8 | {"pp": 2, "ac": "attention-saved"} | _FOURS | {"zero": 3}),
+    ("llama3-8b", "1M", 64, 0, _GRID64 | {"ac": "attention-saved"}),
+    ("llama3-8b", "1M", 64, 0, _GRID64 | {"ac": "full", "ac_offload": True, "mlp_tile": 4096}),
+    ("llama3-8b", "1M", 64, 0, {"sp_ring": 64, "ac": "full", "mlp_tile": 2048}),
+    ("llama2-70b", "32K", 16, 0, {"tp": 8, "sp_ulysses": 2, "ac": "full"}),
+    ("llama2-70b", "208K", 64, 0, _TP8 | {"sp_ulysses": 8}),
+    ("llama2-70b", "1M", 1024, 0, _TP8 | {"sp_ulysses": 8, "sp_ring": 16, "ac": "full"}),
+    ("llama2-70b", "1M", 1024, 0, _SP8 | {"pp": 8, "sp_ring": 16, "ac": "full"} | _EIGHTS),
+    ("mixtral-8x7b", "32K", 16, 0, _SP8 | {"ep": 8, "ac": "full"}),
+    ("mixtral-8x7b", "208K", 16, 0, _GRID16 | {"ep": 8}),
+)
+_QUICK: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("tiny", "32K", 8, 0, {"sp_ulysses": 4, "sp_ring": 2}),
+    ("tiny", "32K", 4, 3, {"pp": 2, "ac": "full"} | _TWOS),
+)
+_SHOWN = tuple(field.name for field in fields(TrainConfig) if field.name not in ("model", "seq_len"))
+COLUMNS = ("model", "tokens", "ranks", "degrees and options", "formula GiB", "dry run GiB", "difference")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's step."""
+
+    config: TrainConfig
+    world_size: int
+    rank: int
+
+    @property
+    def options(self) -> str:
+        """Where the configuration is not train.py's default, and the rank where it is not the first."""
+        default = TrainConfig()
+        changed = {name: getattr(self.config, name) for name in _SHOWN}
+        told = [
+            name if value is True else f"{name}={value}"
+            for name, value in changed.items()
+            if value != getattr(default, name)
+        ]
+        return " ".join([*(word.removeprefix("sp_") for word in told), *([f"rank={self.rank}"] if self.rank else [])])
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        return self.config.model, self.config.seq_len, self.world_size, self.options
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, int, int, str]:
+    """`Case.key` of the case that a row is of."""
+    return row["model"], row["tokens"], row["ranks"], row["options"]
+
+
+def cases(*, quick: bool) -> list[Case]:
+    return [
+        Case(TrainConfig(model=model, seq_len=LENGTHS[length], **flags), world_size, rank)
+        for model, length, world_size, rank, flags in (_QUICK if quick else _FULL)
+    ]
+
+
+def compare(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row: the formula's footprint, and a dry run's or that of the `known` row; bytes."""
+    model_config = load_model_config(case.config.model)
+    told = footprint(job_of(case.config, model_config, case.world_size), case.rank)
+    seen = known or dried(dry_run(case.config, case.world_size, case.rank))
+    named = dict(zip(("model", "tokens", "ranks", "options"), case.key, strict=True))
+    return {**named, **formula(told), **{name: value for name, value in seen.items() if name.startswith("dry_run")}}
+
+
+def formula(told: Footprint) -> dict[str, Any]:
+    return {"formula": told.peak.total, "formula_parts": asdict(told.peak), "formula_host": told.host}
+
+
+def dried(seen: DryRun) -> dict[str, Any]:
+    return {
+        "dry_run": seen.peak_bytes,
+        "dry_run_parts": dict(seen.by_category),
+        "dry_run_host": seen.host_bytes,
+        "dry_run_seconds": seen.seconds,
+        "dry_run_process_bytes": seen.process_bytes,
+    }
+
+
+def difference(row: Mapping[str, Any]) -> float:
+    return float(row["formula"] / row["dry_run"] - 1)
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    sizes = (f"{row[name] / 2**30:.2f}" for name in ("formula", "dry_run"))
+    tokens = next(name for name, tokens in LENGTHS.items() if tokens == row["tokens"])
+    return (row["model"], tokens, f"{row['ranks']:,}", row["options"], *sizes, f"{difference(row):+.2%}")
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    errors = [abs(difference(row)) for row in rows]
+    worst = max(rows, key=lambda row: abs(difference(row)))
+    missed = [row for row in rows if abs(difference(row)) > TARGET]
+    where = "; ".join(f"{' '.join(cells(row)[:4])}: {difference(row):+.1%}" for row in missed)
+    return (
+        f"Mean absolute difference over {len(rows)} cases: {statistics.mean(errors):.2%}, worst {max(errors):.2%} "
+        f"({' '.join(cells(worst)[:4])}).",
+        f"Within {TARGET:.0%}: {len(rows) - len(missed)} of {len(rows)}." + (f" Beyond: {where}." if missed else ""),
+        "Bytes of tensor storage at the peak of one optimiser step of one rank, bfloat16 with float32 weights and "
+        "AdamW, whether a GPU has as much or not. zero is 3 and ac none where not named; other flags are train.py's "
+        "defaults.",
+    )
+
+
+def record_of(rows: Sequence[dict[str, Any]]) -> Record:
+    return Record(
+        name="footprint",
+        question="Peak memory of a rank: the formula and the dry run of the real step",
+        command="python -m benchmarks.footprint",
+        machine=machine(),
+        columns=COLUMNS,
+        rows=tuple(map(cells, rows)),
+        notes=notes(rows),
+        data=list(rows),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two cases of the tiny model; saves nothing")
+    parser.add_argument("--keep", action="store_true", help="of cases in the output, keep the dry run")
+    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    args = parser.parse_args(argv)
+    output = args.output or (None if args.quick else RESULTS / "footprint.json")
+    asked = cases(quick=args.quick)
+    known = {key(row): row for row in Record.load(output).data} if output and output.exists() else {}
+    for case in asked:
+        known[case.key] = compare(case, known.get(case.key) if args.keep else None)
+        print(*cells(known[case.key]), sep="  ", flush=True)
+        if output:  # half an hour's work, kept case by case
+            record_of([known[case.key] for case in asked if case.key in known]).save(output)
+    record_of([known[case.key] for case in asked]).print()
+
+
+if __name__ == "__main__":
+    main()
