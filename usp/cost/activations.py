@@ -68,12 +68,15 @@ class SplitLayer:
     """A layer in a backward of the inputs alone, which frees nothing: that of the weights is to come.
 
     Attributes:
-        left: bytes of the gradients that the other half needs: those of the outputs of everything that has weights.
+        left: bytes of the gradients that the other half needs: those of the outputs of everything that has weights,
+            but for the last product's, which the layer after has handed on.
+        passed: bytes of what it hands on itself, where the layer before needs just that.
         inputs: bytes of what products with weights saved and nothing else did, which the other half frees first.
         crests: (name, bytes beside the forward's and what later layers left).
     """
 
     left: int
+    passed: int
     inputs: int
     crests: tuple[tuple[str, int], ...]
 
@@ -81,12 +84,13 @@ class SplitLayer:
 def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
     """Of one decoder layer, for one micro-batch.
 
-    A gradient that is nobody's sum stays under two names: down_proj's is that of the residual stream above, which the
-    layer above or the pipeline's buffer has; o_proj's that of the stream between attention and MLP.
+    The last products of attention and MLP have the residual stream's gradient for theirs; where tensor-parallel ranks
+    share the stream, one that is gathered for them.
     """
     size, hidden, facts, tp = job.dtype.itemsize, job.model.hidden_size, job.model.facts, job.dims.tp
     entering = job.outer_tokens * hidden * size
-    gathered = job.tokens * hidden * size if job.tp_sequence_parallel else 0  # the stream's, of all tokens
+    gathered = job.tokens * hidden * size if job.tp_sequence_parallel else 0
+    flowing = entering if job.tp_sequence_parallel else 0  # the stream's own gradient, which nobody needs later
     home, _, _ = _widths(job)
     keys = job.tokens * facts.head_dim * facts.num_kv_heads // tp
     normed = any(p.name.endswith("q_norm.weight") for p in layer.parameters)
@@ -98,14 +102,14 @@ def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
     heads = in_attention + ((home + 2 * keys) + (home + keys if normed else 0)) * size
     after_attention = heads + entering
     crests = [
-        ("MLP, inputs", gathered + mlp_crest),
-        ("norm, inputs", after_mlp + norm_work(job.outer_tokens * hidden)),
+        ("MLP, inputs", flowing + gathered + mlp_crest),
+        ("norm, inputs", flowing + after_mlp + norm_work(job.outer_tokens * hidden)),
         ("attention, inputs", in_attention + _attention_backward(job)),
         ("first norm, inputs", after_attention + norm_work(job.outer_tokens * hidden)),
     ]
     if normed:
         crests.append(("head norm, inputs", heads - home * size + norm_work(home)))
-    return SplitLayer(after_attention + entering, 2 * inside + mlp_inputs, tuple(crests))
+    return SplitLayer(after_attention - flowing, entering - flowing, 2 * inside + mlp_inputs, tuple(crests))
 
 
 def norm_work(numel: int) -> int:

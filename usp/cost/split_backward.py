@@ -116,22 +116,27 @@ class _Rank:
             layer = self.split(memory.shapes[index])
             for name, added in layer.crests:
                 yield self._moment(name, left + added, stage, stage.summing(index))
-            left += layer.left
+            left += layer.left + layer.passed
         stage.summed, stage.fresh = stage.summed or stage.fresh, False
-        self.halves += left
+        self.halves += self._left(stage) + memory.handed  # the input's gradient stays
         if self.turns and not self._early(stage):
             self.buffers -= memory.handed  # the input's gradient takes the place of what would be received
+
+    def _left(self, stage: _Stage) -> int:
+        """What a backward of the inputs leaves for that of the weights."""
+        memory = stage.memory
+        layers = [self.split(shape) for shape in memory.shapes]
+        ends = memory.hidden + self.job.outer_tokens * self.job.model.hidden_size * memory.size if memory.last else 0
+        return ends + sum(layer.left + layer.passed for layer in layers) - layers[0].passed
 
     def _weights(self, stage: _Stage) -> Iterator[Moment]:
         """The crest is its end: the graph goes as a whole, when its last weights are done."""
         memory = stage.memory
-        layers = [self.split(shape) for shape in memory.shapes]
-        self.halves -= sum(layer.left for layer in layers) - memory.handed  # the input's gradient stays
-        if memory.last:
-            self.halves -= memory.hidden + self.job.outer_tokens * self.job.model.hidden_size * memory.size
+        self.halves -= self._left(stage)
         stage.fresh = True
         scaled = memory.head * FLOAT32 + memory.hidden if memory.last else 0
-        yield self._moment("weights", scaled - sum(layer.inputs for layer in layers), stage)
+        freed = sum(self.split(shape).inputs for shape in memory.shapes)
+        yield self._moment("weights", scaled - freed, stage)
         self.activations -= memory.kept
         if self.turns and self._early(stage):
             self.buffers += memory.handed
