@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel import PP_SCHEDULES
+from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.cost.dry_run import dry_run
 from usp.cost.footprint import footprint
@@ -34,6 +36,17 @@ def test_the_peak_is_that_of_the_dry_run(world_size: int, flags: dict[str, Any])
     seen = dry_run(TrainConfig(**flags), world_size, 0)
     assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
     assert told.parameters + told.optimizer == pytest.approx(seen.start_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_halves_of_backwards_leave_what_the_dry_run_sees(rank: int, tmp_path: Path) -> None:
+    """zero-bubble: the graph of a micro-batch, and gradients at all its weights, until their half."""
+    tiny_model("llama-deep").save_pretrained(tmp_path)
+    pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
+    told, seen = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
+    assert told.peak.name == "first norm, inputs"
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:
