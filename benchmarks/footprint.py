@@ -54,6 +54,7 @@ _FULL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("llama3-8b", "208K", 16, 0, _TP8 | {"sp_ring": 2, "zero": 1, "ac": "attention-saved"}),
     ("llama3-8b", "208K", 16, 9, {"tp": 8, "sp_ring": 2, "ac": "full"}),
     ("llama3-8b", "208K", 16, 15, _SP8 | {"pp": 2, "ac": "attention-saved"} | _FOURS | {"zero": 3}),
+    ("llama3-8b", "208K", 32, 31, _SP8 | {"pp": 4, "pp_schedule": "zero-bubble", "zero": 1} | _EIGHTS),
     ("llama3-8b", "1M", 64, 0, _GRID64 | {"ac": "attention-saved"}),
     ("llama3-8b", "1M", 64, 0, _GRID64 | {"ac": "full", "ac_offload": True, "mlp_tile": 4096}),
     ("llama3-8b", "1M", 64, 0, {"sp_ring": 64, "ac": "full", "mlp_tile": 2048}),
@@ -127,7 +128,6 @@ def dried(seen: DryRun) -> dict[str, Any]:
         "dry_run": seen.peak_bytes,
         "dry_run_parts": dict(seen.by_category),
         "dry_run_host": seen.host_bytes,
-        "dry_run_seconds": seen.seconds,
         "dry_run_process_bytes": seen.process_bytes,
     }
 

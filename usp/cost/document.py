@@ -95,8 +95,9 @@ WIRE = """
 the norm before it, in its attention, and while its gradients are reduced), the reduction of embedding and head, and the
 optimiser. It counts tensors, without an allocator's gaps; what does not depend on the layer is exact, temporaries of a
 layer's backward are those of its largest operators. `activations` are what forwards leave for backwards, at the most
-that are in flight in a pipeline. zero-bubble's backward in halves keeps gradients between them, which are not in the
-peak: it comes out too low (by 11% for llama3-8b over 2 x 4 ranks at 32K).
+that are in flight in a pipeline. zero-bubble's backward of the inputs frees none of them, and leaves the gradient at
+every weight until the weights' half: those count as transient. How far all this is from the step itself, at full scale:
+[benchmarks.md](benchmarks.md).
 
 ## An example
 

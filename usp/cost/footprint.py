@@ -51,8 +51,7 @@ def footprint(job: Job, rank: int) -> Footprint:
     crests = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others)
     moments = [replace(moment, parameters=state.parameters, optimizer=state.optimizer) for moment in crests]
     # AdamW's foreach takes the parameters of one mesh at a time.
-    temporary = max(by_axis) * FLOAT32 + sum(stage.buffers for stage in stages.values())
-    moments.append(replace(state, name="optimiser", gradients=state.parameters, transient=temporary))
+    moments[-1] = replace(moments[-1], transient=moments[-1].transient + max(by_axis) * FLOAT32)
     return Footprint(
         parameters=state.parameters,
         gradients=state.parameters,
@@ -64,7 +63,7 @@ def footprint(job: Job, rank: int) -> Footprint:
 
 
 def _moments(job: Job, stages: Mapping[int, StageMemory], others: Mapping[tuple[int, bool], int]) -> Iterator[Moment]:
-    """The crests of whole backwards, beside what `others` says."""
+    """The crests of whole backwards, beside what `others` says; the optimiser's last."""
     buffers = sum(stage.buffers for stage in stages.values())
     shards = sum(unit.shard for stage in stages.values() for unit in stage.groups) * FLOAT32
     for (number, later), beside in others.items():
@@ -77,6 +76,7 @@ def _moments(job: Job, stages: Mapping[int, StageMemory], others: Mapping[tuple[
                 activations=moment.activations + beside,
                 transient=moment.transient + buffers,
             )
+    yield Moment("optimiser", gradients=shards, transient=buffers)
 
 
 def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[tuple[int, bool], int]]:

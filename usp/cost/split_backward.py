@@ -25,7 +25,7 @@ from .stage_memory import Moment, StageMemory
 
 
 def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
-    """The crests of a step, beside parameters and optimiser."""
+    """The crests of a step, the optimiser's last, beside its states and parameters."""
     return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(actions(job, rank))
 
 
@@ -82,6 +82,7 @@ class _Rank:
                 stage.weights += 1
                 if stage.weights == self.job.micro_batches:
                     yield from self._reduce(stage)
+        yield self._moment("optimiser", 0, stage)
 
     def _moment(self, name: str, transient: int, stage: _Stage, whole: int | None = None) -> Moment:
         others = sum(other.whole for other in self.stages.values() if other is not stage)
