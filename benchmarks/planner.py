@@ -23,10 +23,11 @@ from benchmarks.cluster import cluster, unavailable
 from benchmarks.record import RESULTS, Record, machine
 from parallel import ParallelMesh, ProcessGroups
 from parallel.hardware import Hardware, hardware_from_mapping
-from usp.batch import shard_batch, split_rows
+from usp.batch import split_rows
 from usp.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
 from usp.config import TrainConfig
 from usp.cost.calibrate import Plan, calibrate
+from usp.cost.dry_run import blank_batch
 from usp.cost.job import job_of
 from usp.cost.time import StepTime, step_seconds
 from usp.engines.base import AdamW
@@ -88,12 +89,9 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
         materialise(stage, device)
         first_weights(stage, config.model, seed=0)
     engine = build_fsdp2_engine(stages, mesh, recipe, AdamW(config.weight_decay), torch.float32, config.zero)
-    ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
 
     def step() -> None:
-        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": borders}
-        batch = shard_batch(whole, mesh, layout=config.sp_layout)
+        batch = blank_batch(config, mesh)
         tokens = int(global_token_count(batch["shift_labels"], mesh))
         engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
         engine.step(config.learning_rate, config.max_grad_norm)

@@ -193,15 +193,19 @@ def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: 
         stage.register_forward_pre_hook(lambda *_: forwards.append(memory.now))
         # What a forward made and did not let go, its backward needs.
         stage.register_forward_hook(lambda *_: memory.label_since(forwards.pop(), ACTIVATIONS))
-    ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
-    whole = {"input_ids": ids, "labels": ids, "cu_seqlens": borders}
-    local = shard_batch(whole, mesh, layout=config.sp_layout)
+    local = blank_batch(config, mesh)
     memory.label_since(begin, ACTIVATIONS)
     tokens = int(global_token_count(local["shift_labels"], mesh))
     engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
     memory.label((_local(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
     engine.step(config.learning_rate, config.max_grad_norm)
+
+
+def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """This rank's part of sequences of nothing but token 0, one document each."""
+    ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
+    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders}, mesh, layout=config.sp_layout)
 
 
 def _label_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from parallel import ParallelMesh, ProcessGroups
 from parallel.memory import track_memory
 from parallel.wire import count_sent_bytes
-from usp.batch import shard_batch, split_rows
+from usp.batch import split_rows
 from usp.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
 from usp.config import TrainConfig
+from usp.cost.dry_run import blank_batch
 from usp.engines.base import AdamW
 from usp.heads import NextToken
 from usp.hf.experts import local, router_modules
@@ -43,10 +44,7 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
     engine.state()  # makes the optimiser's states, as the first step would
 
     def step() -> None:
-        ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-        borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
-        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": borders}
-        batch = shard_batch(whole, mesh, layout=config.sp_layout)
+        batch = blank_batch(config, mesh)
         tokens = int(global_token_count(batch["shift_labels"], mesh))
         engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
         engine.step(config.learning_rate, config.max_grad_norm)
