@@ -134,7 +134,10 @@ class _Rank:
         """The crest is its end: the graph goes as a whole, when its last weights are done."""
         memory = stage.memory
         self.halves -= self._left(stage)
-        stage.fresh = True
+        if memory.cast:
+            stage.fresh = True
+        else:
+            stage.summed = True  # a float32 gradient is its own sum
         scaled = memory.head * FLOAT32 + memory.hidden if memory.last else 0
         freed = sum(self.split(shape).inputs for shape in memory.shapes)
         yield self._moment("weights", scaled - freed, stage)
