@@ -6,8 +6,7 @@ import os
 import sys
 
 from usp.cli import main
+from usp.launch import leave
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:], os.environ)
-    if exit_code:
-        os._exit(exit_code)  # at once: an orderly exit may wait for connections to ranks that are gone
+    leave(main(sys.argv[1:], os.environ))

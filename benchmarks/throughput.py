@@ -95,7 +95,7 @@ def ours(size: Size, dims: ParallelDims) -> Step:
     stage = CausalLMStage(model, mesh, loss_chunk=2048)
     apply_fsdp(stage, mesh, decoder_layers(model), zero=ZERO)
     optimizer = AdamW(DECAY, (0.9, 0.999))
-    engine = Fsdp2Engine([stage], mesh, zero=ZERO, optimizer=optimizer, param_dtype=torch.float32)
+    engine = Fsdp2Engine([stage], mesh, zero=ZERO, optimizer=optimizer)
     share = size.rows // mesh.size("batch")
     rows = size.ids()[mesh.rank("batch") * share :][:share]
     batch = shard_batch({"input_ids": rows, "labels": rows}, mesh, layout="zigzag")

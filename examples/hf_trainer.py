@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
+from usp.launch import leave
 from usp.loss import causal_lm_loss, global_token_count
 
 VOCAB = 512
@@ -101,3 +102,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()  # on a CPU the usual end of a process may abort

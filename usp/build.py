@@ -74,7 +74,7 @@ def build_fsdp2_engine(
             num_experts=recipe.model.num_experts if recipe.balance else 0,
         )
         pipeline = PipelineRunner(stages, mesh, schedule=recipe.schedule, zero=zero, handed=handed)
-    return Fsdp2Engine(stages, mesh, zero=zero, optimizer=optimizer, param_dtype=dtype, pipeline=pipeline)
+    return Fsdp2Engine(stages, mesh, zero=zero, optimizer=optimizer, pipeline=pipeline)
 
 
 @dataclass(frozen=True, eq=False)

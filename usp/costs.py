@@ -1,6 +1,6 @@
-"""What a model is in numbers, and what a training step of it costs: FLOPs, and the bytes that FSDP sends.
+"""What a model is in numbers, and the FLOPs of a training step of it.
 
-FLOPs are those of the mathematics, counted once: a causal mask counts its visible half, a document and a window
+They are those of the mathematics, counted once: a causal mask counts its visible half, a document and a window
 count what they let through, and recomputation counts nothing. A multiply-add is two.
 """
 
@@ -54,22 +54,3 @@ def training_flops(facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu
     # per pair and head: 2 * head_dim for the score, 2 * head_dim for the sum of values; the backward takes twice that
     attention = sum(12 * facts.num_heads * facts.head_dim * pairs[window] for window in facts.windows)
     return weights + attention
-
-
-def fsdp_sent_bytes(
-    *, block: int, root: int, itemsize: int, ranks: int, replicas: int, zero: int, micro_batches: int
-) -> int:
-    """Bytes that one rank sends in a step to keep parameters sharded as ZeRO stage `zero` does with FSDP2.
-
-    Gathers, in `itemsize` bytes: in stage 3 the blocks' parameters for every forward and every backward and the
-    root's once a micro-batch, in stages 1 and 2 all of them once a step. Gradients, in float32, are scattered over the
-    `ranks` that share a copy (stages 2 and 3: every micro-batch), then summed over the `replicas` once a step.
-
-    Args:
-        block, root: parameter counts, over all blocks together and of the rest.
-    """
-    shard = (block + root) * 4 // ranks
-    blocks, roots = (2 * micro_batches, micro_batches) if zero == 3 else (1, 1)
-    gathered = (blocks * block + roots * root) * itemsize * (ranks - 1) // ranks
-    scattered = shard * (ranks - 1) * (micro_batches if zero >= 2 else 1)
-    return gathered + scattered + 2 * shard * (replicas - 1) // replicas

@@ -1,6 +1,6 @@
 """Which of the launched processes this one is, what it computes on, and the process group that joins them.
 
-    Launch.from_environment -> meet -> choose_device -> process_group -> outlast
+    Launch.from_environment -> meet -> choose_device -> process_group -> outlast -> leave
 
 torchrun keeps a key-value store, the board here, for as long as it runs: it outlives the ranks and their restarts.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -175,6 +177,18 @@ def outlast(hang_timeout: float) -> None:
     if timeout is not None:
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def leave(exit_code: int = 0) -> NoReturn:
+    """End this process now, with all that it printed, but without the interpreter's own end and `atexit`.
+
+    That end may wait for connections to ranks that are gone. And gloo's threads let go of tensors some time after a
+    collective, for which they need the interpreter: torch 2.13 aborts the process where that is ending by then.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _longer_than(hang_timeout: float) -> timedelta | None:

@@ -43,8 +43,8 @@ class Record(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. loss and grad_norm are global; bytes are the mean over ranks (FSDP's
-    None where nobody counts them); memory is this rank's peak so far."""
+    """One step. loss and grad_norm are global; attention's bytes are the mean over ranks, FSDP's (None where DeepSpeed
+    shards) and the peak of memory so far are this rank's."""
 
     step: int
     loss: float

@@ -34,6 +34,8 @@ from usp.build import build_engine
 from usp.checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from usp.config import TrainConfig, config_to_mapping
 from usp.cost.choice import planned
+from usp.cost.job import job_of
+from usp.cost.sharding import fsdp_sent_bytes
 from usp.costs import training_flops
 from usp.data import PackedBatch
 from usp.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
@@ -93,6 +95,14 @@ def learning_rate(step: int, config: Schedule) -> float:
     return config.learning_rate * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
+def _fsdp_sent_bytes(prepared: Prepared) -> int | None:
+    """What this rank sends in every step to keep weights and gradients sharded; None where DeepSpeed does it."""
+    if prepared.config.engine == "deepspeed":
+        return None
+    job = job_of(prepared.config, prepared.model_config, dist.get_world_size())
+    return fsdp_sent_bytes(job, dist.get_rank())
+
+
 class Trainer:
     """A model on a mesh, with its optimiser and data. Every rank calls every method, in the same order."""
 
@@ -115,6 +125,7 @@ class Trainer:
             self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+        self.fsdp_sent_bytes = _fsdp_sent_bytes(prepared)
         self.folder = run_folder(prepared.start, self.launch, Path(config.model).name, self.device)
         self.checkpointer = Checkpointer(self.folder / CHECKPOINTS, config.keep_checkpoints, self.device.type)
         self.done, self.tokens, self.stopping = 0, 0, False
@@ -170,7 +181,7 @@ class Trainer:
             mfu=self._mfu(batch, seconds),
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(total_sent / (self.mesh.size("loss") * self.mesh.size("pp"))),
-            fsdp_sent_bytes=self.engine.sent_bytes(self.config.micro_batches),
+            fsdp_sent_bytes=self.fsdp_sent_bytes,
         )
 
     def _local_part(self, batch: PackedBatch) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model("llama"), mesh, LAYOUT)
     stage = CausalLMStage(model, mesh, loss_chunk=16)
-    options: dict[str, Any] = {"zero": zero, "optimizer": AdamW(0.1, eps=ADAM_EPS), "param_dtype": dtype}
+    options: dict[str, Any] = {"zero": zero, "optimizer": AdamW(0.1, eps=ADAM_EPS)}
     if name == "fsdp2":
         apply_fsdp(stage, mesh, decoder_layers(model), param_dtype=dtype, zero=zero)
         engine: Any = Fsdp2Engine([stage], mesh, **options)
@@ -46,7 +46,7 @@ def build(name: str, zero: int, dims: ParallelDims, dtype: torch.dtype = torch.f
         from usp.engines.deepspeed import DeepSpeedEngine
 
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        engine = DeepSpeedEngine([stage], mesh, **options)
+        engine = DeepSpeedEngine([stage], mesh, param_dtype=dtype, **options)
     return engine, mesh
 
 

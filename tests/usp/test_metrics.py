@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from usp.costs import ModelFacts, fsdp_sent_bytes, training_flops, visible_pairs
+from usp.costs import ModelFacts, training_flops, visible_pairs
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
 
 RECORD = StepRecord(
@@ -175,19 +175,3 @@ def test_flops_count_a_causal_mask_once() -> None:
         facts, matmul_parameters=1000, tokens=length, cu_seqlens=torch.tensor([[0, length]], dtype=torch.int32)
     )
     assert flops == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)
-
-
-def test_fsdp_bytes_of_one_rank() -> None:
-    def sent(ranks: int, replicas: int, zero: int = 3, micro_batches: int = 1) -> int:
-        return fsdp_sent_bytes(
-            block=800, root=80, itemsize=2, ranks=ranks, replicas=replicas, zero=zero, micro_batches=micro_batches
-        )
-
-    gathered, scattered, summed = (2 * 800 + 80) * 2 * 7 // 8, (800 + 80) // 8 * 4 * 7, 880 * 4
-    once = 880 * 2 * 7 // 8
-    assert sent(1, 1) == 0 and sent(1, 2) == summed
-    assert sent(8, 1) == gathered + scattered
-    assert sent(8, 1, micro_batches=3) == 3 * (gathered + scattered)
-    assert sent(8, 1, zero=2, micro_batches=3) == once + 3 * scattered
-    assert sent(8, 1, zero=1, micro_batches=3) == once + scattered
-    assert sent(1, 2, zero=0, micro_batches=3) == summed

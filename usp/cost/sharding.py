@@ -106,6 +106,11 @@ def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
             yield from _unit_traffic(job, unit, gathered)
 
 
+def fsdp_sent_bytes(job: Job, rank: int) -> int:
+    """Bytes that `rank` sends in a step for parameters and their gradients, those summed over tp included."""
+    return sum(sent.nbytes for sent in fsdp_traffic(job, rank))
+
+
 def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """The part of one decoder layer, the first of the rank."""
     stage = job.stages(rank)[0]

@@ -34,9 +34,6 @@ class Engine(Protocol):
         A norm that is not finite leaves the weights as they were.
         """
 
-    def sent_bytes(self, micro_batches: int) -> int | None:
-        """Bytes that this rank sends in a step to keep weights and gradients sharded; None where nobody counts them."""
-
     def state(self) -> dict[str, Tensor]:
         """Weights and optimiser state under names that no layout and no engine changes.
 

@@ -100,9 +100,6 @@ class DeepSpeedEngine:
         self.engine.zero_grad()
         return norm
 
-    def sent_bytes(self, micro_batches: int) -> int | None:
-        return None
-
     def state(self) -> dict[str, Tensor]:
         """As `Engine` says: copies, sharded over all ranks. One parameter at a time is whole."""
         step = next(iter(self.optimizer.state.values()))["step"]

@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
-from usp.costs import fsdp_sent_bytes
 from usp.engines.base import AdamW, MicroBatch
 from usp.heads import Head
-from usp.hf.experts import expert_modules
-from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -28,7 +24,6 @@ class Fsdp2Engine:
     Args:
         stages: the pipeline stages that this rank holds, in order.
         zero: the ZeRO stage that they were sharded with.
-        param_dtype: the dtype that parameters are gathered in.
         pipeline: runs the stages where the mesh has more than one.
     """
 
@@ -39,10 +34,9 @@ class Fsdp2Engine:
         *,
         zero: int,
         optimizer: AdamW,
-        param_dtype: torch.dtype,
         pipeline: PipelineRunner | None = None,
     ) -> None:
-        self.stages, self.mesh, self.zero, self.itemsize = stages, mesh, zero, param_dtype.itemsize
+        self.stages, self.mesh, self.zero = stages, mesh, zero
         self.pipeline = pipeline
         self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
         self.optimizer = optimizer.over(self.parameters.values())
@@ -69,31 +63,6 @@ class Fsdp2Engine:
         self.optimizer.zero_grad()
         return norm
 
-    def sent_bytes(self, micro_batches: int) -> int | None:
-        if self.mesh.size("pp") > 1:
-            return None  # a pipeline gathers in a rhythm of its own
-        (stage,) = self.stages
-        experts = {id(p) for module in expert_modules(stage.model) for p in module.parameters()}
-        in_blocks = {id(p) for p in decoder_layers(stage.model).parameters()} - experts
-        sizes = {id(p): _gathered(p) for p in stage.parameters()}
-        block = sum(size for key, size in sizes.items() if key in in_blocks)
-        expert = sum(size for key, size in sizes.items() if key in experts)
-        root = sum(sizes.values()) - block - expert
-
-        def sent(axis: str, block: int, root: int) -> int:
-            sharded = self.zero > 0
-            return fsdp_sent_bytes(
-                block=block,
-                root=root,
-                itemsize=self.itemsize,
-                ranks=self.mesh.size(axis) if sharded else 1,
-                replicas=self.mesh.size("dp_replicate" if sharded else "loss"),
-                zero=self.zero,
-                micro_batches=micro_batches,
-            )
-
-        return sent("fsdp", block, root) + sent("efsdp", expert, 0)
-
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -108,14 +77,3 @@ class Fsdp2Engine:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Nothing to do: `state()` gives the live tensors."""
-
-
-def _gathered(parameter: nn.Parameter) -> int:
-    """Elements of a parameter once it is gathered over data-parallel ranks: the part that tp or ep gives this rank."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    axes = zip(
-        parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, parameter.placements, strict=True
-    )
-    parts = (size for name, size, placement in axes if name in ("tp", "ep") and not placement.is_replicate())
-    return parameter.numel() // math.prod(parts)
