@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from usp.costs import ModelFacts, training_flops, visible_pairs
 from usp.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
@@ -74,8 +75,10 @@ def test_every_step_is_kept(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
 
 
-def test_a_continued_run_tells_each_step_once(tmp_path: Path) -> None:
+def test_a_continued_run_tells_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps after the checkpoint were told, and half of a third, when the run was killed."""
+    # TensorBoard orders files of one second by a process-wide number as text, so that 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     out = io.StringIO()
     with RunLog(tmp_path, steps=6, log_every=1, out=out) as log:
         for step in range(1, 5):
