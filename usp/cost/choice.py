@@ -126,16 +126,16 @@ def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
     """What --plan auto makes of `config`, told on rank 0; anything else is as it was.
 
     Raises:
-        ConfigurationError: as `choose`, and for hardware that is not known.
+        ConfigurationError: as `choose`, and for hardware that is not known, or does not say what --dtype needs.
     """
     if config.plan != "auto":
         return config
     try:
         device = choose_device(config.device, launch)
         hardware = _hardware(config.hardware, device, launch)
+        choice = choose(replace(config, device=device.type), launch.world_size, hardware)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    choice = choose(replace(config, device=device.type), launch.world_size, hardware)
     best = choice.best
     if launch.rank == 0:
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_a_plan_that_cannot_be_made_says_why(
     assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
 
 
-def test_training_takes_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_takes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
     config = planned(asked, Launch(world_size=8))
     assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
@@ -165,6 +166,10 @@ def test_training_takes_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(config, Launch(world_size=8)) is config
     with pytest.raises(ConfigurationError, match="nothing is known of a CPU"):
         planned(replace(asked, hardware="auto"), Launch(world_size=8))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"base": "h100", "device": "other"}))
+    with pytest.raises(ConfigurationError, match="states no peak_flops for bfloat16"):
+        planned(replace(asked, hardware=str(other), dtype="bfloat16"), Launch(world_size=8))
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
