@@ -37,7 +37,7 @@ from usp.loss import global_token_count
 from usp.validate import parallel_dims
 
 MODEL, HEADS, HEAD_DIM = "tiny", 8, 16  # of the preset
-RATE, HOSTS, SEQUENCES, SEQ_LEN = "1gbit", 2, 8, 1024
+RATE, HOSTS, SEQUENCES, SEQ_LEN = "1gbit", 2, 8, 4096
 DEGREES: tuple[dict[str, int], ...] = (
     {},
     *({axis: degree} for axis in ("sp_ulysses", "sp_ring") for degree in (2, 4, 8)),
