@@ -63,8 +63,8 @@ class Tier:
 
     Attributes:
         devices: how many, those of inner tiers included; 0 for any number.
-        send: one message to another device. gather: a step of a ring collective (all-gather, reduce-scatter, and both
-            together, all-reduce). exchange: what an all-to-all sends to one peer.
+        send: one message to another device. gather: a step of an all-gather, or of an all-reduce. reduce: a step of a
+            reduce-scatter, which some libraries make of an all-reduce. exchange: what an all-to-all sends to one peer.
         shared_bytes_per_second: what all devices of one inner tier can `send` out together; inf for as much as their
             links take.
         overlap: part of a transfer beside compute that takes nothing from it; less than 1 where processors copy what
@@ -75,6 +75,7 @@ class Tier:
     devices: int
     send: Link
     gather: Link
+    reduce: Link
     exchange: Link
     shared_bytes_per_second: float = math.inf
     overlap: float = 1.0
@@ -88,6 +89,7 @@ class Hardware:
         peak_flops: dense, by dtype, FLOP/s. memory_bytes, memory_bytes_per_second: of the device's own memory.
         tiers: innermost first.
         parallel_rings: whether a ring collective uses every device's link out of a tier (NCCL) or one (gloo).
+        crowding: how much faster a device computes while all others wait; above 1 where processes share processors.
         streams: whether collectives run beside compute (CUDA), or hold up the thread that asks for them (processors).
         matmul: part of the peak by a product's FLOPs. attention_forward, attention_backward: by tokens of the shorter
             side; the causal half is not counted as work.
@@ -107,6 +109,7 @@ class Hardware:
     link_efficiency: float = 1.0
     parallel_rings: bool = True
     streams: bool = True
+    crowding: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a dtype in FLOP/s.
@@ -190,9 +193,9 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 
 _NEEDED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings", "streams")
+_KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
 _CURVES = ("matmul", "attention_forward", "attention_backward")
-_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "send", "gather", "exchange")
+_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "send", "gather", "reduce", "exchange")
 
 
 def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
@@ -232,13 +235,14 @@ def _build(values: Mapping[str, Any]) -> Hardware:
         link_efficiency=float(efficiency.get("links", 1.0)),
         parallel_rings=bool(values.get("parallel_rings", True)),
         streams=bool(values.get("streams", True)),
+        crowding=float(values.get("crowding", 1.0)),
         **curves,
     )
 
 
 def _tier(values: Mapping[str, Any]) -> Tier:
     def link(kind: str) -> Link:
-        own = values.get(kind, values)
+        own = values.get(kind, values.get("gather", values) if kind == "reduce" else values)
         return Link(float(own["alpha_seconds"]), float(own["bytes_per_second"]))
 
     unknown = set(values) - {*_TIER, "shared_bytes_per_second", "overlap"}
@@ -249,6 +253,7 @@ def _tier(values: Mapping[str, Any]) -> Tier:
         devices=int(values["devices"]),
         send=link("send"),
         gather=link("gather"),
+        reduce=link("reduce"),
         exchange=link("exchange"),
         shared_bytes_per_second=float(values.get("shared_bytes_per_second", math.inf)),
         overlap=float(values.get("overlap", 1.0)),
@@ -265,6 +270,8 @@ def hardware_violations(hardware: Hardware) -> list[str]:
     found = [f"{name}={value:g} must be positive" for name, value in positive.items() if not value > 0]
     if not hardware.peak_flops:
         found.append(f"peak_flops is missing, and device={hardware.device!r} is not a known one")
+    if not 1 <= hardware.crowding < math.inf:
+        found.append(f"crowding={hardware.crowding:g} must be at least 1: a device alone is no slower")
     for name, part in (("memory", hardware.memory_efficiency), ("links", hardware.link_efficiency)):
         if not 0 < part <= 1:
             found.append(f"efficiency of {name}={part:g} must be above 0 and at most 1")
@@ -286,7 +293,8 @@ def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
         elif tier.devices and (tier.devices <= inner or tier.devices % inner):
             found.append(f"tier {tier.name}: devices={tier.devices} must be a multiple of the {inner} inside it")
         inner = tier.devices or inner
-        for kind, link in (("send", tier.send), ("gather", tier.gather), ("exchange", tier.exchange)):
+        links = (("send", tier.send), ("gather", tier.gather), ("reduce", tier.reduce), ("exchange", tier.exchange))
+        for kind, link in links:
             if not (link.alpha_seconds >= 0 and 0 < link.bytes_per_second < math.inf):
                 found.append(f"tier {tier.name}: {kind} needs alpha_seconds of 0 or more and positive bytes_per_second")
         if not tier.shared_bytes_per_second >= tier.send.bytes_per_second:

@@ -5,7 +5,7 @@ of a host are neighbours. What crosses a tier is counted from the ranks themselv
 
     exchange   an all-to-all: a rank sends each peer as much; peers of several tiers are sent to at the same time.
     gather     a ring over the ranks in order: what one rank sends crosses a tier wherever two neighbours are apart.
-               With `parallel_rings` the members inside a tier share the crossing (NCCL), else one link has it.
+    reduce     the same. With `parallel_rings` the members inside a tier share the crossing (NCCL), else one link has it.
     send       a message to the next rank, of an attention's ring or a pipeline.
 
 The slowest tier counts, and in it the slower of a device's link and what its inner tier's devices share. A kind that
@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from .hardware import Hardware, Link
 
-KINDS = ("send", "gather", "exchange")
+KINDS = ("send", "gather", "reduce", "exchange")
 
 
 def transfer_seconds(
@@ -91,6 +91,6 @@ def _passed_on(hardware: Hardware, ranks: Sequence[int], kind: str) -> dict[int,
     for level in levels:
         size = hardware.tiers[level - 1].devices if level else 1
         together = max(Counter(rank // size for rank in ranks).values())
-        spread = together if kind == "gather" and hardware.parallel_rings else 1
+        spread = together if kind in ("gather", "reduce") and hardware.parallel_rings else 1
         crossing[level] = (1.0 / spread, 1.0 / together)
     return crossing

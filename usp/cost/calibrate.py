@@ -20,6 +20,8 @@ import torch.distributed as dist
 from parallel import Link, ParallelDims, ParallelMesh
 from usp.sp_attention import UnifiedSPAttention
 
+from .sharding import FLOAT32
+
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
 REPEATS = 8  # timed calls of a collective, as many on every rank
 
@@ -49,7 +51,7 @@ class Plan:
         """Sizes that take about a minute altogether on this kind of device."""
         if device.type == "cuda":
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
-        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (128, 512, 2048), 1 << 25)
+        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (128, 512, 2048), 1 << 23)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -66,6 +68,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
     trained = str(plan.dtypes[-1]).removeprefix("torch.")
     peaks[trained] = max(peaks[trained], *(rate for pair in attention.values() for rate in pair))
     peak = peaks[trained]
+    together = products[plan.dtypes[-1]][-2][1]
     return {
         "name": name,
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
@@ -76,6 +79,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
         "tiers": _tiers(plan),
         "parallel_rings": plan.device.type == "cuda",
         "streams": plan.device.type == "cuda",
+        "crowding": max(1.0, _matmul_rate(plan, plan.sizes[-2], plan.dtypes[-1], alone=True) / together),
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.dtypes[-1]]],
             "attention_forward": [[length, rates[0] / peak] for length, rates in attention.items()],
@@ -84,16 +88,23 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
-def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype) -> float:
+def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) -> float:
+    """FLOP/s of a rank while all compute, or of the first while the others wait."""
     a, b = (torch.randn(n, n, device=plan.device).to(dtype) for _ in range(2))
-    return 2 * n**3 / _seconds(plan, lambda: torch.mm(a, b))
+    waits = alone and dist.is_initialized() and dist.get_rank() > 0
+    return 2 * n**3 / _seconds(plan, None if waits else lambda: torch.mm(a, b))
 
 
 def _attention_rates(plan: Plan, length: int) -> tuple[float, float]:
-    """(forward, backward) FLOP/s of the product's own attention on one rank, the visible half counted."""
+    """(forward, backward) FLOP/s of the product's own attention on one rank, the visible half counted.
+
+    As many tokens at every length, as in FlashAttention's figures (arXiv 2307.08691, section 4.1): a batch of short ones
+    keeps a device as busy as one that is long.
+    """
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
     attention = UnifiedSPAttention(mesh, layout="contiguous")
-    shape = (1, length, plan.heads, plan.head_dim)
+    rows = max(plan.lengths) // length
+    shape = (rows, length, plan.heads, plan.head_dim)
     q, k, v = (torch.randn(shape, device=plan.device, dtype=plan.dtypes[-1], requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
 
@@ -103,14 +114,14 @@ def _attention_rates(plan: Plan, length: int) -> tuple[float, float]:
     with torch.no_grad():
         alone = _seconds(plan, forward)
     both = _seconds(plan, lambda: forward().backward(dout))
-    product = 2 * plan.heads * plan.head_dim * length * (length + 1) / 2
+    product = rows * plan.heads * plan.head_dim * length * (length + 1)
     return 2 * product / alone, 5 * product / max(both - alone, 0.1 * both)
 
 
 def _memory_rate(plan: Plan) -> float:
-    """Bytes per second of adding one vector to another: two read, one written."""
-    x, y = (torch.zeros(plan.stream_bytes // 4, device=plan.device) for _ in range(2))
-    return 3 * plan.stream_bytes / _seconds(plan, lambda: x.add_(y))
+    """Bytes per second of adding two vectors up: two read, one written, into new memory as a model's operators do."""
+    x, y = (torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(2))  # zeros may be one page of memory
+    return 3 * plan.stream_bytes / _seconds(plan, lambda: x + y)
 
 
 # Links
@@ -146,7 +157,7 @@ def _group(of: list[tuple[int, ...]]) -> dist.ProcessGroup:
 
 
 def _kinds(plan: Plan, group: dist.ProcessGroup | None, ranks: int) -> dict[str, dict[str, float]]:
-    return {kind: asdict(_link(plan, group, ranks, kind)) for kind in ("send", "gather", "exchange")}
+    return {kind: asdict(_link(plan, group, ranks, kind)) for kind in ("send", "gather", "reduce", "exchange")}
 
 
 def _link(plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str) -> Link:
@@ -204,10 +215,12 @@ def _transfer(
     if kind == "send":
         begin = _message(plan, group, ranks, nbytes)
         return lambda: _finish(begin())
-    one = torch.zeros(nbytes // (ranks - 1), dtype=torch.uint8, device=plan.device)
+    one = torch.zeros(nbytes // (ranks - 1) // FLOAT32, device=plan.device)
     whole, gathered = one.repeat(ranks), one.repeat(ranks)
     if kind == "gather":
-        return lambda: dist.all_gather(list(gathered.chunk(ranks)), one, group=group)
+        return lambda: dist.all_gather_into_tensor(gathered, one, group=group)
+    if kind == "reduce":
+        return lambda: dist.reduce_scatter_tensor(one, whole, group=group)
     return lambda: dist.all_to_all_single(gathered, whole, group=group)
 
 

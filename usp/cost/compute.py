@@ -50,6 +50,22 @@ class Seconds:
         return Seconds(number * self.matmul, number * self.attention, number * self.memory)
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: its FLOPs, and the bytes that it reads and writes."""
+
+    flops: float
+    nbytes: float
+
+    @staticmethod
+    def of(rows: float, inner: float, columns: float, itemsize: int) -> Product:
+        return Product(2.0 * rows * inner * columns, (rows * inner + inner * columns + rows * columns) * itemsize)
+
+    def seconds(self, hardware: Hardware, dtype: str) -> float:
+        """By its kernel or by its operands, whichever takes longer: thin products wait for memory."""
+        return max(hardware.matmul_seconds(self.flops, dtype), hardware.memory_seconds(self.nbytes))
+
+
 def dtype_name(job: Job) -> str:
     return str(job.dtype).removeprefix("torch.")
 
@@ -59,40 +75,48 @@ def is_product(parameter: ParameterShape) -> bool:
     return len(parameter.shape) == 2
 
 
-def _linear(job: Job, parameter: ParameterShape) -> float:
-    rows, columns = parameter.local(job.dims.tp)
+def _linear(job: Job, parameter: ParameterShape) -> Product:
+    columns, inner = parameter.local(job.dims.tp)
     # what tensor-parallel ranks do not divide, they compute on their share of the tokens
     tokens = job.tokens if parameter.tp_dim is not None else job.outer_tokens
-    return 2.0 * tokens * rows * columns
+    return Product.of(tokens, inner, columns, job.dtype.itemsize)
+
+
+def _of_experts(job: Job, parameter: ParameterShape, rows: int) -> Product:
+    _, columns, inner = parameter.shape
+    held = parameter.numel / job.dims.ep + rows * (columns + inner)
+    return Product(2.0 * rows * columns * inner, held * job.dtype.itemsize)
 
 
 def _in_mlp(parameter: ParameterShape) -> bool:
     return ".mlp." in f".{parameter.name}"
 
 
-def layer_products(job: Job, layer: LayerShape) -> tuple[list[float], list[float]]:
-    """FLOPs of each matrix product of one micro-batch's forward, and of what the backward computes again.
+def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
+    """Each matrix product of one micro-batch's forward, and what the backward computes again.
 
     A recomputation stops before a layer's last product, whose result nothing needs.
     """
     linears = [p for p in layer.parameters if is_product(p)]
     forward = [_linear(job, p) for p in linears]
     rows = job.outer_tokens * job.model.experts_per_token
-    forward += [2.0 * rows * p.numel / p.shape[0] for p in layer.experts]
+    forward += [_of_experts(job, p, rows) for p in layer.experts]
     again = forward[:-1] if job.ac != "none" else []
     if job.mlp_tile and not layer.experts:
         mlp = [_linear(job, p) for p in linears if _in_mlp(p)]
         if job.ac != "none":  # the layer's recomputation stops before its last tile
             before_last = (-(-job.layout.local_len // job.mlp_tile) - 1) * job.mlp_tile / job.layout.local_len
-            again = [_linear(job, p) for p in linears if not _in_mlp(p)] + [before_last * flops for flops in mlp]
+            tiled = [Product(before_last * product.flops, before_last * product.nbytes) for product in mlp]
+            again = [_linear(job, p) for p in linears if not _in_mlp(p)] + tiled
         again = again + mlp[:-1]
     return forward, again
 
 
-def head_products(job: Job) -> list[float]:
+def head_products(job: Job) -> list[Product]:
     """The loss's products with the vocabulary: logits and both gradients, all made in the forward."""
     weights = job.model.head or job.model.embedding
-    return [2.0 * job.tokens * p.numel / job.dims.tp for p in weights if is_product(p) for _ in range(3)]
+    vocabulary = [(p.shape[0] / job.dims.tp, p.shape[1]) for p in weights if is_product(p)]
+    return [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary for _ in range(3)]
 
 
 def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, int]]]:
@@ -108,10 +132,14 @@ def step_flops(job: Job, rank: int) -> float:
     for stage in job.stages(rank):
         for index in job.stage_layers[stage]:
             forward, again = layer_products(job, job.model.layers[index])
-            total += 3 * sum(forward) + sum(again) + attention[windows[index]]
+            total += 3 * _flops(forward) + _flops(again) + attention[windows[index]]
         if stage == len(job.stage_layers) - 1:
-            total += sum(head_products(job))
+            total += _flops(head_products(job))
     return total * job.micro_batches
+
+
+def _flops(products: list[Product]) -> float:
+    return sum(product.flops for product in products)
 
 
 def _attention_flops(job: Job, rank: int, window: int) -> float:
@@ -126,8 +154,8 @@ def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> tuple[Seco
     name = dtype_name(job)
     forward, again = layer_products(job, layer)
     memory = hardware.memory_seconds(sum(_layer_bytes(job, layer)))
-    matmul = sum(hardware.matmul_seconds(flops, name) for flops in forward)
-    repeated = sum(hardware.matmul_seconds(flops, name) for flops in again)
+    matmul = sum(product.seconds(hardware, name) for product in forward)
+    repeated = sum(product.seconds(hardware, name) for product in again)
     recomputed = memory if job.ac != "none" else 0.0
     return Seconds(matmul, 0.0, memory), Seconds(2 * matmul + repeated, 0.0, 2 * memory + recomputed)
 
@@ -147,7 +175,7 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
 
 def head_seconds(job: Job, hardware: Hardware) -> Seconds:
     """The loss of one micro-batch, gradients included."""
-    matmul = sum(hardware.matmul_seconds(flops, dtype_name(job)) for flops in head_products(job))
+    matmul = sum(product.seconds(hardware, dtype_name(job)) for product in head_products(job))
     logits = job.tokens * job.model.facts.vocab_size / job.dims.tp * FLOAT32
     return Seconds(matmul, 0.0, hardware.memory_seconds(LOGIT_PASSES * logits))
 

@@ -127,6 +127,7 @@ def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:
                 last,
                 send=_scaled(last.send, factor),
                 gather=_scaled(last.gather, factor),
+                reduce=_scaled(last.reduce, factor),
                 exchange=_scaled(last.exchange, factor),
                 shared_bytes_per_second=last.shared_bytes_per_second * factor,
             )

@@ -8,7 +8,8 @@ What overlaps is what overlaps in the code:
                collectives have streams of their own; the first gather and the last reduction are in the open
     the rest   Ulysses, tp, ep, pp and sums of single numbers wait
 
-A pipeline's slowest stage sets its pace, and its schedule the bubble (`parallel.bubble_fraction`).
+A pipeline's slowest stage sets its pace, and its schedule the bubble (`parallel.bubble_fraction`). Where ranks share
+processors, those that wait leave them to the others: what all compute together is the least that a step takes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps ove
     "all_to_all_single": ("exchange", 1),
     "_allgather_base_": ("gather", 1),
     "all_gather_into_tensor": ("gather", 1),
-    "_reduce_scatter_base_": ("gather", 1),
-    "reduce_scatter_tensor": ("gather", 1),
+    "_reduce_scatter_base_": ("reduce", 1),
+    "reduce_scatter_tensor": ("reduce", 1),
     "allreduce_": ("gather", 2),
     "all_reduce": ("gather", 2),
 }
@@ -141,11 +142,15 @@ def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> 
         (_rank_seconds(job, hardware, overlap, rank) for rank in _slowest_ranks(job)), key=lambda found: found[0]
     )
     fraction = bubble_fraction(job.pp_schedule, job.dims.pp, job.micro_batches)
+    bubble = busy * fraction / (1 - fraction)
+    if hardware.crowding > 1:
+        slowest, compute = compute.total, _mean_compute(job, hardware, overlap)
+        bubble = max(0.0, (slowest + bubble) / hardware.crowding - compute.total)
     causal, full = model_flops(job)
     return StepTime(
         compute=compute,
         communication=communication,
-        bubble=busy * fraction / (1 - fraction),
+        bubble=bubble,
         optimizer=max(optimizer_seconds(job, hardware, rank) for rank in _slowest_ranks(job)),
         causal_flops=causal / job.world_size,
         full_flops=full / job.world_size,
@@ -172,6 +177,16 @@ def _slowest_ranks(job: Job) -> list[int]:
     last_of_ring = max(job.ranks("ring", 0))
     inside = last_of_ring if job.sp_layout == "contiguous" else 0
     return [stage * per_stage + inside for stage in range(job.dims.pp)]
+
+
+def _mean_compute(job: Job, hardware: Hardware, overlap: Overlap) -> Seconds:
+    """Of a rank, over all stages and places in a ring; the other axes share evenly."""
+    per_stage = job.world_size // job.dims.pp
+    ranks = [stage * per_stage + rank for stage in range(job.dims.pp) for rank in job.ranks("ring", 0)]
+    total = Seconds()
+    for rank in ranks:
+        total += _rank_seconds(job, hardware, overlap, rank)[1]
+    return total.times(1 / len(ranks))
 
 
 def _rank_seconds(

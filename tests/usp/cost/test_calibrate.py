@@ -29,6 +29,7 @@ def test_links_by_tier(ranks: RankPool) -> None:
     two_hosts = hardware_from_mapping(found[0], "")
     assert [(tier.name, tier.devices) for tier in two_hosts.tiers] == [("inside a host", 2), ("between hosts", 0)]
     assert two_hosts.tiers[1].shared_bytes_per_second >= two_hosts.tiers[1].send.bytes_per_second
+    assert two_hosts.crowding >= 1
     assert all(0 <= tier.overlap <= 1 for tier in two_hosts.tiers)
     assert two_hosts.peak("float32") > 0 and not two_hosts.parallel_rings and not two_hosts.streams
     assert [x for x, _ in two_hosts.matmul] == [2 * 16**3, 2 * 32**3]
