@@ -5,7 +5,7 @@ of a host are neighbours. What crosses a tier is counted from the ranks themselv
 
     exchange   an all-to-all: a rank sends each peer as much; peers of several tiers are sent to at the same time.
     gather     a ring over the ranks in order: what one rank sends crosses a tier wherever two neighbours are apart.
-    reduce     the same. With `parallel_rings` the members inside a tier share the crossing (NCCL), else one link has it.
+    reduce     the same. With `parallel_rings` members inside a tier share the crossing (NCCL), else one link has it.
     send       a message to the next rank, of an attention's ring or a pipeline.
 
 The slowest tier counts, and in it the slower of a device's link and what its inner tier's devices share. A kind that

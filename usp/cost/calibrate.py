@@ -98,8 +98,8 @@ def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) ->
 def _attention_rates(plan: Plan, length: int) -> tuple[float, float]:
     """(forward, backward) FLOP/s of the product's own attention on one rank, the visible half counted.
 
-    As many tokens at every length, as in FlashAttention's figures (arXiv 2307.08691, section 4.1): a batch of short ones
-    keeps a device as busy as one that is long.
+    As many tokens at every length, as in FlashAttention's figures (arXiv 2307.08691, section 4.1): a batch of short
+    sequences keeps a device as busy as a long one.
     """
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
     attention = UnifiedSPAttention(mesh, layout="contiguous")
