@@ -111,8 +111,10 @@ class Reader(HTMLParser):
 def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "cost.html"
-    assert main([*TINY, "--methods", "usp+zero1,ulysses2+ring2+zero3,ep", "--html", str(path)]) == 0
+    path, image = tmp_path / "cost.html", tmp_path / "cost.png"
+    methods = ["--methods", "usp+zero1,ulysses2+ring2+zero3,ep"]
+    assert main([*TINY, *methods, "--html", str(path), "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
     found = Reader(path.read_text())
     assert found.outside == []
     assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
