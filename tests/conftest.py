@@ -24,9 +24,12 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--exhaustive"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """One pool of warm gloo ranks for the whole run: `ranks.run(fn, world_size, *args)`."""
+    """Warm gloo ranks: `ranks.run(fn, world_size, *args)`. Every file has its own, because ranks grow with their jobs:
+
+    a process group leaves memory and threads behind, and after a few hundred of them a step takes three times as long.
+    """
     families = (
         "llama",
         "qwen2",
