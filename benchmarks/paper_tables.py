@@ -56,6 +56,8 @@ def tuned(node: Hardware, constants: Mapping[str, float]) -> Hardware:
         node,
         attention_forward=scaled(node.attention_forward, attention),
         attention_backward=scaled(node.attention_backward, attention),
+        attention_forward_full=scaled(node.attention_forward_full, attention),
+        attention_backward_full=scaled(node.attention_backward_full, attention),
     )
     if pcie:
         return replace(node, tiers=tuple(_slower_exchange(tier, constants["L20 exchange"]) for tier in node.tiers))

@@ -91,8 +91,9 @@ class Hardware:
         parallel_rings: whether a ring collective uses every device's link out of a tier (NCCL) or one (gloo).
         crowding: how much faster a device computes while all others wait; above 1 where processes share processors.
         streams: whether collectives run beside compute (CUDA), or hold up the thread that asks for them (processors).
-        matmul: part of the peak by a product's FLOPs. attention_forward, attention_backward: by tokens of the shorter
-            side; the causal half is not counted as work.
+        matmul: part of the peak by a product's FLOPs. attention_forward, attention_backward: of masked attention, by
+            tokens of the shorter side; what the mask hides is not counted as work. attention_forward_full,
+            attention_backward_full: without a mask.
         memory_efficiency, link_efficiency: part of the stated rates.
     """
 
@@ -105,6 +106,8 @@ class Hardware:
     matmul: Curve
     attention_forward: Curve
     attention_backward: Curve
+    attention_forward_full: Curve
+    attention_backward_full: Curve
     memory_efficiency: float = 1.0
     link_efficiency: float = 1.0
     parallel_rings: bool = True
@@ -126,9 +129,14 @@ class Hardware:
         """`calls` matrix products of `flops` each."""
         return calls * flops / (self.peak(dtype) * interpolate(self.matmul, flops))
 
-    def attention_seconds(self, flops: float, tokens: float, dtype: str, *, backward: bool) -> float:
-        """One call of an attention kernel of `flops`, whose shorter side has `tokens`."""
-        curve = self.attention_backward if backward else self.attention_forward
+    def attention_seconds(self, flops: float, tokens: float, dtype: str, *, backward: bool, full: bool) -> float:
+        """One call of an attention kernel of `flops`, whose shorter side has `tokens`; `full` is without a mask."""
+        masked, unmasked = (
+            (self.attention_backward, self.attention_backward_full)
+            if backward
+            else (self.attention_forward, self.attention_forward_full)
+        )
+        curve = unmasked if full else masked
         return flops / (self.peak(dtype) * interpolate(curve, tokens))
 
     def memory_seconds(self, nbytes: float) -> float:
@@ -194,7 +202,8 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 _NEEDED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
 _KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
-_CURVES = ("matmul", "attention_forward", "attention_backward")
+_MASKED = ("attention_forward", "attention_backward")
+_CURVES = ("matmul", *_MASKED, *(f"{name}_full" for name in _MASKED))
 _TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "send", "gather", "reduce", "exchange")
 
 
@@ -219,11 +228,15 @@ def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
 
 def _build(values: Mapping[str, Any]) -> Hardware:
     device, efficiency = str(values.get("device", values["name"])), values["efficiency"]
+    unknown = set(efficiency) - {*_CURVES, "memory", "links"}
+    if unknown:
+        raise ValueError(f"efficiency of {', '.join(sorted(unknown))} is unknown")
     peaks = {str(dtype): float(peak) for dtype, peak in values.get("peak_flops", {}).items()}
     known = peak_flops(device)
     if known is not None:
         peaks.setdefault("bfloat16", known)
-    curves = {name: tuple((float(x), float(y)) for x, y in efficiency[name]) for name in _CURVES}
+    given = {**{f"{name}_full": efficiency[name] for name in _MASKED}, **efficiency}
+    curves = {name: tuple((float(x), float(y)) for x, y in given[name]) for name in _CURVES}
     return Hardware(
         name=str(values["name"]),
         device=device,

@@ -72,6 +72,8 @@ def test_what_is_no_hardware_is_refused(tmp_path: Path) -> None:
         hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
     with pytest.raises(ValueError, match="it cannot be read"):
         hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
+    with pytest.raises(ValueError, match="efficiency of attention is unknown"):
+        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": [[1, 1]]}}, "mine.json")
     with pytest.raises(ValueError, match="is no file and none of a100, a800"):
         load_hardware("h1000")
     (tmp_path / "x.json").write_text("x")
@@ -100,6 +102,16 @@ def test_times_by_tier() -> None:
     assert transfer_seconds(nccl, range(8), "gather", 1000.0, 0, 8) == 2.5
     with pytest.raises(ValueError, match="joins 4 devices, too few for rank 4"):
         transfer_seconds(hardware_from_mapping({**SMALL, "tiers": [HOST]}, ""), range(8), "send", 1.0, 1, 8)
+
+
+def test_attention_without_a_mask_has_a_rate_of_its_own_where_one_is_given() -> None:
+    own = hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_backward_full": [[1, 1.0]]}}, "")
+
+    def seconds(backward: bool, full: bool) -> float:
+        return own.attention_seconds(1e9, 1, "float32", backward=backward, full=full)
+
+    assert seconds(True, full=True) == 1.0
+    assert seconds(True, full=False) == seconds(False, full=True) == seconds(False, full=False) == 2.0
 
 
 def test_curves() -> None:

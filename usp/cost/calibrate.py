@@ -8,6 +8,7 @@ of them sending alone and all together.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from usp.sp_attention import UnifiedSPAttention
 from .sharding import FLOAT32
 
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
+UNCACHED = 1 << 28  # bytes that no cache holds
 REPEATS = 8  # timed calls of a collective, as many on every rank
 
 
@@ -63,10 +65,13 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
     """The mapping that a hardware file holds. Collective over the default process group, if there is one."""
     products = {dtype: [(2 * n**3, _matmul_rate(plan, n, dtype)) for n in plan.sizes] for dtype in plan.dtypes}
     peaks = {str(dtype).removeprefix("torch."): max(rate for _, rate in found) for dtype, found in products.items()}
-    attention = {length: _attention_rates(plan, length) for length in plan.lengths}
+    attention = {
+        suffix: [(length, *_attention_rates(plan, length, causal)) for length in plan.lengths]
+        for suffix, causal in (("", True), ("_full", False))
+    }
     # Attention may reach more than the products of its measured sizes: what it does is in the peak, too.
     trained = str(plan.dtypes[-1]).removeprefix("torch.")
-    peaks[trained] = max(peaks[trained], *(rate for pair in attention.values() for rate in pair))
+    peaks[trained] = max(peaks[trained], *(max(rates) for found in attention.values() for _, *rates in found))
     peak = peaks[trained]
     together = products[plan.dtypes[-1]][-2][1]
     return {
@@ -82,8 +87,11 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
         "crowding": max(1.0, _matmul_rate(plan, plan.sizes[-2], plan.dtypes[-1], alone=True) / together),
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.dtypes[-1]]],
-            "attention_forward": [[length, rates[0] / peak] for length, rates in attention.items()],
-            "attention_backward": [[length, rates[1] / peak] for length, rates in attention.items()],
+            **{
+                f"attention_{name}{suffix}": [[length, rates[place] / peak] for length, *rates in found]
+                for suffix, found in attention.items()
+                for place, name in enumerate(("forward", "backward"))
+            },
         },
     }
 
@@ -95,8 +103,8 @@ def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) ->
     return 2 * n**3 / _seconds(plan, None if waits else lambda: torch.mm(a, b))
 
 
-def _attention_rates(plan: Plan, length: int) -> tuple[float, float]:
-    """(forward, backward) FLOP/s of the product's own attention on one rank, the visible half counted.
+def _attention_rates(plan: Plan, length: int, causal: bool) -> tuple[float, float]:
+    """(forward, backward) FLOP/s of the product's own attention on one rank; of a causal one, the visible half counted.
 
     As many tokens at every length, as in FlashAttention's figures (arXiv 2307.08691, section 4.1): a batch of short
     sequences keeps a device as busy as a long one.
@@ -109,19 +117,22 @@ def _attention_rates(plan: Plan, length: int) -> tuple[float, float]:
     dout = torch.randn_like(q)
 
     def forward() -> torch.Tensor:
-        return attention(q, k, v, causal=True)
+        return attention(q, k, v, causal=causal)
 
     with torch.no_grad():
         alone = _seconds(plan, forward)
     both = _seconds(plan, lambda: forward().backward(dout))
-    product = rows * plan.heads * plan.head_dim * length * (length + 1)
+    pairs = length * (length + 1) // 2 if causal else length**2
+    product = 2 * rows * plan.heads * plan.head_dim * pairs
     return 2 * product / alone, 5 * product / max(both - alone, 0.1 * both)
 
 
 def _memory_rate(plan: Plan) -> float:
     """Bytes per second of adding two vectors up: two read, one written, into new memory as a model's operators do."""
-    x, y = (torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(2))  # zeros may be one page of memory
-    return 3 * plan.stream_bytes / _seconds(plan, lambda: x + y)
+    number = max(2, UNCACHED // plan.stream_bytes)
+    vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]  # zeros may be one page
+    pairs = itertools.cycle(itertools.pairwise(vectors))
+    return 3 * plan.stream_bytes / _seconds(plan, lambda: torch.add(*next(pairs)))
 
 
 # Links

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention import RingSchedule
+from attention import RingSchedule, Task
 from parallel import Hardware
 
 from .job import Job, LayerShape, ParameterShape
@@ -119,10 +119,10 @@ def head_products(job: Job) -> list[Product]:
     return [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary for _ in range(3)]
 
 
-def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, int]]]:
-    """For each ring step, (FLOPs, tokens of the shorter side) of each of its tasks."""
+def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
+    """For each ring step, its tasks with their FLOPs."""
     per_pair = 2.0 * products * heads * job.model.facts.head_dim
-    return [[(per_pair * task.visible(), min(task.rows, task.columns)) for task in step.tasks] for step in ring.steps]
+    return [[(per_pair * task.visible(), task) for task in step.tasks] for step in ring.steps]
 
 
 def step_flops(job: Job, rank: int) -> float:
@@ -187,9 +187,13 @@ def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: i
     if len(ring.steps) > 1:  # a float32 sum is read and written, and the part that is added read
         queries = job.layout.ring_len * (job.rows // job.micro_batches)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.head_dim * (2 * FLOAT32 + job.dtype.itemsize))
+
+    def seconds(flops: float, task: Task) -> float:
+        side = min(task.rows, task.columns)
+        return hardware.attention_seconds(flops, side, dtype_name(job), backward=backward, full=task.full)
+
     return [
-        sum(hardware.attention_seconds(flops, size, dtype_name(job), backward=backward) for flops, size in tasks)
-        + (sums if tasks else 0.0)
+        sum(seconds(*one) for one in tasks) + (sums if tasks else 0.0)
         for tasks in attention_work(job, ring, heads, products)
     ]
 

@@ -96,6 +96,15 @@ def test_the_slowest_rank_of_a_contiguous_causal_ring_has_most_of_the_work() -> 
     assert 1.7 < contiguous.compute.attention / balanced.compute.attention < 2.0
 
 
+def test_most_of_a_long_ring_has_no_mask() -> None:
+    full = replace(A800, attention_forward_full=((1.0, 1.0),), attention_backward_full=((1.0, 1.0),))
+
+    def left(made: Job) -> float:
+        return step_seconds(made, full).compute.attention / step_seconds(made, A800).compute.attention
+
+    assert left(llama(sp_ulysses=8)) == 1 > left(llama(sp_ring=2)) > left(llama(sp_ring=8))
+
+
 def test_a_pipeline_waits_for_its_bubble_and_both_counts_of_flops() -> None:
     made = llama(pp=4, batch_size=8, micro_batches=8, tp=4, tp_sequence_parallel=True)
     found = step_seconds(made, A800)
