@@ -25,7 +25,7 @@ from .sharding import FLOAT32
 
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
 UNCACHED = 1 << 28  # bytes that no cache holds
-REPEATS = 8  # timed calls of a collective, as many on every rank
+REPEATS = 8  # timed calls at least, and of a collective, as many on every rank
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _seconds(plan: Plan, call: Callable[[], object] | None, group: dist.ProcessG
         call()
     _barrier()
     begin = time.perf_counter()
-    while call is not None and (calls < REPEATS if group is not None else elapsed < plan.seconds):
+    while call is not None and (calls < REPEATS or (group is None and elapsed < plan.seconds)):
         call()
         _synchronize(plan)
         calls, elapsed = calls + 1, time.perf_counter() - begin

@@ -70,15 +70,21 @@ def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
     return found
 
 
-def peak_of_step(config: TrainConfig, runs: int) -> int:
-    """Bytes that a step takes at most beyond parameters and optimiser states: the least of several runs.
+def peak_of_step(config: TrainConfig, enough: list[float]) -> int:
+    """Bytes that a step takes at most beyond parameters and optimiser states: the least of up to ten runs.
 
-    gloo's threads let go of what they have sent some time after it has arrived.
+    gloo's threads let go of what they have sent some time after it has arrived, at times so late that a run's peak
+    holds it. Once no rank is above its entry of `enough`, there are no more runs.
     """
-    peaks, groups = [], ProcessGroups()
-    for _ in range(runs):
+    groups, least = ProcessGroups(), None
+    for _ in range(10):
         step = step_of(config, groups)
         with track_memory() as memory:
             step()
-        peaks.append(memory.peak_bytes)
-    return min(peaks)
+        least = memory.peak_bytes if least is None else min(least, memory.peak_bytes)
+        above = torch.tensor(float(least > enough[dist.get_rank()]))
+        dist.all_reduce(above)
+        if not above:
+            break
+    assert least is not None
+    return least
