@@ -145,6 +145,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
         f"The pick, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f} of the best measured, "
         f"{best['mixture']}.",
+        "No constant is fitted to these rows; what the model counts was chosen with earlier runs of them in view.",
     )
 
 

@@ -25,7 +25,8 @@ from .sharding import FLOAT32
 
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
 UNCACHED = 1 << 28  # bytes that no cache holds
-REPEATS = 8  # timed calls at least, and of a collective, as many on every rank
+LEAST_CALLS = 4  # that are timed
+REPEATS = 16  # timed calls of a collective, as many on every rank
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Plan:
         """Sizes that take about a minute altogether on this kind of device."""
         if device.type == "cuda":
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
-        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (128, 512, 2048), 1 << 23)
+        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (256, 1024, 4096), 1 << 23)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -128,11 +129,19 @@ def _attention_rates(plan: Plan, length: int, causal: bool) -> tuple[float, floa
 
 
 def _memory_rate(plan: Plan) -> float:
-    """Bytes per second of adding two vectors up: two read, one written, into new memory as a model's operators do."""
-    number = max(2, UNCACHED // plan.stream_bytes)
+    """Bytes per second of multiplying two vectors into a third, of so many in turn that no cache holds them.
+
+    Into memory that is there, as that of a model's operators is after its first step.
+    """
+    number = max(3, UNCACHED // plan.stream_bytes)
     vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]  # zeros may be one page
-    pairs = itertools.cycle(itertools.pairwise(vectors))
-    return 3 * plan.stream_bytes / _seconds(plan, lambda: torch.add(*next(pairs)))
+    turns = itertools.cycle(zip(vectors, vectors[1:], vectors[2:], strict=False))
+
+    def multiply() -> torch.Tensor:
+        x, y, product = next(turns)
+        return torch.mul(x, y, out=product)
+
+    return 3 * plan.stream_bytes / _seconds(plan, multiply)
 
 
 # Links
@@ -245,7 +254,7 @@ def _seconds(plan: Plan, call: Callable[[], object] | None, group: dist.ProcessG
         call()
     _barrier()
     begin = time.perf_counter()
-    while call is not None and (calls < REPEATS or (group is None and elapsed < plan.seconds)):
+    while call is not None and (calls < REPEATS if group else calls < LEAST_CALLS or elapsed < plan.seconds):
         call()
         _synchronize(plan)
         calls, elapsed = calls + 1, time.perf_counter() - begin
