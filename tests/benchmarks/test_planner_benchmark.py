@@ -19,6 +19,6 @@ def test_the_pick_is_held_against_the_best_measured() -> None:
         {"mixture": "a", "measured": 1.0, "predicted": 1.2},
         {"mixture": "b", "measured": 1.1, "predicted": 1.1},
     ]
-    error, pick = notes(rows)
+    error, pick, _ = notes(rows)
     assert "over 2 mixtures: 10.0%, worst 20.0%" in error
     assert "The pick, b, takes 1.10 of the best measured, a." in pick
