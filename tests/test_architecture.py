@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ class Source:
         return self.path.split("/")[0]
 
 
+@cache
 def sources() -> list[Source]:
     paths = [*ROOT.glob("*.py"), *(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))]
     return [parse(path.relative_to(ROOT).as_posix(), path.read_text()) for path in sorted(paths)]
