@@ -26,9 +26,9 @@ def exhaustive(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Warm gloo ranks: `ranks.run(fn, world_size, *args)`. Every file has its own, because ranks grow with their jobs:
+    """Warm gloo ranks: `ranks.run(fn, world_size, *args)`; every file has its own.
 
-    a process group leaves memory and threads behind, and after a few hundred of them a step takes three times as long.
+    Ranks grow: a process group leaves memory and threads behind, and after hundreds a step takes three times as long.
     """
     families = (
         "llama",
