@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
@@ -67,11 +68,12 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
-        saved = SavedAttention(dout, q, out, lse)
-        dq = GradientSum(q)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
+        saved, dq = SavedAttention(dout, q, out, lse), GradientSum(q)
         grads = _GradientRing(program.schedule, channel, k)
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
             step = program.schedule.steps[index]

@@ -14,7 +14,9 @@ with packed documents only the ranks that share one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .bands import Pieces, Task, block_tasks, rank_pieces
 from .intervals import Intervals, intersect, locate, size, subtract, union
@@ -128,7 +130,14 @@ def _neighbour_tokens(needs: _Needs, direction: int) -> int:
 
 def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:
     """The tasks with their keys counted in the buffer that packs `keys`."""
-    return tuple(task.shift_keys(locate(((task.k_start, task.k_stop),), keys)[0][0] - task.k_start) for task in tasks)
+    starts = [start for start, _ in keys]
+    places = [0, *accumulate(stop - start for start, stop in keys)]
+
+    def shifted(task: Task) -> Task:
+        interval = bisect_right(starts, task.k_start) - 1
+        return task.shift_keys(places[interval] - starts[interval])
+
+    return tuple(map(shifted, tasks))
 
 
 @dataclass(frozen=True)

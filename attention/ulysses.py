@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from .accumulate import accumulate_dtype
@@ -35,6 +36,7 @@ class SeqToHeads(torch.autograd.Function):
         return keep(("sequence to heads", q.shape, k.shape), exchange)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         plan, channel = ctx.plan, ctx.channel
         widths = [plan.width(rank) for rank in range(plan.ulysses)]
@@ -68,6 +70,7 @@ class HeadsToSeq(torch.autograd.Function):
         return gathered
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         parts = [dout[:, :, slice(*heads)] for heads in ctx.plan.q_ranges]
         return _scatter_heads(parts, ctx.channel), None, None, None, None

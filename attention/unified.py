@@ -103,6 +103,8 @@ def unified_attention(
     `keep` is what becomes of the results when a checkpointed layer runs twice (keep.py).
     """
     batch = q_BSNH.shape[0]
+    # Fused kernels take the elements of a head to lie side by side, and do not look.
+    q_BSNH, k_BSKH, v_BSKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))
     if ulysses.size > 1:
         q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses, keep)
     else:

@@ -48,7 +48,7 @@ def shard_batch(
     starts = document_starts(cu_seqlens, rows, seq_len)
     sharded = {"input_ids": ids[:, own], "position_ids": own - starts.to(ids.device)[:, own]}
     if "labels" in batch:
-        sharded["shift_labels"] = _shifted(batch["labels"], starts)[:, own]
+        sharded["shift_labels"] = _shifted(batch["labels"], starts, _ends(cu_seqlens, seq_len))[:, own]
     if cu_seqlens is not None:
         sharded["cu_seqlens"] = cu_seqlens.cpu()
     return sharded
@@ -73,11 +73,19 @@ def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int) -> Tenso
     return starts
 
 
-def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
+def _ends(cu_seqlens: Tensor | None, seq_len: int) -> Tensor:
+    """(rows, 1) or (1, 1): the last border of each row. What lies behind it is padding."""
+    if cu_seqlens is None:
+        return torch.tensor([[seq_len]])
+    return cu_seqlens.cpu().reshape(-1, cu_seqlens.shape[-1])[:, -1:]
+
+
+def _shifted(labels: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Each token's target: the next label, if the next token is of the same document."""
     shifted = torch.full_like(labels, IGNORED_LABEL)
-    same = (starts[:, 1:] == starts[:, :-1]).to(labels.device)
-    shifted[:, :-1] = torch.where(same, labels[:, 1:], IGNORED_LABEL)
+    next_place = torch.arange(1, labels.shape[1])
+    same = (starts[:, 1:] == starts[:, :-1]) & (next_place < ends)
+    shifted[:, :-1] = torch.where(same.to(labels.device), labels[:, 1:], IGNORED_LABEL)
     return shifted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel import ParallelMesh
@@ -53,6 +54,7 @@ class _Gather(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         for group in (ctx.axes.ring_group, ctx.axes.ulysses_group):
             if group is not None:

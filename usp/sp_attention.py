@@ -6,7 +6,7 @@ B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -96,10 +96,11 @@ class UnifiedSPAttention(nn.Module):
         Raises:
             ValueError: on every rank before any communication, for shapes, lengths or documents that do not fit, or a
                 call that the kernel refuses.
-            RuntimeError: on every rank, if the ranks' calls differ.
+            RuntimeError: on every rank, if the ranks' calls differ and are new to all of them. A call that some rank
+                has made before is not compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
         _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, window or (-1, -1), scale, softcap, documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, _reach(window), scale, softcap, documents_of(cu_seqlens))
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
@@ -131,7 +132,7 @@ class UnifiedSPAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> WireBytes:
         """What this rank will send to others in the forward and the backward of such a call (global `seq_len`)."""
-        spec = AttentionSpec(causal, window or (-1, -1), documents=documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, _reach(window), documents=documents_of(cu_seqlens))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
 
@@ -196,10 +197,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
         raise ValueError(f"{'; '.join(violations)}; got {shapes}")
 
 
+def _reach(window: tuple[int, int] | None) -> tuple[int, int]:
+    """As `AttentionSpec.window` holds it."""
+    if window is None:
+        return (-1, -1)
+    whole = isinstance(window, Sequence) and len(window) == 2 and all(type(reach) is int for reach in window)
+    if not whole:
+        raise ValueError(
+            f"window={window!r} must be (left, right), each a number of tokens or -1 for no limit, or None"
+        )
+    return (window[0], window[1])
+
+
 def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
     """Borders as `AttentionSpec.documents` holds them."""
     if cu_seqlens is None:
         return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be a tensor of integers, not a {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() not in (1, 2) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
         raise ValueError(
             f"cu_seqlens must be integers of shape (documents + 1,) or (batch, documents + 1), "

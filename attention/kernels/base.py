@@ -9,6 +9,7 @@ n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,16 @@ def attend(
     total: AttentionSum,
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
-    for launch in launches:
-        q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKH)
-        total.merge(launch.queries, *kernel.forward(q, k, v, launch, spec))
+    with _without_autocast(q_TNH.device):
+        for launch in launches:
+            q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKH)
+            total.merge(launch.queries, *kernel.forward(q, k, v, launch, spec))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast would round what kernels keep in float32."""
+    inside = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +101,13 @@ def attend_backward(
     spec: AttentionSpec, dq: GradientSum, dk: GradientSum, dv: GradientSum,
 ) -> None:  # fmt: skip
     """Add a block's gradients to the sums of dq (T, N, H), dk and dv (T, K, H)."""
-    for launch in launches:
-        rows, keys = launch.queries, launch.keys
-        grads = kernel.backward(
-            rows.take(saved.dout), rows.take(saved.q), keys.take(k_TKH), keys.take(v_TKH), rows.take(saved.out),
-            rows.take(saved.lse).transpose(1, 2).contiguous(), launch, spec,
-        )  # fmt: skip
-        dq.add(rows, grads[0])
-        dk.add(keys, grads[1])
-        dv.add(keys, grads[2])
+    with _without_autocast(k_TKH.device):
+        for launch in launches:
+            rows, keys = launch.queries, launch.keys
+            grads = kernel.backward(
+                rows.take(saved.dout), rows.take(saved.q), keys.take(k_TKH), keys.take(v_TKH), rows.take(saved.out),
+                rows.take(saved.lse).transpose(1, 2).contiguous(), launch, spec,
+            )  # fmt: skip
+            dq.add(rows, grads[0])
+            dk.add(keys, grads[1])
+            dv.add(keys, grads[2])

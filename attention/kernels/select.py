@@ -50,4 +50,5 @@ def select_kernel(
         if reason is None:
             return kernel, f"attention kernel: {kernel.name}" + "".join(f"; {refusal}" for refusal in refusals)
         refusals.append(f"{kernel.name} refused: {reason}")
-    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(refusals)}): use kernel='auto'")
+    hint = "" if name == "auto" else ": use kernel='auto'"
+    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(refusals)}){hint}")

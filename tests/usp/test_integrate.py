@@ -47,6 +47,18 @@ def test_models_that_cannot_be_honoured(ranks: RankPool) -> None:
     assert "did you mean 'flash'?" in kernel
 
 
+def turned_by_the_longest_position(ring: int) -> str:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope))
+    mesh = ParallelMesh.create(ParallelDims(ring=ring))
+    return refusal(apply_unified_sp, model, mesh) if ring > 1 else str(type(apply_unified_sp(model, mesh)))
+
+
+def test_positions_that_depend_on_the_whole_sequence(ranks: RankPool) -> None:
+    assert all("rope_type='dynamic' turns" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
+    assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
+
+
 def too_many_ranks() -> str:
     config = LlamaConfig(**{**SIZES, "num_attention_heads": 2})
     return refusal(
@@ -87,6 +99,43 @@ def refused_forwards() -> dict[str, str]:
     model.config._attn_implementation = "sdpa"
     messages["unpatched"] = refusal(model, **good)
     return messages
+
+
+def refused_by_some() -> list[str]:
+    """What each rank hears where the first alone, or the last alone, has nothing to refuse."""
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    rank, found = mesh.rank("ring"), []
+    for wrong in ("layout", "padding"):
+        model = apply_unified_sp(tiny_model("llama"), mesh)
+        arguments = shard_batch(packed_batch(0), mesh, "contiguous" if wrong == "layout" else "zigzag")
+        labels = arguments.pop("shift_labels")
+        if wrong == "padding":
+            arguments["attention_mask"] = torch.ones_like(labels)
+            arguments["attention_mask"][:, -1] = rank
+        found.append(refusal(model, **arguments))
+    return found
+
+
+def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    good = shard_batch(packed_batch(0), mesh)
+    labels, ids, positions = good.pop("shift_labels"), good["input_ids"], good["position_ids"]
+    with torch.autocast("cpu", torch.bfloat16):
+        dtype = model(**good).logits.dtype
+    return refusal(model, ids, None, positions, None, None, labels), dtype
+
+
+def test_what_one_rank_refuses_all_hear_of(ranks: RankPool) -> None:
+    for layout, padding in ranks.run(refused_by_some, 2):
+        assert "position_ids are not those of layout='zigzag'" in layout
+        assert "attention_mask hides padding" in padding
+
+
+def test_labels_by_position_are_seen_and_autocast_is_honoured(ranks: RankPool) -> None:
+    for labels, dtype in ranks.run(by_position_or_in_half_precision, 2):
+        assert "give shard_batch the labels" in labels
+        assert dtype == torch.bfloat16
 
 
 def test_forwards_that_cannot_be_honoured(ranks: RankPool) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
+from usp.sp_attention import _reach
 
 
 def refusals() -> dict[str, str]:
@@ -48,6 +49,29 @@ def test_calls_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     assert "sinks (2,) must hold one logit for each query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
+
+
+def with_heads_inside_out() -> float:
+    """The largest difference that the strides of q, k and v make, to the output and the gradients."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims()))
+    plain = [torch.randn(1, 200, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    turned = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in plain]
+    outs = [attention(*plain), attention(*turned)]
+    for out in outs:
+        out.sum().backward()
+    pairs = [outs, *([x.grad, y.grad] for x, y in zip(plain, turned, strict=True))]
+    return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+def test_strides_make_no_difference(ranks: RankPool) -> None:
+    assert ranks.run(with_heads_inside_out, 1) == [0.0]
+
+
+@pytest.mark.parametrize("window", [0, (), [4.5, 0], "ab", (1, 2, 3)])
+def test_windows_that_are_none(window: object) -> None:
+    with pytest.raises(ValueError, match=r"must be \(left, right\)"):
+        _reach(window)  # type: ignore[arg-type]
+    assert _reach([4, 0]) == (4, 0)  # type: ignore[arg-type]
 
 
 def unequal_calls() -> None:

@@ -9,6 +9,7 @@ Whatever cannot be honoured is refused: nothing is dropped, no layer is left uns
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 
 from ..batch import document_starts
-from ..sp_attention import UnifiedSPAttention
+from ..sp_attention import UnifiedSPAttention, documents_of
+from ..sp_axes import SpAxes
 from .pipeline import OtherStagesLayer
 
 NAME = "unified_sp"
@@ -54,7 +56,7 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, not {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    _check_model(model, attention.axes.ulysses)
+    _check_model(model, attention.axes)
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
@@ -90,8 +92,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
 
 
-def _check_model(model: PreTrainedModel, ulysses: int) -> None:
-    config = model.config
+def _check_model(model: PreTrainedModel, axes: SpAxes) -> None:
+    config, ulysses = model.config, axes.ulysses
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"model_type={config.model_type!r} is not among the families whose attention is known to be sharded "
@@ -112,6 +114,12 @@ def _check_model(model: PreTrainedModel, ulysses: int) -> None:
         )
     if getattr(config, "output_attentions", False):
         violations.append("output_attentions=True asks for weights that are never formed: set it to False")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope") and axes.ring * ulysses > 1:
+        violations.append(
+            f"rope_type={rope!r} turns queries and keys by the longest position that a call sees, and each rank sees "
+            f"its own: use another rope_type, or leave the sequence whole (ring=1, ulysses=1)"
+        )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         violations.append(f"layer_types {', '.join(sorted(kinds))} are no softmax attention over the sequence")
@@ -123,16 +131,28 @@ class _ForwardGuard:
     """Refuses forwards whose arguments would compute something else than the whole sequence's attention."""
 
     def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
-        self.attention, self.layers, self.calls_before = attention, layers, 0
+        self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("labels") is not None:
+        if _named(module, args, kwargs).get("labels") is not None:
             raise ValueError(
                 "labels would be shifted inside each rank's part of the sequence: give shard_batch the labels, and "
                 "its shift_labels to usp.loss.causal_lm_loss"
             )
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        named = _named(module, args, kwargs)
+        violations, borders = self._violations(named), named.get("cu_seqlens")
+        if not self.compared or borders is not None or named.get("attention_mask") is not None:
+            # What one rank refuses, or packs otherwise, the others would wait for: so they hear of it.
+            said = ("; ".join(violations), documents_of(borders))
+            self.attention.axes.agree(said, "what a forward refuses, and its cu_seqlens,")
+            self.compared = True
+        if violations:
+            raise ValueError("; ".join(violations))
+        self.calls_before = self.attention.calls
+
+    def _violations(self, kwargs: dict[str, Any]) -> list[str]:
         violations = []
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not sharded over the sequence")
@@ -150,7 +170,13 @@ class _ForwardGuard:
                 "output_router_logits=True asks for an auxiliary loss over this rank's tokens alone: set it to False, "
                 "and add the share of usp.hf.balance.RouterBalance"
             )
-        ids, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask.all()):
+            violations.append(
+                "attention_mask hides padding, which is not honoured under sequence parallelism: drop the padding and "
+                "pack documents, with their borders in cu_seqlens"
+            )
+        ids, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         position_ids = kwargs.get("position_ids")
         if ids is None and embedded is None:
             violations.append("input_ids or inputs_embeds must be given")
@@ -160,9 +186,7 @@ class _ForwardGuard:
             # Hidden states may be sharded over tp as well, and position_ids are not.
             shape = position_ids.shape if ids is None else ids.shape
             violations += self._position_violations(shape, position_ids, kwargs.get("cu_seqlens"))
-        if violations:
-            raise ValueError("; ".join(violations))
-        self.calls_before = self.attention.calls
+        return violations
 
     def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
@@ -185,13 +209,14 @@ class _ForwardGuard:
             )
 
 
-def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """The mask registry's entry: masks follow from causal, window and cu_seqlens; padding is refused."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "attention_mask hides padding, which is not honoured under sequence parallelism: drop the padding and pack "
-            "documents, with their borders in cu_seqlens"
-        )
+def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward's arguments by name, those given by position too."""
+    bound = inspect.signature(module.forward).bind_partial(*args)
+    return {**bound.arguments, **kwargs}
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask registry's entry: masks follow from causal, window and cu_seqlens; the guard refuses padding."""
 
 
 def _attention_forward(
@@ -224,6 +249,9 @@ def _attention_forward(
         raise ValueError("; ".join(violations))
     attention = module.unified_sp
     assert isinstance(attention, UnifiedSPAttention)
+    if torch.is_autocast_enabled(query.device.type):  # rotated queries and keys come in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
