@@ -36,16 +36,15 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """The indices of `a` that are not in `b`."""
-    rest = []
+    rest, first = [], 0
     for start, stop in a:
-        for lower, upper in b:
-            if upper <= start or lower >= stop:
-                continue
-            if start < lower:
-                rest.append((start, lower))
-            start = upper
-            if start >= stop:
-                break
+        while first < len(b) and b[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(b) and b[index][0] < stop:
+            if start < b[index][0]:
+                rest.append((start, b[index][0]))
+            start, index = b[index][1], index + 1
         if start < stop:
             rest.append((start, stop))
     return tuple(rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
@@ -57,6 +57,25 @@ def turned_by_the_longest_position(ring: int) -> str:
 def test_positions_that_depend_on_the_whole_sequence(ranks: RankPool) -> None:
     assert all("rope_type='dynamic' turns" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
     assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
+
+
+def models_of_one_config() -> tuple[bool, str]:
+    """Whether a model is as it was after another one of its config was changed; and what a classifier is told."""
+    config, mesh = LlamaConfig(**SIZES, pad_token_id=0), ParallelMesh.create(ParallelDims(ring=2))
+    policy, ref = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    batch = packed_batch(0)
+    before = ref(input_ids=batch["input_ids"]).logits
+    apply_unified_sp(policy, mesh)
+    classifier = apply_unified_sp(AutoModelForSequenceClassification.from_config(config), mesh)
+    good = shard_batch(batch, mesh)
+    good.pop("shift_labels")
+    return torch.equal(before, ref(input_ids=batch["input_ids"]).logits), refusal(classifier, **good)
+
+
+def test_other_models_of_a_config_stay_as_they_are_and_classifiers_are_refused(ranks: RankPool) -> None:
+    for same, classifier in ranks.run(models_of_one_config, 2):
+        assert same
+        assert "LlamaForSequenceClassification reads the last token of each rank's part" in classifier
 
 
 def too_many_ranks() -> str:

@@ -9,6 +9,7 @@ Whatever cannot be honoured is refused: nothing is dropped, no layer is left uns
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,7 @@ def apply_unified_sp(
     _check_model(model, attention.axes)
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _no_mask)
+    _own_config(model)
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
     for layer in decoder_layers(model):
@@ -90,6 +92,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
     return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Another model may hold the same object, and must not be changed through it."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own  # type: ignore[assignment]
 
 
 def _check_model(model: PreTrainedModel, axes: SpAxes) -> None:
@@ -134,6 +144,11 @@ class _ForwardGuard:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if type(module).__name__.endswith("ForSequenceClassification"):
+            raise ValueError(
+                f"{type(module).__name__} reads the last token of each rank's part of the sequence: call its base "
+                f"model, whose hidden states unshard_sequence puts together"
+            )
         if _named(module, args, kwargs).get("labels") is not None:
             raise ValueError(
                 "labels would be shifted inside each rank's part of the sequence: give shard_batch the labels, and "
