@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class UnifiedSPAttention(nn.Module):
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         check_kernel_name(kernel)
-        self.axes, self.layout, self.kernel = SpAxes.of(mesh), layout, kernel
+        self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
@@ -108,6 +109,10 @@ class UnifiedSPAttention(nn.Module):
         plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
         channels = {"ulysses": self._ulysses, "ring": self._ring}
         return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
+        """For copies of models: the same, over the same process groups, which cannot be copied."""
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
 
     @contextmanager
     def keeping(self, keep: Keep) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +78,18 @@ def test_other_models_of_a_config_stay_as_they_are_and_classifiers_are_refused(r
     for same, classifier in ranks.run(models_of_one_config, 2):
         assert same
         assert "LlamaForSequenceClassification reads the last token of each rank's part" in classifier
+
+
+def copied() -> bool:
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    good = shard_batch(packed_batch(0), mesh)
+    good.pop("shift_labels")
+    return torch.equal(model(**good).logits, copy.deepcopy(model)(**good).logits)
+
+
+def test_a_copy_attends_over_the_same_ranks(ranks: RankPool) -> None:
+    assert ranks.run(copied, 4) == [True] * 4
 
 
 def too_many_ranks() -> str:
