@@ -109,12 +109,13 @@ def unified_attention(
         q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses, keep)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+    own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
     if plan.idle:
-        out = q
+        # The sum of no sinks: every rank has a gradient of them, if only zeros, and a backward to exchange heads in.
+        out = q if own_sinks is None else q + own_sinks.sum().to(q.dtype)
     else:
         index = plan.heads.kv_index(plan.ulysses_rank)
         kv_index = None if index is None else torch.tensor(index, device=q.device)
-        own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
         out = RingAttention.apply(q, k, v, own_sinks, program, ring, kv_index, keep)
     if ulysses.size > 1:
         return HeadsToSeq.apply(out, plan.heads, batch, ulysses, keep)

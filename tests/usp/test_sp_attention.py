@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -72,6 +73,24 @@ def test_windows_that_are_none(window: object) -> None:
     with pytest.raises(ValueError, match=r"must be \(left, right\)"):
         _reach(window)  # type: ignore[arg-type]
     assert _reach([4, 0]) == (4, 0)  # type: ignore[arg-type]
+
+
+def gradient_of_sinks() -> list[float]:
+    """With more ulysses ranks than heads, where nothing but the sinks asks for a gradient."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=4)))
+    q, sinks = torch.ones(1, 2, 2, 8), torch.zeros(2, requires_grad=True)
+    attention(q, q, q, causal=False, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+    dist.all_reduce(sinks.grad)
+    return sinks.grad.tolist()
+
+
+def test_idle_ranks_have_a_gradient_of_the_sinks_too(ranks: RankPool) -> None:
+    # Every output is 8 w / (1 + 8 w), where w = exp(8 / sqrt(8)): its derivative by the sink is -8 w / (1 + 8 w)^2.
+    w = 8 * math.exp(8**0.5)
+    expected = -8 * 8 * w / (1 + w) ** 2  # over 8 queries of 8 elements
+    for found in ranks.run(gradient_of_sinks, 4):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def unequal_calls() -> None:
