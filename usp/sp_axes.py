@@ -57,6 +57,11 @@ class SpAxes:
     def ulysses_rank(self) -> int:
         return 0 if self.ulysses_group is None else dist.get_rank(self.ulysses_group)
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those of more than one rank; over all of them a sum is one over the grid."""
+        return [group for group in (self.ulysses_group, self.ring_group) if group is not None]
+
     def layout(self, kind: str, seq_len: int) -> SequenceLayout:
         """How `seq_len` global tokens lie on these axes; raises ValueError where they cannot."""
         return SequenceLayout(kind, seq_len, self.ring, self.ulysses)
@@ -67,8 +72,7 @@ class SpAxes:
 
     def agree(self, value: object, what: str) -> None:
         """Raise RuntimeError on every rank of the grid if `repr(value)` differs between them. Collective."""
-        groups = [group for group in (self.ulysses_group, self.ring_group) if group is not None]
-        agree(value, groups, what, self.device_type)
+        agree(value, self.groups, what, self.device_type)
 
 
 def _group(axis: DeviceMesh) -> dist.ProcessGroup | None:

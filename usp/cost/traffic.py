@@ -21,7 +21,7 @@ from .job import Job, LayerShape
 from .sent import Sent, all_reduce, merged
 from .sharding import FLOAT32, block_fsdp_traffic, fsdp_traffic
 
-FLOAT64 = 8
+FLOAT64 = INT64 = 8
 
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
@@ -34,7 +34,7 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
         for index in job.stage_layers[stage]:
             layer = job.model.layers[index]
             inside += [*_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
-        inside += _pipeline_traffic(job, stage)
+        inside += [*_pipeline_traffic(job, stage), *_comparisons(job)]
         if stage == 0:
             inside += _embedding_traffic(job)
         if stage == last:
@@ -58,6 +58,12 @@ def _sums(job: Job, rank: int) -> Iterator[Sent]:
     yield all_reduce("loss", FLOAT64, job.degree("loss"))
     for axis in ("pp", "loss", "tp"):
         yield all_reduce(axis, FLOAT64, job.degree(axis))
+
+
+def _comparisons(job: Job) -> Iterator[Sent]:
+    """Each forward of a stage compares its packed documents over the ranks that share them (`parallel.agree`)."""
+    for axis in ("ulysses", "ring"):
+        yield all_reduce(axis, 2 * INT64, job.degree(axis))
 
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from attention import DecodeStep, Prefill
-from parallel import ParallelMesh
+from parallel import ParallelMesh, agree
 
 from ..batch import document_starts
 from ..sp_attention import UnifiedSPAttention, documents_of
@@ -161,7 +161,8 @@ class _ForwardGuard:
         if not self.compared or borders is not None or named.get("attention_mask") is not None:
             # What one rank refuses, or packs otherwise, the others would wait for: so they hear of it.
             said = ("; ".join(violations), documents_of(borders))
-            self.attention.axes.agree(said, "what a forward refuses, and its cu_seqlens,")
+            axes = self.attention.axes
+            agree(said, axes.groups, "what a forward refuses, and its cu_seqlens,", axes.device_type)
             self.compared = True
         if violations:
             raise ValueError("; ".join(violations))

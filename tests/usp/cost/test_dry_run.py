@@ -192,7 +192,7 @@ def test_the_command_line_takes_a_file_and_flags(tmp_path: Path, capsys: pytest.
     found = json.loads(capsys.readouterr().out)
     assert (found["world_size"], found["rank"], found["config"]["dp_shard"]) == (16, 3, 2)
     ring = [sent for sent in found["sent"] if sent["axes"] == ["ring"]]
-    assert [sent["collective"] for sent in ring] == ["send"] and ring[0]["ranks"] == [1, 3, 5, 7]
+    assert [sent["collective"] for sent in ring] == ["send", "allreduce_"] and ring[0]["ranks"] == [1, 3, 5, 7]
     assert sum(found["by_category"].values()) == found["peak_bytes"]
     assert found["collectives"] == sum(sent["calls"] for sent in found["sent"])
     assert main(words) == 0
