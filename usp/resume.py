@@ -68,9 +68,8 @@ def _start(config: RunConfig, launch: Launch) -> Start:
             raise ValueError("--resume auto continues the run in --output: name that folder")
         return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
     start = _named(config.resume, folder) if config.resume else Start(folder)
-    continued = start.checkpoint and start.checkpoint.parent.parent
-    another = folder is not None and folder.resolve() != continued
-    if folder and another and not restarted and _holds_a_run(folder):
+    continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
+    if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder):
         raise ValueError(
             f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
         )
@@ -82,8 +81,8 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _named(resume: str, folder: Path | None) -> Start:
-    """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them; links are followed."""
-    path = Path(resume).expanduser().resolve()
+    """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them."""
+    path = Path(resume).expanduser().absolute()  # as it is spelled: `checkpoints` may be a link to another disk
     if re.fullmatch(r"step-\d+", path.name):
         found, run = (path if path.is_dir() else None), path.parent.parent
     else:
@@ -94,7 +93,8 @@ def _named(resume: str, folder: Path | None) -> Start:
             f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
         )
     newest = latest(run / CHECKPOINTS)
-    if found != newest and (folder is None or folder.resolve() == run):
+    is_newest = newest is not None and found.resolve() == newest.resolve()
+    if not is_newest and (folder is None or folder.resolve() == run.resolve()):
         raise ValueError(
             f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: "
             f"give the run that continues from it another --output"

@@ -157,6 +157,15 @@ def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert start_of(resume="step-00000003").folder == run
 
 
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    (run / CHECKPOINTS).rename(tmp_path / "elsewhere")
+    (run / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
+    for resume in (run, run / CHECKPOINTS, run / CHECKPOINTS / "step-00000003"):
+        for output in ("", str(run)):
+            assert start_of(resume=str(resume), output=output) == Start(run, run / CHECKPOINTS / "step-00000003")
+
+
 @pytest.mark.parametrize("output", ["file", "file/below/it"])
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, output: str) -> None:
     (tmp_path / "file").touch()
