@@ -193,9 +193,12 @@ def _read(name_or_path: str) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    if base not in node_names():
+    if str(base).lower() not in node_names():
         raise ValueError(f"hardware file {path}: base={base!r} must be one of {', '.join(node_names())}")
-    under = _read(base)
+    under = _read(str(base))
+    for key in ("peak_flops", "efficiency"):
+        if not isinstance(values.get(key, {}), dict):
+            raise ValueError(f"hardware file {path}: {key} must be an object, not {values[key]!r}")
     merged = {key: {**under.get(key, {}), **values.get(key, {})} for key in ("peak_flops", "efficiency")}
     return {**under, **values, **merged}
 
@@ -219,7 +222,7 @@ def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
         try:
             hardware = _build(values)
             problems = hardware_violations(hardware)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
             problems = [f"it cannot be read: {error}"]
     if problems:
         raise ValueError(f"hardware {where}: " + "; ".join(problems))
@@ -231,45 +234,72 @@ def _build(values: Mapping[str, Any]) -> Hardware:
     unknown = set(efficiency) - {*_CURVES, "memory", "links"}
     if unknown:
         raise ValueError(f"efficiency of {', '.join(sorted(unknown))} is unknown")
-    peaks = {str(dtype): float(peak) for dtype, peak in values.get("peak_flops", {}).items()}
+    stated = values.get("peak_flops", {})
+    peaks = {dtype: _number(stated, dtype) for dtype in stated}
     known = peak_flops(device)
     if known is not None:
         peaks.setdefault("bfloat16", known)
     given = {**{f"{name}_full": efficiency[name] for name in _MASKED}, **efficiency}
-    curves = {name: tuple((float(x), float(y)) for x, y in given[name]) for name in _CURVES}
+    curves = {name: tuple((_finite(x, name), _finite(y, name)) for x, y in given[name]) for name in _CURVES}
     return Hardware(
         name=str(values["name"]),
         device=device,
         peak_flops=peaks,
-        memory_bytes=int(values["memory_bytes"]),
-        memory_bytes_per_second=float(values["memory_bytes_per_second"]),
+        memory_bytes=_whole(values, "memory_bytes"),
+        memory_bytes_per_second=_number(values, "memory_bytes_per_second"),
         tiers=tuple(map(_tier, values["tiers"])),
-        memory_efficiency=float(efficiency.get("memory", 1.0)),
-        link_efficiency=float(efficiency.get("links", 1.0)),
-        parallel_rings=bool(values.get("parallel_rings", True)),
-        streams=bool(values.get("streams", True)),
-        crowding=float(values.get("crowding", 1.0)),
+        memory_efficiency=_number(efficiency, "memory", 1.0),
+        link_efficiency=_number(efficiency, "links", 1.0),
+        parallel_rings=_switch(values, "parallel_rings"),
+        streams=_switch(values, "streams"),
+        crowding=_number(values, "crowding", 1.0),
         **curves,
     )
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number")
+    return float(value)
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A finite number, or the default, stated or not."""
+    value = values[name] if default is None else values.get(name, default)
+    return default if default is not None and value == default else _finite(value, name)
+
+
+def _whole(values: Mapping[str, Any], name: str) -> int:
+    number = _number(values, name)
+    if not number.is_integer():
+        raise ValueError(f"{name}={number:g} must be a whole number")
+    return int(number)
+
+
+def _switch(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name, True)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
+    return value
 
 
 def _tier(values: Mapping[str, Any]) -> Tier:
     def link(kind: str) -> Link:
         own = values.get(kind, values.get("gather", values) if kind == "reduce" else values)
-        return Link(float(own["alpha_seconds"]), float(own["bytes_per_second"]))
+        return Link(_number(own, "alpha_seconds"), _number(own, "bytes_per_second"))
 
     unknown = set(values) - {*_TIER, "shared_bytes_per_second", "overlap"}
     if unknown:
         raise ValueError(f"tier {values.get('name')}: {', '.join(sorted(unknown))} is unknown")
     return Tier(
         name=str(values["name"]),
-        devices=int(values["devices"]),
+        devices=_whole(values, "devices"),
         send=link("send"),
         gather=link("gather"),
         reduce=link("reduce"),
         exchange=link("exchange"),
-        shared_bytes_per_second=float(values.get("shared_bytes_per_second", math.inf)),
-        overlap=float(values.get("overlap", 1.0)),
+        shared_bytes_per_second=_number(values, "shared_bytes_per_second", math.inf),
+        overlap=_number(values, "overlap", 1.0),
     )
 
 

@@ -22,7 +22,7 @@ from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.experts import apply_ep, expert_modules
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.models import ModelConfig, empty_model, materialise
+from usp.hf.models import ModelConfig, empty_model, load_generation_config, materialise
 from usp.hf.pipeline import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.hf.tensor import apply_tp
@@ -47,6 +47,9 @@ def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
         materialise(stage, prepared.device)
         if prepared.saved is not None:  # the weights come from the checkpoint
             fill_buffers(stage.model)
+            if config.model not in PRESETS:
+                folder = Path(config.model).expanduser()
+                stage.model.generation_config = load_generation_config(folder) or stage.model.generation_config
         else:
             first_weights(stage, config.model, config.seed)
     if config.engine == "deepspeed":

@@ -81,10 +81,11 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint: {values}: use that model")
-    if saved.step >= config.steps and not finished_too:
+    least = saved.step if finished_too else saved.step + 1
+    if config.steps < least:
         found.append(
             f"{flag('steps')} = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; "
-            f"use at least {saved.step + 1}"
+            f"use at least {least}"
         )
     return found
 

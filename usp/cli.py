@@ -95,7 +95,7 @@ def parse(argv: Sequence[str], show_help: bool = True, command: Command = TRAIN)
     flag or value, a file that cannot be read, and a wrong key in it.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default="")
+    finder.add_argument("--config", default="", nargs="?", const="")  # without a path it is tyro's to refuse
     path = finder.parse_known_args(argv)[0].config
     file_config = read_config(path, command.config) if path else command.config()
     default = command.line(**config_to_mapping(file_config), config=path)
@@ -121,12 +121,25 @@ def read_config(path: str, kind: type) -> Any:
         raise ConfigurationError(f"--config {path}: {error}") from error
 
 
+class UniqueKeysLoader(yaml.SafeLoader):
+    """YAML as `safe_load` reads it, but a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in found:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", key.start_mark)
+            found.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def _read_mapping(file: Path) -> dict[str, Any]:
     if file.suffix == ".toml":
         return tomllib.loads(file.read_text())
     if file.suffix not in (".yaml", ".yml"):
         raise ValueError(f"the name ends in {file.suffix!r}, it must end in .yaml, .yml or .toml")
-    mapping = yaml.safe_load(file.read_text())
+    mapping = yaml.load(file.read_text(), UniqueKeysLoader)
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):

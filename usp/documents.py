@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from usp.config import nearest
+from usp.config import TrainConfig, nearest
 
 STDLIB = "stdlib"
 RANGE_BYTES = 16 * 2**20
@@ -94,25 +94,31 @@ Unit = TextUnit | JsonLinesUnit | ParquetUnit
 def open_source(data: str, field: str) -> tuple[Unit, ...]:
     """The units of `data`, in an order that depends on names alone.
 
-    `data` is "stdlib", a file or a folder. Every visible file below a folder counts: *.jsonl and *.parquet by
-    their kind, any other as text unless it is binary (a NUL byte near its beginning). Raises ValueError when the
-    path is missing, when nothing in it holds a byte of text, and when `field` is not in a Parquet file.
+    `data` is "stdlib", a file or a folder. Every visible file below a folder counts: *.jsonl and *.parquet, whatever
+    the case, by their kind, any other as text unless it is binary (a NUL byte near its beginning). Raises ValueError
+    when the path is missing or a .json file, when nothing in it holds a byte of text, when `field` is not in a Parquet
+    file, and for one other than the default that no file could have.
     """
-    if data == STDLIB:
-        return tuple(TextUnit(path) for path in _library_files())
-    root = Path(data).expanduser()
-    if root.is_file():
-        if root.suffix not in (".jsonl", ".parquet") and _is_binary(root):
-            raise ValueError(f"data={data} is a binary file: text, .jsonl or .parquet can be read")
-        files = [root]
-    elif root.is_dir():
-        files = [path for path in _visible_files(root) if path.suffix in (".jsonl", ".parquet") or not _is_binary(path)]
-    else:
-        raise ValueError(f"data={data} does not exist: give a text, .jsonl or .parquet file, a folder, or {STDLIB}")
+    files = _library_files() if data == STDLIB else _files_of(data)
+    if field not in ("", TrainConfig.data_field) and not any(map(_has_fields, files)):
+        raise ValueError(f"data-field={field!r} is for .jsonl and .parquet files: leave it out, data={data} has none")
     units = tuple(unit for path in files for unit in _units_of(path, field))
     if not units:
         raise ValueError(f"data={data} is empty: no file in it holds text")
     return units
+
+
+def _files_of(data: str) -> list[Path]:
+    root = Path(data).expanduser()
+    if root.is_dir():
+        return [path for path in _visible_files(root) if _has_fields(path) or not _is_binary(path)]
+    if not root.is_file():
+        raise ValueError(f"data={data} does not exist: give a text, .jsonl or .parquet file, a folder, or {STDLIB}")
+    if root.suffix.lower() == ".json":
+        raise ValueError(f"data={data} is JSON as a whole: write one object a line into a .jsonl file")
+    if not _has_fields(root) and _is_binary(root):
+        raise ValueError(f"data={data} is a binary file: text, .jsonl or .parquet can be read")
+    return [root]
 
 
 def _library_files() -> list[Path]:
@@ -129,6 +135,10 @@ def _visible_files(root: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
+def _has_fields(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".parquet")
+
+
 def _is_binary(path: Path) -> bool:
     with path.open("rb") as file:
         return b"\0" in file.read(SNIFF_BYTES)
@@ -136,9 +146,10 @@ def _is_binary(path: Path) -> bool:
 
 def _units_of(path: Path, field: str) -> list[Unit]:
     size = path.stat().st_size
-    if path.suffix == ".parquet":
+    kind = path.suffix.lower()
+    if kind == ".parquet":
         return _row_groups(path, field)
-    if path.suffix == ".jsonl":
+    if kind == ".jsonl":
         return [JsonLinesUnit(path, field, at, min(at + RANGE_BYTES, size)) for at in range(0, size, RANGE_BYTES)]
     return [TextUnit(path)] if size else []
 

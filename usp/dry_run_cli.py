@@ -33,7 +33,7 @@ class DryRunConfig(TrainConfig):
 class DryRunLine(DryRunConfig):
     """One training step without devices: what a rank of any world keeps, sends and computes.
 
-    For example: python -m usp dry-run runs/last/config.yaml --world-size 1024 --sp-ring 16
+    For example: python -m usp dry-run runs/last/config.yaml --world-size 1024 --dp-shard -1 --sp-ring 16
     """
 
     config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""

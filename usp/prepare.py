@@ -86,7 +86,7 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
             f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
         )
     problems += filter(None, (wandb_problem(config.wandb_project), _engine_problem(config, device)))
-    attempt(lambda: parse_steps(config.profile))
+    attempt(lambda: parse_steps(config.profile, config.steps))
     start = attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
     if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:

@@ -14,10 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
-def parse_steps(text: str) -> range:
-    """The steps that `--profile` names: "3" is step 3, "5:8" steps 5 to 8, both included; "" is none.
+def parse_steps(text: str, steps: int) -> range:
+    """The steps that `--profile` names, of `steps`: "3" is step 3, "5:8" steps 5 to 8, both included; "" is none.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for steps that the run does not have.
     """
     if not text:
         return range(0)
@@ -25,6 +25,8 @@ def parse_steps(text: str) -> range:
     if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
         first, last = int(parts[0]), int(parts[-1])
         if 1 <= first <= last:
+            if last > steps:
+                raise ValueError(f"--profile = {text} names step {last}, but --steps is {steps}: name steps up to that")
             return range(first, last + 1)
     raise ValueError(
         f"--profile = {text!r} must be a step, such as 3, or a first and a last one, such as 5:8 (steps 5 to 8); "

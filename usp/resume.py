@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from usp.metrics import METRICS_FILE
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")  # where a run goes that names no folder
 FOLDER_KEY = "run-folder"
 
 
@@ -37,11 +40,25 @@ class Start:
 def find_start(config: RunConfig, launch: Launch) -> Start:
     """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
 
-    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run.
+    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or cannot be made.
     """
+    start = _start(config, launch)
+    folder = (start.folder or RUNS).resolve()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"--output = {start.folder or RUNS} cannot be written: {above} is no folder in which files can be made; "
+            f"name another"
+        )
+    return start
+
+
+def _start(config: RunConfig, launch: Launch) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
-    if launch.attempt > 0:
-        remembered = launch.recall(FOLDER_KEY)
+    remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
+    # Where a board would remember a folder and does not, no earlier start came as far as to write in one.
+    restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)
+    if restarted:
         folder = Path(remembered) if remembered else folder
         found = latest(folder / CHECKPOINTS) if folder else None
         if found or not config.resume:
@@ -50,19 +67,23 @@ def find_start(config: RunConfig, launch: Launch) -> Start:
         if folder is None:
             raise ValueError("--resume auto continues the run in --output: name that folder")
         return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
-    if config.resume:
-        return _named(config.resume, folder)
-    if folder and launch.attempt == 0 and (folder / METRICS_FILE).exists():
+    start = _named(config.resume, folder) if config.resume else Start(folder)
+    continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
+    if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder):
         raise ValueError(
             f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
         )
-    return Start(folder)
+    return start
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).exists() or latest(folder / CHECKPOINTS) is not None
 
 
 def _named(resume: str, folder: Path | None) -> Start:
     """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them."""
-    path = Path(resume).expanduser()
-    if path.name.startswith("step-"):
+    path = Path(resume).expanduser().absolute()  # as it is spelled: `checkpoints` may be a link to another disk
+    if re.fullmatch(r"step-\d+", path.name):
         found, run = (path if path.is_dir() else None), path.parent.parent
     else:
         run = path.parent if path.name == CHECKPOINTS else path
@@ -72,7 +93,8 @@ def _named(resume: str, folder: Path | None) -> Start:
             f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
         )
     newest = latest(run / CHECKPOINTS)
-    if found != newest and folder in (None, run):
+    is_newest = newest is not None and found.resolve() == newest.resolve()
+    if not is_newest and (folder is None or folder.resolve() == run.resolve()):
         raise ValueError(
             f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: "
             f"give the run that continues from it another --output"
@@ -90,7 +112,7 @@ def run_folder(start: Start, launch: Launch, name: str, device: torch.device) ->
         now = torch.tensor(int(time.time()), device=device)
         dist.broadcast(now, src=0)
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
-        folder = Path("runs") / f"{stamp}-{name}"
+        folder = RUNS / f"{stamp}-{name}"
     if dist.get_rank() == 0:
         launch.remember(FOLDER_KEY, str(folder))
     return folder

@@ -136,7 +136,8 @@ class Trainer:
         """The steps that are left, with their checkpoints, then the trained model."""
         if self.is_writer:
             self._begin_folder()
-        profiler = StepProfiler(parse_steps(self.config.profile), self.folder, dist.get_rank(), self.device)
+        steps = parse_steps(self.config.profile, self.config.steps)
+        profiler = StepProfiler(steps, self.folder, dist.get_rank(), self.device)
         with self._log() as log, profiler:
             for number in range(self.done + 1, self.config.steps + 1):
                 with profiler.step(number):

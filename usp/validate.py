@@ -80,9 +80,10 @@ def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 AT_LEAST_ONE = (
-    *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "seq_len", "batch_size", "micro_batches"),
+    *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "batch_size", "micro_batches"),
     *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
 )
+LONGEST_TIMEOUT = 86400.0  # of --hang-timeout: a day; groups wait a few times longer, which torch counts in int32 ms
 NOT_NEGATIVE = (
     "global_batch_size",
     "warmup_steps",
@@ -99,11 +100,20 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
     for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
             yield name, f"{flag(name)} = {getattr(config, name)} must be at least 1"
+    if config.seq_len < 2:
+        yield "seq_len", f"--seq-len = {config.seq_len} must be at least 2: a token, and the next one to predict"
     if config.dp_shard != -1 and config.dp_shard < 1:
         yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the ranks that are left"
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0:
             yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
+    if config.weight_decay == math.inf:
+        yield "weight_decay", "--weight-decay = inf must be finite"
+    if config.hang_timeout > LONGEST_TIMEOUT:
+        yield (
+            "hang_timeout",
+            f"--hang-timeout = {config.hang_timeout} must be at most {LONGEST_TIMEOUT:.0f} seconds; 0 waits for ever",
+        )
     if not 0 < config.learning_rate < math.inf:
         yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
     for name in ("adam_beta1", "adam_beta2"):

@@ -49,7 +49,7 @@ def test_peaks_are_known_by_device_name() -> None:
 
 def test_a_file_may_change_a_known_node(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"base": "h100", "name": "mine", "efficiency": {"links": 0.5}}))
+    path.write_text(json.dumps({"base": "H100", "name": "mine", "efficiency": {"links": 0.5}}))
     mine, h100 = load_hardware(str(path)), load_hardware("h100")
     assert (mine.name, mine.link_efficiency, mine.matmul) == ("mine", 0.5, h100.matmul)
 
@@ -81,6 +81,38 @@ def test_what_is_no_hardware_is_refused(tmp_path: Path) -> None:
         load_hardware(str(tmp_path / "x.json"))
     with pytest.raises(ValueError, match="no peak_flops for bfloat16"):
         hardware_from_mapping(SMALL, "").peak("bfloat16")
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"efficiency": [1]}, r"efficiency must be an object, not \[1\]"),
+        ({"efficiency": None}, "efficiency must be an object, not None"),
+        ({"peak_flops": None}, "peak_flops must be an object, not None"),
+        ({"peak_flops": {"bfloat16": "fast"}}, "bfloat16='fast' must be a finite number"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf must be a finite number"),
+        ({"memory_bytes": HUGE}, "it cannot be read: int too large"),
+        ({"memory_bytes": 0.5}, "memory_bytes=0.5 must be a whole number"),
+        ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be a finite number"),
+        ({"parallel_rings": "false"}, "parallel_rings='false' must be true or false"),
+        ({"streams": "no"}, "streams='no' must be true or false"),
+        ({"crowding": "1"}, "crowding='1' must be a finite number"),
+        ({"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}}, "matmul=inf must be a finite number"),
+        ({"tiers": [{**HOST, "devices": 2.7}]}, "devices=2.7 must be a whole number"),
+        ({"tiers": [{**HOST, "devices": math.inf}]}, "devices=inf must be a finite number"),
+        ({"tiers": [{**HOST, "alpha_seconds": math.inf}]}, "alpha_seconds=inf must be a finite number"),
+        ({"tiers": [{**HOST, "bytes_per_second": "1e9"}]}, "bytes_per_second='1e9' must be a finite number"),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": "h100", **wrong}))
+    with pytest.raises(ValueError, match=said):
+        load_hardware(str(path))
 
 
 def test_times_by_tier() -> None:

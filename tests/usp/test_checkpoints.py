@@ -67,6 +67,13 @@ def test_everything_that_must_hold_is_said_at_once() -> None:
     assert nothing_left == "--steps = 20 leaves nothing to do: the checkpoint is of step 20; use at least 21"
 
 
+def test_a_finished_run_is_ended_and_no_longer_one_is() -> None:
+    model = MODEL.to_dict()
+    assert not resume_violations(saved(TrainConfig()), TrainConfig(steps=20), model, finished_too=True)
+    (message,) = resume_violations(saved(TrainConfig()), TrainConfig(steps=19), model, finished_too=True)
+    assert message == "--steps = 19 leaves nothing to do: the checkpoint is of step 20; use at least 20"
+
+
 def test_what_is_not_of_a_run_is_refused() -> None:
     with pytest.raises(ValueError, match="is of no training run: it lacks tokens, stream, random, config, model"):
         TrainingState.from_extra({"step": 3})

@@ -57,6 +57,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("a.yaml", "sp-rings: 2", r"unknown key 'sp-rings' \(did you mean 'sp_ring'\?\)"),
         ("a.yaml", "- 1", "it holds a list, it must hold keys with values"),
         ("a.yaml", "a: [", "while parsing"),
+        ("a.yaml", "steps: 1\nsp-ring: 2\nsteps: 3", r"'steps' is given twice\n.*line 3, column 1"),
         ("a.toml", "sp-ring =", "[Ii]nvalid value"),
         ("a.json", "{}", r"ends in '.json', it must end in .yaml, .yml or .toml"),
         ("a.yaml", None, "no such file"),
@@ -85,6 +86,8 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
         (["--sp-ulises", "4"], r"Unrecognized options: --sp-ulises(.|\n)*--sp-ulysses INT"),
         (["--steps", "ten"], r"--steps: invalid literal for int\(\) with base 10: 'ten'"),
         (["--steps"], "--steps"),
+        (["--config"], "--config"),
+        (["--config", "--steps", "3"], "--config"),
     ],
 )
 def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:

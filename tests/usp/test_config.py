@@ -61,6 +61,7 @@ def test_nearest_says_nothing_about_words_that_are_far() -> None:
         ({"sp_ulysses": 4, "sp_ring": 2}, 8),
         ({"sp_ring": 2, "dp_replicate": 2}, 8),
         ({"sp_ulysses": 2, "global_batch_size": 12, "micro_batches": 3}, 8),
+        ({"seq_len": 2, "hang_timeout": 86400.0}, 1),
         ({"warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": float("inf")}, 1),
     ],
 )
@@ -94,6 +95,10 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"steps": 0, "batch_size": -2}, 1, ["--steps = 0 must be at least 1", "--batch-size = -2"]),
         ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
         ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must not be negative"]),
+        ({"weight_decay": float("inf")}, 1, ["--weight-decay = inf must be finite"]),
+        ({"hang_timeout": float("inf")}, 1, ["--hang-timeout = inf must be at most 86400 seconds; 0 waits for ever"]),
+        ({"hang_timeout": 1e300}, 1, ["must be at most 86400 seconds"]),
+        ({"seq_len": 1}, 1, ["--seq-len = 1 must be at least 2"]),
         ({"global_batch_size": 6}, 4, ["multiple of the 4 data-parallel ranks", "use 4 or 8"]),
         ({"global_batch_size": 8, "batch_size": 2}, 4, ["--global-batch-size = 8 and --batch-size = 2", "give one"]),
         ({"global_batch_size": 3, "sp_ring": 3}, 4, ["must divide the world size 4"]),

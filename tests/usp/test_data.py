@@ -62,6 +62,13 @@ def test_parquet_rows_are_documents_and_row_groups_are_units(tmp_path: Path) -> 
     assert documents_of(tmp_path / "a.parquet", "content") == [b"one", b"two", b"three"]
 
 
+def test_the_kind_of_a_file_does_not_depend_on_the_case_of_its_name(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["p"]}), tmp_path / "b.PARQUET")
+    (tmp_path / "a.JSONL").write_text('{"text": "j"}\n')
+    assert documents_of(tmp_path) == [b"j", b"p"]
+    assert documents_of(tmp_path / "a.JSONL") == [b"j"]
+
+
 def test_a_folder_is_all_its_visible_text(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
@@ -76,6 +83,8 @@ def test_a_folder_is_all_its_visible_text(tmp_path: Path) -> None:
 def test_the_standard_library_is_there_without_packages_and_tests() -> None:
     units = open_source("stdlib", "text")
     names = {unit.path.name for unit in units}
+    with pytest.raises(ValueError, match="data-field='body' is for"):
+        open_source("stdlib", "body")
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any({"site-packages", "test"} & set(unit.path.parts) for unit in units)
 
@@ -91,6 +100,9 @@ def test_the_standard_library_is_there_without_packages_and_tests() -> None:
         ("a.jsonl", b'{"text": 3}', "text", "'text' holds int, it must hold text"),
         ("a.jsonl", b'{"text": "a"}\nnot json', "text", "line at byte 14: not JSON"),
         ("a.parquet", b"not parquet", "text", "is not a Parquet file"),
+        ("A.PARQUET", b"not parquet", "text", "is not a Parquet file"),
+        ("a.json", b'[{"text": "a"}]', "text", "is JSON as a whole: write one object a line into a .jsonl file"),
+        ("a.txt", b"a", "body", "data-field='body' is for .jsonl and .parquet files: leave it out, data=.*a.txt"),
     ],
 )
 def test_data_that_cannot_be_read_is_refused(

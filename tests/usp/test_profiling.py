@@ -18,13 +18,19 @@ from usp.profiling import StepProfiler, parse_steps
     ("text", "steps"), [("", []), ("3", [3]), ("5:8", [5, 6, 7, 8]), ("2:2", [2])], ids=["none", "one", "some", "same"]
 )
 def test_steps_are_read(text: str, steps: list[int]) -> None:
-    assert list(parse_steps(text)) == steps
+    assert list(parse_steps(text, 8)) == steps
 
 
 @pytest.mark.parametrize("text", ["0", "8:5", "1:2:3", "a", "3:", ":3", "-1", "1.5", " ", "²"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--profile = .* must be a step, such as 3, or a first and a last one"):
-        parse_steps(text)
+        parse_steps(text, 8)
+
+
+@pytest.mark.parametrize("text", ["50", "3:4"])
+def test_steps_behind_the_last_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"--profile = {text} names step \d+, but --steps is 3"):
+        parse_steps(text, 3)
 
 
 def trace(steps: range, begin: int, end: int, folder: Path) -> None:

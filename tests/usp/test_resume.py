@@ -16,7 +16,7 @@ from usp.config import TrainConfig
 from usp.failures import ConfigurationError
 from usp.launch import Launch
 from usp.prepare import prepare
-from usp.resume import CHECKPOINTS
+from usp.resume import CHECKPOINTS, Start, find_start
 from usp.trainer import Trainer
 
 # 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
@@ -100,3 +100,74 @@ def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--resume auto continues the run in --output: name that folder"):
         prepare(replace(RUN, resume="auto"), Launch())
     assert prepare(replace(RUN, resume="auto", output=str(tmp_path)), Launch()).start.checkpoint is None
+
+
+def folder_of_a_run(path: Path, *steps: int) -> Path:
+    """What `find_start` looks at of a run that has checkpoints of these steps."""
+    path.mkdir()
+    for step in steps:
+        (path / CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
+    (path / "metrics.jsonl").touch()
+    return path
+
+
+def start_of(attempt: int = 0, **changes: str) -> Start:
+    return find_start(replace(RUN, **changes), Launch(attempt=attempt))
+
+
+def test_a_run_is_not_continued_in_the_folder_of_another(tmp_path: Path) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    only_metrics, only_checkpoints = folder_of_a_run(tmp_path / "a"), folder_of_a_run(tmp_path / "b", 1)
+    (only_checkpoints / "metrics.jsonl").unlink()
+    for other in (only_metrics, only_checkpoints):
+        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+            start_of(resume=str(run), output=str(other))
+        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+            start_of(output=str(other))
+    assert start_of(resume=str(run), output=str(only_metrics), attempt=1).checkpoint == latest(run / CHECKPOINTS)
+    assert start_of(resume=str(run), output=str(tmp_path / "run/../run")).checkpoint == latest(run / CHECKPOINTS)
+
+
+def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    restarted = Launch(attempt=1, agent_store=("localhost", 1))
+    monkeypatch.setattr(Launch, "recall", lambda self, key: None)
+    with pytest.raises(ValueError, match="holds a run already"):
+        find_start(replace(RUN, output=str(run)), restarted)
+    monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))
+    assert find_start(replace(RUN, output=str(run)), restarted).checkpoint == latest(run / CHECKPOINTS)
+
+
+def test_an_old_checkpoint_is_refused_however_its_run_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder_of_a_run(tmp_path / "run", 2, 4)
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    old = f"{CHECKPOINTS}/step-00000002"
+    for resume, output in ((f"run/{old}", str(run)), (f"link/{old}", "run"), (f"link/{old}", ""), (f"run/{old}", "")):
+        with pytest.raises(ValueError, match="is not the newest checkpoint"):
+            start_of(resume=resume, output=output)
+
+
+def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder_of_a_run(tmp_path / "step-test", 3)
+    assert start_of(resume=str(run)) == Start(run, run / CHECKPOINTS / "step-00000003")
+    monkeypatch.chdir(run / CHECKPOINTS)
+    assert start_of(resume="step-00000003").folder == run
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    (run / CHECKPOINTS).rename(tmp_path / "elsewhere")
+    (run / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
+    for resume in (run, run / CHECKPOINTS, run / CHECKPOINTS / "step-00000003"):
+        for output in ("", str(run)):
+            assert start_of(resume=str(resume), output=output) == Start(run, run / CHECKPOINTS / "step-00000003")
+
+
+@pytest.mark.parametrize("output", ["file", "file/below/it"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, output: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output = .* cannot be written: .*/file is no folder"):
+        start_of(output=str(tmp_path / output))

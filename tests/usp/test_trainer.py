@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.tiny import drawn_model
@@ -69,6 +69,17 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
     first, second = metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b")
     assert [r["loss"] for r in first] == [r["loss"] for r in second]
     assert [r["grad_norm"] for r in first] == [r["grad_norm"] for r in second]
+
+
+def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    model, generation = drawn_model(config), GenerationConfig(do_sample=True, temperature=0.6)
+    weights = dict(model.named_parameters())
+    save_weights(weights, tmp_path / "model", config=config, generation_config=generation)
+    asked = replace(SMALL, model=str(tmp_path / "model"), output=str(tmp_path / "run"), steps=1)
+    train(asked, Launch())
+    train(replace(asked, steps=2, resume="auto"), Launch())
+    assert GenerationConfig.from_pretrained(tmp_path / "run" / "model").temperature == 0.6
 
 
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:

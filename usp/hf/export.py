@@ -204,7 +204,7 @@ def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partia
             folder.rename(replaced)
         partial.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"{partial}: {error}"
     return ""
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -46,8 +47,8 @@ def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False
 
     new_head: give a folder's causal LM a scalar head, which `load_weights` draws; else the folder must have one.
 
-    Raises ValueError when `model` is neither, for a folder whose model type or weights cannot be used, and for one with
-    another head.
+    Raises ValueError when `model` is neither, for a folder whose model type or weights cannot be used, for one with
+    another head, and for a causal LM's whose generation configuration cannot be written again.
     """
     if model in PRESETS:
         config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
@@ -71,7 +72,25 @@ def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False
             f"model={model} is of type {config.model_type!r}, and the types that can be trained with their sequence "
             f"split are {', '.join(FAMILIES)}"
         )
+    if head == "lm":
+        load_generation_config(folder)
     return _with_head(model, config, head, new_head)
+
+
+def load_generation_config(folder: Path) -> GenerationConfig | None:
+    """How a folder's model generates; None where it has no generation_config.json.
+
+    Raises ValueError for one that transformers calls invalid: it refuses to write that beside the trained weights.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation.validate(strict=True)
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"{file} must be corrected or removed, transformers refuses it: {error}") from error
+    return generation
 
 
 def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: bool) -> PretrainedConfig:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from parallel.boxes import local_box, local_part
 from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
 from usp.hf.initialise import fill_buffers, initialise
-from usp.hf.models import causal_config, empty_model, kept_names
+from usp.hf.models import causal_config, empty_model, kept_names, load_generation_config
 from usp.hf.pipeline import head_name
 
 _ROWS_AT_A_TIME = 4096
@@ -55,8 +55,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
         fill_buffers(model)
     else:
         initialise(model, head_seed, only=head_name(model))
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if model.can_generate():
+        model.generation_config = load_generation_config(folder) or model.generation_config
 
 
 def _read(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from parallel.testing import RankPool
 from tests.usp.cost.real_step import Sent, peak_of_step, sent_by_steps
 from tests.usp.tiny import tiny_model
 from usp.__main__ import main
-from usp.config import TrainConfig
+from usp.config import TrainConfig, config_to_mapping
 from usp.cost.dry_run import dry_run
+from usp.dry_run_cli import DryRunLine
 from usp.failures import ConfigurationError
 from usp.hf.models import empty_model, load_model_config, matmul_parameters
 
@@ -183,6 +186,15 @@ def test_a_process_of_a_real_world_is_refused(ranks: RankPool) -> None:
 
 
 # The command line
+
+
+def test_the_example_takes_the_file_of_a_run_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    resolved = TrainConfig(dp_shard=8, device="cpu", dtype="float32", output="runs/last")
+    file.write_text(yaml.safe_dump(config_to_mapping(resolved)))
+    (example,) = re.findall(r"python -m usp (dry-run .*)", DryRunLine.__doc__ or "")
+    assert main([str(file) if word.endswith(".yaml") else word for word in example.split()]) == 0
+    assert "rank 0 of 1024 (dp_shard=64 ring=16)" in capsys.readouterr().out
 
 
 def test_the_command_line_takes_a_file_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
