@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,10 @@ class Start:
     finished_too: bool = False
 
 
-def find_start(config: RunConfig, launch: Launch) -> Start:
+def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,)) -> Start:
     """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
+
+    traces: names in a folder that only a run leaves.
 
     Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run.
     """
@@ -52,7 +55,7 @@ def find_start(config: RunConfig, launch: Launch) -> Start:
         return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
     if config.resume:
         return _named(config.resume, folder)
-    if folder and launch.attempt == 0 and (folder / METRICS_FILE).exists():
+    if folder and launch.attempt == 0 and any((folder / name).exists() for name in traces):
         raise ValueError(
             f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
         )

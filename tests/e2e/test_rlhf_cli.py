@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from transformers import AutoModelForCausalLM
 
 import usp.failures
 from tests.e2e.processes import ROOT, Run
+from usp.config import config_to_mapping
+from usp.launch import Launch
 from usp.rlhf.cli import main
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.prepare import prepare
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -54,12 +60,36 @@ def test_bad_input_is_refused_before_anything_communicates(
     inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: list[str]
 ) -> None:
     monkeypatch.chdir(inputs)
+    shown = refusal(args, monkeypatch, capsys)
+    for part in said:
+        assert part in shown
+
+
+def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What rlhf.py says of `args` before anything communicates."""
     monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": "0", "LOCAL_RANK": "0"})
-    shown = capsys.readouterr()
-    assert exit_code == 2 and not dist.is_initialized() and shown.err.startswith("error: "), shown.err
-    for part in said:
-        assert part in shown.err
+    said = capsys.readouterr().err
+    assert exit_code == 2 and not dist.is_initialized() and said.startswith("error: "), said
+    return said
+
+
+def test_supervised_steps_of_another_run_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    saved = RlhfConfig(algorithm="sft", steps=100, learning_rate=2e-3, prompt_tokens=64)
+    (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(saved)))
+    args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
+    said = refusal(args, monkeypatch, capsys)
+    assert f"--output = {tmp_path} holds a run already: name another folder, or continue it with --resume auto" in said
+    other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
+    said = refusal([*args, *other], monkeypatch, capsys)
+    for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):
+        assert part in said
+    assert "--data" not in said and "--learning-rate" not in said
+    prepared = prepare(replace(saved, algorithm="grpo", resume="auto", output=str(tmp_path)), Launch())
+    assert prepared.start.folder == tmp_path
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
-from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, latest, read_extra
 from usp.config import DEVICES, DTYPES, flag, nearest
 from usp.documents import STDLIB
 from usp.engines.base import AdamW
@@ -24,16 +24,16 @@ from usp.failures import ConfigurationError, listed
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device, computation_dtype
-from usp.metrics import wandb_problem
+from usp.metrics import METRICS_FILE, wandb_problem
 from usp.presets import PRESETS
-from usp.resume import Start, find_start
+from usp.resume import CHECKPOINTS, Start, find_start
 from usp.tokenizer import Tokenizer
 from usp.validate import parallel_dims
 
 from .algorithms.graphs import ALGORITHMS, build_graph
 from .algorithms.options import PolicyOptions
 from .algorithms.rewards import ScoreWith
-from .checkpoints import RlhfState, resume_violations
+from .checkpoints import RlhfState, resume_violations, sft_violations
 from .config import RlhfConfig, algorithm_options, parse_options
 from .dataflow import DataflowGraph
 from .examples import Examples, open_examples
@@ -45,6 +45,7 @@ from .spec import RoleSpec
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
 DEFAULT_SFT_STEPS = 100
+SFT, MODEL = "sft", "model"  # folders of a run: its supervised steps, and what they and it leave
 LEARNING_RATE, LEARNING_RATES = 2e-3, {"ppo": 3e-4}  # of a tiny model
 RESPONSES = 64  # in a step, where --prompts does not say
 
@@ -94,7 +95,7 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     specs = attempt(lambda: role_specs(config, dtype)) if config.algorithm in ALGORITHMS else None
-    start = start or attempt(lambda: find_start(config, launch)) or Start()
+    start = start or attempt(lambda: _start(config, launch)) or Start()
     if problems or device is None or tokenizer is None or specs is None:
         raise ConfigurationError(listed(problems))
     kernel = attempt(partial(_kernel_choice, config, specs, device))
@@ -188,6 +189,21 @@ def sft_steps(config: RlhfConfig) -> int:
     if config.algorithm == "sft":
         return 0
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
+
+
+def _start(config: RlhfConfig, launch: Launch) -> Start:
+    """Where the run begins. Raises ValueError where what its folder holds is not of this run."""
+    if not (steps := sft_steps(config)):
+        return find_start(config, launch)
+    start = find_start(config, launch, traces=(METRICS_FILE, SFT))
+    if start.folder is None:
+        return start
+    folder = start.folder / SFT
+    if (folder / MODEL).is_dir() or latest(folder / CHECKPOINTS):
+        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        if found := sft_violations(saved, config, steps):
+            raise ValueError(listed(found))
+    return start
 
 
 def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
