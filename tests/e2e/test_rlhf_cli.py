@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 import usp.failures
 from tests.e2e.processes import ROOT, Run
 from usp.config import config_to_mapping
+from usp.failures import ConfigurationError
 from usp.launch import Launch
+from usp.resume import Start
+from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.cli import main
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.prepare import prepare
@@ -90,6 +93,22 @@ def test_supervised_steps_of_another_run_are_not_taken(
     assert "--data" not in said and "--learning-rate" not in said
     prepared = prepare(replace(saved, algorithm="grpo", resume="auto", output=str(tmp_path)), Launch())
     assert prepared.start.folder == tmp_path
+
+
+def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(model: str, config: RlhfConfig) -> Start:
+        saved = RlhfState(2, 8, {}, config_to_mapping(replace(config, model=model)))
+        monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
+        return Start(tmp_path, tmp_path / "checkpoints" / "step-00000002")
+
+    config = RlhfConfig(prompt_tokens=64, sft_steps=0)
+    prepare(config, Launch(), started("tiny", config))
+    changed = replace(config, model="qwen3-tiny", reward_model="tiny", ref="qwen3-tiny")
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(changed, Launch(), started("tiny", config))
+    for part in ("--model = qwen3-tiny (checkpoint: tiny)", "--reward-model = tiny", "--ref = qwen3-tiny"):
+        assert part in str(refused.value)
+    prepare(replace(config, sft_steps=100), Launch(), started("elsewhere/sft/model", config))
 
 
 @pytest.mark.parametrize(

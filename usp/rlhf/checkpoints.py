@@ -12,9 +12,9 @@ from .config import RlhfConfig
 
 # What makes another run of it: the models, the data, what is learned from them.
 _DATA = ("data", "prompt_tokens", "tokenizer", "seed")
-_THE_RUN = ("algorithm", "reward_function", *_DATA)
+_THE_RUN = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)
 # What makes other supervised steps before it: key of their configuration -> the flag that it comes from.
-_THE_SFT = {"model": "model", "steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in _DATA}
+_THE_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,16 @@ class RlhfState:
         return RlhfState(**{name: extra[name] for name in names})
 
 
-def resume_violations(saved: RlhfState, config: RlhfConfig, finished_too: bool = False) -> list[str]:
-    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ."""
+def resume_violations(
+    saved: RlhfState, config: RlhfConfig, finished_too: bool = False, other_model: bool = False
+) -> list[str]:
+    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ.
+
+    other_model: whether the model may, because supervised steps put theirs in its place.
+    """
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}): a run goes on with its own"
-        for name in _THE_RUN
+        for name in (*_THE_RUN, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
     if saved.step >= config.steps and not finished_too:

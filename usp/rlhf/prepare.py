@@ -339,8 +339,9 @@ def _rollout_dims(config: RlhfConfig) -> ParallelDims | None:
 
 
 def _read_state(start: Start, config: RlhfConfig) -> RlhfState:
-    assert start.checkpoint is not None
+    assert start.checkpoint is not None and start.folder is not None
     saved = RlhfState.from_extra(read_extra(start.checkpoint))
-    if found := resume_violations(saved, config, finished_too=start.finished_too):
+    after_sft = bool(sft_steps(config)) or config.model == str(start.folder / SFT / MODEL)
+    if found := resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft):
         raise ValueError(listed(found))
     return saved
