@@ -45,6 +45,12 @@ BAD = [
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
     (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
     (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
+    (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
+    (["--algorithm", "dpo", "--prompts", "1", "--options", "mini_batches=2"], ["--prompts = 1: actor_train"]),
+    (
+        ["--algorithm", "ppo", "--options", "kl_target=6,kl_horizon=12"],
+        ["kl_horizon=12 must be above 0.2 times the 64"],
+    ),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]

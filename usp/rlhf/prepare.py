@@ -31,7 +31,8 @@ from usp.tokenizer import Tokenizer
 from usp.validate import parallel_dims
 
 from .algorithms.graphs import ALGORITHMS, build_graph
-from .algorithms.options import PolicyOptions
+from .algorithms.kl import horizon_violation
+from .algorithms.options import PPO, PolicyOptions
 from .algorithms.rewards import ScoreWith
 from .checkpoints import RlhfState, resume_violations, sft_violations
 from .config import RlhfConfig, algorithm_options, parse_options
@@ -41,6 +42,7 @@ from .named_plans import NAMED_PLANS, Facts, named_plan
 from .plan import ExecutionPlan
 from .plan_text import from_mapping
 from .spec import RoleSpec
+from .step import batch_violations
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
@@ -109,14 +111,16 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     if problems or examples is None:
         raise ConfigurationError(listed(problems))
     reward = attempt(lambda: _reward(config, tokenizer, examples))
-    graph = attempt(lambda: build_graph(config.algorithm, algorithm_options(config, stop_ids, reward)))
+    options = attempt(lambda: algorithm_options(config, stop_ids, reward))
+    graph = attempt(lambda: build_graph(config.algorithm, options)) if options else None
     if problems or graph is None:
         raise ConfigurationError(listed(problems))
+    prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
+    problems += _step_violations(prompts, config, options, graph)
     specs = {role: specs[role] for role in graph.roles}
     plan = attempt(lambda: _plan(config, graph, specs, launch))
     if problems or plan is None or kernel is None:
         raise ConfigurationError(listed(problems))
-    prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
     resolved = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."), prompts=prompts)
     return Prepared(
         config=resolved,
@@ -297,6 +301,15 @@ def _reward_function(named: str) -> Callable[[str, str, str], float]:
     if not callable(function):
         raise ValueError(f"--reward-function = {named}: {file} has no function {name}{nearest(name, vars(module))}")
     return function
+
+
+def _step_violations(prompts: int, config: RlhfConfig, options: Any, graph: DataflowGraph) -> Iterator[str]:
+    """Why a step cannot have so many prompts, or pairs."""
+    samples = prompts * (2 if config.algorithm in PAIRS else graph.group_size)
+    if found := batch_violations(graph, samples):
+        yield f"--prompts = {prompts}: {'; '.join(found)}"
+    if isinstance(options, PPO) and options.kl_target and (violation := horizon_violation(options.kl_horizon, samples)):
+        yield f"--options = {config.options}: {violation}"
 
 
 def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], launch: Launch) -> ExecutionPlan:

@@ -245,6 +245,9 @@ def test_kl_control_follows_its_target() -> None:
     assert control.updated(6.6, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 500 / 10_000))
     assert control.updated(60.0, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
     assert control.updated(-6.0, 500).coefficient == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
+    assert KLControl(0.1, 6.0, 103).updated(0.0, 512).coefficient > 0
+    with pytest.raises(ValueError, match=r"kl_horizon=102 must be above 0.2 times the 512 samples of a step"):
+        KLControl(0.1, 6.0, 102).updated(0.0, 512)
 
 
 def test_grpo_and_its_variants() -> None:
