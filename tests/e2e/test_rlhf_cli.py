@@ -17,9 +17,11 @@ from usp.config import config_to_mapping
 from usp.failures import ConfigurationError
 from usp.launch import Launch
 from usp.resume import Start
+from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.cli import main
 from usp.rlhf.config import RlhfConfig
+from usp.rlhf.graph import Compute
 from usp.rlhf.prepare import prepare
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
@@ -31,6 +33,12 @@ FILES = {
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
     "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n\n"
     "def broken(prompt, response, answer):\n    return {}['digit']\n",
+    "needs.py": "import no_such_module\n",
+    "grammar.py": "def reward(:\n",
+    "leaves.py": "raise SystemExit(3)\n",
+    "modern.py": "from __future__ import annotations\nfrom dataclasses import KW_ONLY, dataclass\n\n"
+    "@dataclass\nclass Score:\n    _: KW_ONLY\n    value: float = 0.0\n\n"
+    "def reward(prompt, response, answer):\n    return Score(value=0.5).value\n",
 }
 BAD = [
     (["--algorithm", "gpro"], ["--algorithm = 'gpro' must be one of", "did you mean 'grpo'"]),
@@ -43,6 +51,12 @@ BAD = [
     (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
+    (
+        ["--reward-function", "needs.py:reward"],
+        ["needs.py cannot be loaded: ModuleNotFoundError: No module named 'no_"],
+    ),
+    (["--reward-function", "grammar.py:reward"], ["--reward-function = grammar.py:reward", "SyntaxError: "]),
+    (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be loaded: SystemExit: 3"]),
     (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
     (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
     (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
@@ -115,6 +129,13 @@ def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.M
     for part in ("--model = qwen3-tiny (checkpoint: tiny)", "--reward-model = tiny", "--ref = qwen3-tiny"):
         assert part in str(refused.value)
     prepare(replace(config, sft_steps=100), Launch(), started("elsewhere/sft/model", config))
+
+
+def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:
+    config = RlhfConfig(sft_steps=0, reward_function=f"{inputs / 'modern.py'}:reward")
+    (reward,) = (call.work for call in prepare(config, Launch()).graph.calls if call.name == "reward")
+    assert isinstance(reward, Compute) and isinstance(reward.function, ScoreWith)
+    assert reward.function.reward("", "", "") == 0.5
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,10 +294,16 @@ def _reward_function(named: str) -> Callable[[str, str, str], float]:
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"--reward-function = {named} must be match, or PATH.py:NAME with a file that exists")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"{file.resolve()}", file)  # no import statement can say this name
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # where dataclasses look up the names of annotations
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--reward-function = {named}: {file} cannot be loaded: {said}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--reward-function = {named}: {file} has no function {name}{nearest(name, vars(module))}")
