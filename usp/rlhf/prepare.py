@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, latest, read_extra
-from usp.config import DEVICES, DTYPES, flag, nearest
+from usp.config import DEVICES, DTYPES, ParallelConfig, flag, nearest
 from usp.documents import STDLIB
 from usp.engines.base import AdamW
 from usp.failures import ConfigurationError, listed
@@ -36,7 +36,7 @@ from .algorithms.kl import horizon_violation
 from .algorithms.options import PPO, PolicyOptions
 from .algorithms.rewards import ScoreWith
 from .checkpoints import RlhfState, resume_violations, sft_violations
-from .config import RlhfConfig, algorithm_options, parse_options
+from .config import RlhfConfig, algorithm_options, default_of, parse_options
 from .dataflow import DataflowGraph
 from .examples import Examples, open_examples
 from .named_plans import NAMED_PLANS, Facts, named_plan
@@ -117,6 +117,7 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     if problems or graph is None:
         raise ConfigurationError(listed(problems))
     prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
+    problems += _role_violations(config, graph)
     problems += _step_violations(prompts, config, options, graph)
     specs = {role: specs[role] for role in graph.roles}
     plan = attempt(lambda: _plan(config, graph, specs, launch))
@@ -227,18 +228,23 @@ def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
         "seed": config.seed,
     }
 
-    def spec(role: str, source: str, head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
+    def spec(role: str, names: Sequence[str], head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
+        """names: of the flags that say where it comes from; the first that says something counts."""
+        name = next(name for name in names if getattr(config, name))
+        source = getattr(config, name)
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
-        model = load_model_config(source, head, new_head)
+        try:
+            model = load_model_config(source, head, new_head)
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
         return RoleSpec(role, source, model, new_head=new_head, learning_rate=rate, **common)
 
-    roles = {"actor": spec("actor", config.model, "lm", config.learning_rate)}
-    roles["ref"] = spec("ref", config.ref or config.model, "lm", config.learning_rate)
-    reward = config.model if config.algorithm == "reward_model" else config.reward_model
-    if reward:
-        roles["reward"] = spec("reward", reward, "scalar", config.learning_rate)
-    critic = config.critic or config.reward_model or config.model
-    roles["critic"] = spec("critic", critic, "scalar", config.critic_learning_rate)
+    roles = {"actor": spec("actor", ("model",), "lm", config.learning_rate)}
+    roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
+    reward = "model" if config.algorithm == "reward_model" else "reward_model"
+    if getattr(config, reward):
+        roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
+    roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
     return roles
 
 
@@ -246,7 +252,8 @@ def _keys(config: RlhfConfig) -> tuple[str, ...]:
     """What the lines of --data must hold."""
     if config.algorithm in PAIRS:
         return "prompt", "chosen", "rejected"
-    return ("prompt",) if config.reward_model and not sft_steps(config) else ("prompt", "answer")
+    answered = not config.reward_model or config.algorithm == "sft" or sft_steps(config)
+    return ("prompt", "answer") if answered else ("prompt",)
 
 
 def _is_reward_model(folder: str) -> bool:
@@ -269,6 +276,14 @@ def _vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> 
                 f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and the {role} "
                 f"{spec.source} has a vocabulary of {spec.config.vocab_size}: use the model's own tokenizer"
             )
+
+
+def _role_violations(config: RlhfConfig, graph: DataflowGraph) -> Iterator[str]:
+    """Which models are named that no call of the graph has."""
+    for name, role in (("critic", "critic"), ("ref", "ref"), ("reward_model", "reward")):
+        # What --algorithm reward_model trains in that role is --model.
+        if getattr(config, name) and (role not in graph.roles or config.algorithm == "reward_model"):
+            yield f"{flag(name)} = {getattr(config, name)}: {config.algorithm} as asked calls no such model: drop it"
 
 
 def _reward(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
@@ -322,12 +337,15 @@ def _step_violations(prompts: int, config: RlhfConfig, options: Any, graph: Data
 def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], launch: Launch) -> ExecutionPlan:
     """The plan that --plan names, checked against graph, world and models."""
     facts = [model_facts(spec.source, spec.config) for spec in specs.values()]
-    if config.plan not in NAMED_PLANS:
-        file = Path(config.plan).expanduser()
-        if file.suffix not in (".yaml", ".yml") or not file.is_file():
-            names = ", ".join(NAMED_PLANS)
-            near = nearest(config.plan, NAMED_PLANS)
-            raise ValueError(f"--plan = {config.plan} must be one of {names}, or a YAML file that exists{near}")
+    named, file = config.plan in NAMED_PLANS, Path(config.plan).expanduser()
+    if not named and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
+        names = ", ".join(NAMED_PLANS)
+        near = nearest(config.plan, NAMED_PLANS)
+        raise ValueError(f"--plan = {config.plan} must be one of {names}, or a YAML file that exists{near}")
+    unused = () if sft_steps(config) else without_layout_flags(config)  # supervised steps have them
+    if dropped := [*unused, *(("rollout",) if config.rollout and config.plan != "separation" else ())]:
+        raise ValueError(f"--plan = {config.plan} has no use for {', '.join(map(flag, dropped))}: leave that out")
+    if not named:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)
     else:
@@ -350,6 +368,17 @@ def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], 
     if config.offload:
         plan = replace(plan, offload=frozenset(graph.roles) - frozenset(graph.trained_roles))
     return plan
+
+
+def without_layout_flags(config: RlhfConfig) -> dict[str, Any]:
+    """The defaults of those flags that `config` sets, and that its plan has no use for: its layouts are its own."""
+    if config.plan in NAMED_PLANS and config.plan != "heuristic":
+        return {}
+    names = [field.name for field in fields(ParallelConfig)]
+    if config.plan not in NAMED_PLANS:
+        names.append("micro_batch_tokens")
+    defaults = {name: default_of(RlhfConfig, name) for name in names}
+    return {name: value for name, value in defaults.items() if getattr(config, name) != value}
 
 
 def _rollout_dims(config: RlhfConfig) -> ParallelDims | None:
