@@ -33,6 +33,7 @@ FILES = {
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
     "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n\n"
     "def broken(prompt, response, answer):\n    return {}['digit']\n",
+    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
     "needs.py": "import no_such_module\n",
     "grammar.py": "def reward(:\n",
     "leaves.py": "raise SystemExit(3)\n",
@@ -53,6 +54,8 @@ BAD = [
     (["--critic", "tiny"], ["--critic = tiny: grpo as asked calls no such model: drop it"]),
     (["--ref", "tiny", "--options", "kl=0"], ["--ref = tiny: grpo as asked calls no such model: drop it"]),
     (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny: dpo"]),
+    (["--model", ""], ["error: --model =  holds no config.json"]),
+    (["--algorithm", "dpo", "--data", "pairs.jsonl"], ["line 1: no text under 'answer'"]),
     (["--ref", "nowhere"], ["error: --ref = nowhere is no preset and no folder"]),
     (["--algorithm", "ppo", "--critic", "nowhere"], ["error: --critic = nowhere is no preset and no folder"]),
     (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),

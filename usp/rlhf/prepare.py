@@ -206,7 +206,7 @@ def _start(config: RlhfConfig, launch: Launch) -> Start:
         return start
     folder = start.folder / SFT
     if (folder / MODEL).is_dir() or latest(folder / CHECKPOINTS):
-        saved = yaml.safe_load((folder / "config.yaml").read_text())
+        saved = yaml.safe_load((folder / "config.yaml").read_text()) or {}
         if found := sft_violations(saved, config, steps):
             raise ValueError(listed(found))
     return start
@@ -230,7 +230,7 @@ def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
 
     def spec(role: str, names: Sequence[str], head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
         """names: of the flags that say where it comes from; the first that says something counts."""
-        name = next(name for name in names if getattr(config, name))
+        name = next((name for name in names if getattr(config, name)), names[-1])
         source = getattr(config, name)
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
@@ -250,10 +250,10 @@ def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
 
 def _keys(config: RlhfConfig) -> tuple[str, ...]:
     """What the lines of --data must hold."""
+    answers = ("answer",) if config.algorithm == "sft" or sft_steps(config) else ()
     if config.algorithm in PAIRS:
-        return "prompt", "chosen", "rejected"
-    answered = not config.reward_model or config.algorithm == "sft" or sft_steps(config)
-    return ("prompt", "answer") if answered else ("prompt",)
+        return "prompt", "chosen", "rejected", *answers
+    return ("prompt", *answers) if config.reward_model else ("prompt", "answer")
 
 
 def _is_reward_model(folder: str) -> bool:
