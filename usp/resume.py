@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,14 @@ class Start:
     finished_too: bool = False
 
 
-def find_start(config: RunConfig, launch: Launch) -> Start:
+def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,)) -> Start:
     """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
+
+    traces: names in a folder that only a run leaves.
 
     Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or cannot be made.
     """
-    start = _start(config, launch)
+    start = _start(config, launch, traces)
     folder = (start.folder or RUNS).resolve()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
@@ -53,7 +56,7 @@ def find_start(config: RunConfig, launch: Launch) -> Start:
     return start
 
 
-def _start(config: RunConfig, launch: Launch) -> Start:
+def _start(config: RunConfig, launch: Launch, traces: Sequence[str]) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
     remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
     # Where a board would remember a folder and does not, no earlier start came as far as to write in one.
@@ -69,15 +72,15 @@ def _start(config: RunConfig, launch: Launch) -> Start:
         return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
     start = _named(config.resume, folder) if config.resume else Start(folder)
     continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
-    if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder):
+    if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder, traces):
         raise ValueError(
             f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
         )
     return start
 
 
-def _holds_a_run(folder: Path) -> bool:
-    return (folder / METRICS_FILE).exists() or latest(folder / CHECKPOINTS) is not None
+def _holds_a_run(folder: Path, traces: Sequence[str]) -> bool:
+    return any((folder / name).exists() for name in traces) or latest(folder / CHECKPOINTS) is not None
 
 
 def _named(resume: str, folder: Path | None) -> Start:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from transformers import AutoModelForCausalLM
 
 import usp.failures
 from tests.e2e.processes import ROOT, Run
+from usp.config import config_to_mapping
+from usp.failures import ConfigurationError
+from usp.launch import Launch
+from usp.resume import Start
+from usp.rlhf.algorithms.rewards import ScoreWith
+from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.cli import main
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.graph import Compute
+from usp.rlhf.prepare import prepare
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -22,11 +33,31 @@ FILES = {
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
     "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n\n"
     "def broken(prompt, response, answer):\n    return {}['digit']\n",
+    "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+    "needs.py": "import no_such_module\n",
+    "grammar.py": "def reward(:\n",
+    "leaves.py": "raise SystemExit(3)\n",
+    "modern.py": "from __future__ import annotations\nfrom dataclasses import KW_ONLY, dataclass\n\n"
+    "@dataclass\nclass Score:\n    _: KW_ONLY\n    value: float = 0.0\n\n"
+    "def reward(prompt, response, answer):\n    return Score(value=0.5).value\n",
 }
 BAD = [
     (["--algorithm", "gpro"], ["--algorithm = 'gpro' must be one of", "did you mean 'grpo'"]),
     (["--plan", "flatening"], ["--plan = flatening must be one of heuristic, flattening", "did you mean 'flattening'"]),
     (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
+    (
+        ["--plan", "heuristic", "--sft-steps", "0", "--sp-ulysses", "2", "--zero", "1", "--rollout", "tp=2"],
+        ["--plan = heuristic has no use for --sp-ulysses, --zero, --rollout: leave"],
+    ),
+    (["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"], ["--plan = plan.yaml has no use for --dp-shard:"]),
+    (["--rollout", "tp=2"], ["--plan = flattening has no use for --rollout: leave"]),
+    (["--critic", "tiny"], ["--critic = tiny: grpo as asked calls no such model: drop it"]),
+    (["--ref", "tiny", "--options", "kl=0"], ["--ref = tiny: grpo as asked calls no such model: drop it"]),
+    (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny: dpo"]),
+    (["--model", ""], ["error: --model =  holds no config.json"]),
+    (["--algorithm", "dpo", "--data", "pairs.jsonl"], ["line 1: no text under 'answer'"]),
+    (["--ref", "nowhere"], ["error: --ref = nowhere is no preset and no folder"]),
+    (["--algorithm", "ppo", "--critic", "nowhere"], ["error: --critic = nowhere is no preset and no folder"]),
     (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),
     (["--data", "bad.jsonl"], ["line 2: a prompt of 0 tokens", "line 3: no text under 'answer'", "line 4: not JSON"]),
     (["--data", "long.jsonl"], ["line 1: a prompt of 200000 tokens, and it must be 1 to 131064"]),
@@ -34,8 +65,20 @@ BAD = [
     (["--options", "k1=3,mini_batches=x"], ["unknown 'k1'", "kl=0.04", "mini_batches = 'x' must be int"]),
     (["--options", "mini_batches=0"], ["grpo: mini_batches=0 must be at least 1"]),
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
+    (
+        ["--reward-function", "needs.py:reward"],
+        ["needs.py cannot be loaded: ModuleNotFoundError: No module named 'no_"],
+    ),
+    (["--reward-function", "grammar.py:reward"], ["--reward-function = grammar.py:reward", "SyntaxError: "]),
+    (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be loaded: SystemExit: 3"]),
     (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
     (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
+    (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
+    (["--algorithm", "dpo", "--prompts", "1", "--options", "mini_batches=2"], ["--prompts = 1: actor_train"]),
+    (
+        ["--algorithm", "ppo", "--options", "kl_target=6,kl_horizon=12"],
+        ["kl_horizon=12 must be above 0.2 times the 64"],
+    ),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]
@@ -54,12 +97,59 @@ def test_bad_input_is_refused_before_anything_communicates(
     inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: list[str]
 ) -> None:
     monkeypatch.chdir(inputs)
+    shown = refusal(args, monkeypatch, capsys)
+    for part in said:
+        assert part in shown
+
+
+def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What rlhf.py says of `args` before anything communicates."""
     monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": "0", "LOCAL_RANK": "0"})
-    shown = capsys.readouterr()
-    assert exit_code == 2 and not dist.is_initialized() and shown.err.startswith("error: "), shown.err
-    for part in said:
-        assert part in shown.err
+    said = capsys.readouterr().err
+    assert exit_code == 2 and not dist.is_initialized() and said.startswith("error: "), said
+    return said
+
+
+def test_supervised_steps_of_another_run_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    saved = RlhfConfig(algorithm="sft", steps=100, learning_rate=2e-3, prompt_tokens=64)
+    (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(saved)))
+    args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
+    said = refusal(args, monkeypatch, capsys)
+    assert f"--output = {tmp_path} holds a run already: name another folder, or continue it with --resume auto" in said
+    other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
+    said = refusal([*args, *other], monkeypatch, capsys)
+    for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):
+        assert part in said
+    assert "--data" not in said and "--learning-rate" not in said
+    prepared = prepare(replace(saved, algorithm="grpo", resume="auto", output=str(tmp_path)), Launch())
+    assert prepared.start.folder == tmp_path
+
+
+def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(model: str, config: RlhfConfig) -> Start:
+        saved = RlhfState(2, 8, {}, config_to_mapping(replace(config, model=model)))
+        monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
+        return Start(tmp_path, tmp_path / "checkpoints" / "step-00000002")
+
+    config = RlhfConfig(prompt_tokens=64, sft_steps=0)
+    prepare(config, Launch(), started("tiny", config))
+    changed = replace(config, model="qwen3-tiny", reward_model="tiny", ref="qwen3-tiny")
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(changed, Launch(), started("tiny", config))
+    for part in ("--model = qwen3-tiny (checkpoint: tiny)", "--reward-model = tiny", "--ref = qwen3-tiny"):
+        assert part in str(refused.value)
+    prepare(replace(config, sft_steps=100), Launch(), started("elsewhere/sft/model", config))
+
+
+def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:
+    config = RlhfConfig(sft_steps=0, reward_function=f"{inputs / 'modern.py'}:reward")
+    (reward,) = (call.work for call in prepare(config, Launch()).graph.calls if call.name == "reward")
+    assert isinstance(reward, Compute) and isinstance(reward.function, ScoreWith)
+    assert reward.function.reward("", "", "") == 0.5
 
 
 @pytest.mark.parametrize(

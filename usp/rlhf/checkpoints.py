@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from usp.config import flag
+from usp.config import config_to_mapping, flag
 
 from .config import RlhfConfig
 
 # What makes another run of it: the models, the data, what is learned from them.
-_THE_RUN = ("algorithm", "data", "prompt_tokens", "tokenizer", "reward_function", "seed")
+_DATA = ("data", "prompt_tokens", "tokenizer", "seed")
+_THE_RUN = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)
+# What makes other supervised steps before it: key of their configuration -> the flag that it comes from.
+_THE_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,16 @@ class RlhfState:
         return RlhfState(**{name: extra[name] for name in names})
 
 
-def resume_violations(saved: RlhfState, config: RlhfConfig, finished_too: bool = False) -> list[str]:
-    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ."""
+def resume_violations(
+    saved: RlhfState, config: RlhfConfig, finished_too: bool = False, other_model: bool = False
+) -> list[str]:
+    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ.
+
+    other_model: whether the model may, because supervised steps put theirs in its place.
+    """
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}): a run goes on with its own"
-        for name in _THE_RUN
+        for name in (*_THE_RUN, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
     if saved.step >= config.steps and not finished_too:
@@ -56,3 +64,16 @@ def resume_violations(saved: RlhfState, config: RlhfConfig, finished_too: bool =
             f"{saved.step + 1}"
         )
     return found
+
+
+def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
+    """What keeps a run of `config` from going on with supervised steps of the configuration `saved`.
+
+    steps: how many it has.
+    """
+    asked = {**config_to_mapping(config), "sft_steps": steps}
+    return [
+        f"{flag(name)} = {asked[name]} (its supervised steps: {saved.get(key)}): a run goes on with its own"
+        for key, name in _THE_SFT.items()
+        if saved.get(key) != asked[name]
+    ]

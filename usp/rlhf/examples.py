@@ -147,7 +147,7 @@ def open_examples(
     if not file.is_file() or file.suffix != ".jsonl":
         raise ValueError(f"--data = {data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
     examples, problems = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
                 examples.append(_parsed(line, keys, tokenizer, longest))
@@ -177,7 +177,8 @@ def _parsed(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int) 
             f"a prompt of {len(prompt)} tokens, and it must be 1 to {longest}, so that the response fits the model's "
             f"context: shorten it, lower --max-new-tokens, or use a model with a longer context"
         )
-    return Example(prompt, row.get("answer") or row.get("chosen") or "", row.get("rejected") or "")
+    answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
+    return Example(prompt, row[answer] if answer in keys else "", row[rejected] if rejected in keys else "")
 
 
 def without_end(tokenizer: Tokenizer, ids: Ids) -> Ids:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,35 +17,38 @@ import torch
 import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
-from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, read_extra
-from usp.config import DEVICES, DTYPES, flag, nearest
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, latest, read_extra
+from usp.config import DEVICES, DTYPES, ParallelConfig, flag, nearest
 from usp.documents import STDLIB
 from usp.engines.base import AdamW
 from usp.failures import ConfigurationError, listed
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tokenizers import load_tokenizer
 from usp.launch import Launch, choose_device, computation_dtype
-from usp.metrics import wandb_problem
+from usp.metrics import METRICS_FILE, wandb_problem
 from usp.presets import PRESETS
-from usp.resume import Start, find_start
+from usp.resume import CHECKPOINTS, Start, find_start
 from usp.tokenizer import Tokenizer
 from usp.validate import parallel_dims
 
 from .algorithms.graphs import ALGORITHMS, build_graph
-from .algorithms.options import PolicyOptions
+from .algorithms.kl import horizon_violation
+from .algorithms.options import PPO, PolicyOptions
 from .algorithms.rewards import ScoreWith
-from .checkpoints import RlhfState, resume_violations
-from .config import RlhfConfig, algorithm_options, parse_options
+from .checkpoints import RlhfState, resume_violations, sft_violations
+from .config import RlhfConfig, algorithm_options, default_of, parse_options
 from .dataflow import DataflowGraph
 from .examples import Examples, open_examples
 from .named_plans import NAMED_PLANS, Facts, named_plan
 from .plan import ExecutionPlan
 from .plan_text import from_mapping
 from .spec import RoleSpec
+from .step import batch_violations
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")
 DEFAULT_SFT_STEPS = 100
+SFT, MODEL = "sft", "model"  # folders of a run: its supervised steps, and what they and it leave
 LEARNING_RATE, LEARNING_RATES = 2e-3, {"ppo": 3e-4}  # of a tiny model
 RESPONSES = 64  # in a step, where --prompts does not say
 
@@ -94,7 +98,7 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     specs = attempt(lambda: role_specs(config, dtype)) if config.algorithm in ALGORITHMS else None
-    start = start or attempt(lambda: find_start(config, launch)) or Start()
+    start = start or attempt(lambda: _start(config, launch)) or Start()
     if problems or device is None or tokenizer is None or specs is None:
         raise ConfigurationError(listed(problems))
     kernel = attempt(partial(_kernel_choice, config, specs, device))
@@ -108,14 +112,17 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     if problems or examples is None:
         raise ConfigurationError(listed(problems))
     reward = attempt(lambda: _reward(config, tokenizer, examples))
-    graph = attempt(lambda: build_graph(config.algorithm, algorithm_options(config, stop_ids, reward)))
+    options = attempt(lambda: algorithm_options(config, stop_ids, reward))
+    graph = attempt(lambda: build_graph(config.algorithm, options)) if options else None
     if problems or graph is None:
         raise ConfigurationError(listed(problems))
+    prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
+    problems += _role_violations(config, graph)
+    problems += _step_violations(prompts, config, options, graph)
     specs = {role: specs[role] for role in graph.roles}
     plan = attempt(lambda: _plan(config, graph, specs, launch))
     if problems or plan is None or kernel is None:
         raise ConfigurationError(listed(problems))
-    prompts = config.prompts or math.ceil(RESPONSES / graph.group_size)
     resolved = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."), prompts=prompts)
     return Prepared(
         config=resolved,
@@ -190,6 +197,21 @@ def sft_steps(config: RlhfConfig) -> int:
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
 
 
+def _start(config: RlhfConfig, launch: Launch) -> Start:
+    """Where the run begins. Raises ValueError where what its folder holds is not of this run."""
+    if not (steps := sft_steps(config)):
+        return find_start(config, launch)
+    start = find_start(config, launch, traces=(METRICS_FILE, SFT))
+    if start.folder is None:
+        return start
+    folder = start.folder / SFT
+    if (folder / MODEL).is_dir() or latest(folder / CHECKPOINTS):
+        saved = yaml.safe_load((folder / "config.yaml").read_text()) or {}
+        if found := sft_violations(saved, config, steps):
+            raise ValueError(listed(found))
+    return start
+
+
 def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
     """The model of every role that an algorithm may ask for, computing in `dtype`.
 
@@ -206,26 +228,32 @@ def role_specs(config: RlhfConfig, dtype: torch.dtype) -> dict[str, RoleSpec]:
         "seed": config.seed,
     }
 
-    def spec(role: str, source: str, head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
+    def spec(role: str, names: Sequence[str], head: Literal["lm", "scalar"], rate: float) -> RoleSpec:
+        """names: of the flags that say where it comes from; the first that says something counts."""
+        name = next((name for name in names if getattr(config, name)), names[-1])
+        source = getattr(config, name)
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
-        model = load_model_config(source, head, new_head)
+        try:
+            model = load_model_config(source, head, new_head)
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
         return RoleSpec(role, source, model, new_head=new_head, learning_rate=rate, **common)
 
-    roles = {"actor": spec("actor", config.model, "lm", config.learning_rate)}
-    roles["ref"] = spec("ref", config.ref or config.model, "lm", config.learning_rate)
-    reward = config.model if config.algorithm == "reward_model" else config.reward_model
-    if reward:
-        roles["reward"] = spec("reward", reward, "scalar", config.learning_rate)
-    critic = config.critic or config.reward_model or config.model
-    roles["critic"] = spec("critic", critic, "scalar", config.critic_learning_rate)
+    roles = {"actor": spec("actor", ("model",), "lm", config.learning_rate)}
+    roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
+    reward = "model" if config.algorithm == "reward_model" else "reward_model"
+    if getattr(config, reward):
+        roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
+    roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
     return roles
 
 
 def _keys(config: RlhfConfig) -> tuple[str, ...]:
     """What the lines of --data must hold."""
+    answers = ("answer",) if config.algorithm == "sft" or sft_steps(config) else ()
     if config.algorithm in PAIRS:
-        return "prompt", "chosen", "rejected"
-    return ("prompt",) if config.reward_model and not sft_steps(config) else ("prompt", "answer")
+        return "prompt", "chosen", "rejected", *answers
+    return ("prompt", *answers) if config.reward_model else ("prompt", "answer")
 
 
 def _is_reward_model(folder: str) -> bool:
@@ -248,6 +276,14 @@ def _vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> 
                 f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and the {role} "
                 f"{spec.source} has a vocabulary of {spec.config.vocab_size}: use the model's own tokenizer"
             )
+
+
+def _role_violations(config: RlhfConfig, graph: DataflowGraph) -> Iterator[str]:
+    """Which models are named that no call of the graph has."""
+    for name, role in (("critic", "critic"), ("ref", "ref"), ("reward_model", "reward")):
+        # What --algorithm reward_model trains in that role is --model.
+        if getattr(config, name) and (role not in graph.roles or config.algorithm == "reward_model"):
+            yield f"{flag(name)} = {getattr(config, name)}: {config.algorithm} as asked calls no such model: drop it"
 
 
 def _reward(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
@@ -273,25 +309,43 @@ def _reward_function(named: str) -> Callable[[str, str, str], float]:
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"--reward-function = {named} must be match, or PATH.py:NAME with a file that exists")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"{file.resolve()}", file)  # no import statement can say this name
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # where dataclasses look up the names of annotations
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--reward-function = {named}: {file} cannot be loaded: {said}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--reward-function = {named}: {file} has no function {name}{nearest(name, vars(module))}")
     return function
 
 
+def _step_violations(prompts: int, config: RlhfConfig, options: Any, graph: DataflowGraph) -> Iterator[str]:
+    """Why a step cannot have so many prompts, or pairs."""
+    samples = prompts * (2 if config.algorithm in PAIRS else graph.group_size)
+    if found := batch_violations(graph, samples):
+        yield f"--prompts = {prompts}: {'; '.join(found)}"
+    if isinstance(options, PPO) and options.kl_target and (violation := horizon_violation(options.kl_horizon, samples)):
+        yield f"--options = {config.options}: {violation}"
+
+
 def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], launch: Launch) -> ExecutionPlan:
     """The plan that --plan names, checked against graph, world and models."""
     facts = [model_facts(spec.source, spec.config) for spec in specs.values()]
-    if config.plan not in NAMED_PLANS:
-        file = Path(config.plan).expanduser()
-        if file.suffix not in (".yaml", ".yml") or not file.is_file():
-            names = ", ".join(NAMED_PLANS)
-            near = nearest(config.plan, NAMED_PLANS)
-            raise ValueError(f"--plan = {config.plan} must be one of {names}, or a YAML file that exists{near}")
+    named, file = config.plan in NAMED_PLANS, Path(config.plan).expanduser()
+    if not named and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
+        names = ", ".join(NAMED_PLANS)
+        near = nearest(config.plan, NAMED_PLANS)
+        raise ValueError(f"--plan = {config.plan} must be one of {names}, or a YAML file that exists{near}")
+    unused = () if sft_steps(config) else without_layout_flags(config)  # supervised steps have them
+    if dropped := [*unused, *(("rollout",) if config.rollout and config.plan != "separation" else ())]:
+        raise ValueError(f"--plan = {config.plan} has no use for {', '.join(map(flag, dropped))}: leave that out")
+    if not named:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)
     else:
@@ -316,6 +370,17 @@ def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], 
     return plan
 
 
+def without_layout_flags(config: RlhfConfig) -> dict[str, Any]:
+    """The defaults of those flags that `config` sets, and that its plan has no use for: its layouts are its own."""
+    if config.plan in NAMED_PLANS and config.plan != "heuristic":
+        return {}
+    names = [field.name for field in fields(ParallelConfig)]
+    if config.plan not in NAMED_PLANS:
+        names.append("micro_batch_tokens")
+    defaults = {name: default_of(RlhfConfig, name) for name in names}
+    return {name: value for name, value in defaults.items() if getattr(config, name) != value}
+
+
 def _rollout_dims(config: RlhfConfig) -> ParallelDims | None:
     """What --rollout says; None where it says nothing. Raises ValueError for what is no degree."""
     values = parse_options(config.rollout, ParallelDims, "--rollout")
@@ -323,8 +388,9 @@ def _rollout_dims(config: RlhfConfig) -> ParallelDims | None:
 
 
 def _read_state(start: Start, config: RlhfConfig) -> RlhfState:
-    assert start.checkpoint is not None
+    assert start.checkpoint is not None and start.folder is not None
     saved = RlhfState.from_extra(read_extra(start.checkpoint))
-    if found := resume_violations(saved, config, finished_too=start.finished_too):
+    after_sft = bool(sft_steps(config)) or config.model == str(start.folder / SFT / MODEL)
+    if found := resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft):
         raise ValueError(listed(found))
     return saved

@@ -26,7 +26,12 @@ def step_violations(graph: DataflowGraph, given: Samples) -> list[str]:
         violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank gives all samples of the step")
     if set(given.values) != set(graph.given):
         violations.append(f"keys {sorted(given.values)} must be those of the graph: {sorted(graph.given)}")
-    samples = len(given) * graph.group_size
+    return violations + batch_violations(graph, len(given) * graph.group_size)
+
+
+def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
+    """Why a step of so many samples cannot be divided."""
+    violations = []
     for call in graph.calls:
         mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
         if violation := batch_violation(samples, mini_batches, unit(call)):

@@ -57,7 +57,7 @@ from .graph import ModelCall
 from .models import RoleModel
 from .plan import CallLayout
 from .plan_text import to_mapping
-from .prepare import PAIRS, Prepared, prepare, sft_steps
+from .prepare import MODEL, PAIRS, SFT, Prepared, prepare, sft_steps, without_layout_flags
 from .samples import Samples
 
 SHOWN = 2  # samples of a step that are kept to be read
@@ -81,13 +81,17 @@ def train_rlhf(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file
 def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> Prepared:
     """The run with the model that supervised steps leave, which are a run of their own."""
     assert prepared.start.folder is not None
-    folder = prepared.start.folder / "sft"
-    if not (folder / "model").is_dir():
+    folder = prepared.start.folder / SFT
+    if not (folder / MODEL).is_dir():
         config = replace(
             prepared.config,
             algorithm="sft",
             plan="flattening",
             options="",
+            rollout="",
+            reward_model="",
+            critic="",
+            ref="",
             steps=steps,
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
@@ -96,7 +100,9 @@ def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest
         start = Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
         RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
         dist.barrier()
-    config = replace(prepared.config, model=str(folder / "model"), sft_steps=0)
+    # Degrees that the plan has no use for were those of the supervised steps.
+    rest = {"model": str(folder / MODEL), "sft_steps": 0, **without_layout_flags(prepared.config)}
+    config = replace(prepared.config, **rest)
     return prepare(config, launch, prepared.start)
 
 
@@ -285,7 +291,7 @@ class RlhfTrainer:
             call = graph.train_call(role)
             assert call is not None
             group = self.groups.get(plan[call.name].ranks)
-            path = self.folder / ("model" if len(graph.trained_roles) == 1 or role == "actor" else role)
+            path = self.folder / (MODEL if len(graph.trained_roles) == 1 or role == "actor" else role)
             if group is not None:
                 model = self.trained[role]
                 inner = model.stage.model

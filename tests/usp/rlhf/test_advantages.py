@@ -204,6 +204,15 @@ def test_ppo_normalises_and_remembers() -> None:
         again.load_state_dict({"total": 1.0})
 
 
+def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
+    function = PPOAdvantages.of(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
+    function(make(), alone)
+    assert function.kl.coefficient != 0.2 and function.returns.weight
+    fixed = PPOAdvantages.of(PPO(kl=0.3, value_norm="none"))
+    fixed.load_state_dict(function.state_dict())
+    assert fixed.kl.coefficient == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
+
+
 def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
     options = PPO(normalise_rewards=True, normalise_advantages=False, value_norm="none", reward_scaling=3.0)
     samples = make()
@@ -236,6 +245,9 @@ def test_kl_control_follows_its_target() -> None:
     assert control.updated(6.6, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 500 / 10_000))
     assert control.updated(60.0, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
     assert control.updated(-6.0, 500).coefficient == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
+    assert KLControl(0.1, 6.0, 103).updated(0.0, 512).coefficient > 0
+    with pytest.raises(ValueError, match=r"kl_horizon=102 must be above 0.2 times the 512 samples of a step"):
+        KLControl(0.1, 6.0, 102).updated(0.0, 512)
 
 
 def test_grpo_and_its_variants() -> None:

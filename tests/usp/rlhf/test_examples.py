@@ -62,6 +62,24 @@ def test_a_file_of_pairs(tmp_path: Path) -> None:
     assert ByteTokenizer().decode(found[1].prompt.tolist()) == "p1"
 
 
+@pytest.mark.parametrize("answer", ["", "a"])
+def test_a_line_gives_what_the_algorithm_reads_and_nothing_else(tmp_path: Path, answer: str) -> None:
+    (tmp_path / "row.jsonl").write_text(json.dumps({"prompt": "p", "answer": answer, "chosen": "c", "rejected": "r"}))
+    wanted = {KEYS: (answer, ""), ("prompt", "chosen", "rejected"): ("c", "r"), ("prompt",): ("", "")}
+    for keys, said in wanted.items():
+        found = open_examples(str(tmp_path / "row.jsonl"), keys, ByteTokenizer(), prompt_tokens=1, longest=9, seed=0)
+        assert (found[0].answer, found[0].rejected) == said
+
+
+def test_a_line_of_a_file_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    rows = [{"prompt": text, "answer": text}, {"prompt": "p", "answer": "a"}]
+    lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8", newline="")
+    found = open_examples(str(tmp_path / "rows.jsonl"), KEYS, ByteTokenizer(), prompt_tokens=1, longest=20, seed=0)
+    assert [found[n].answer for n in range(found.size)] == [text, "a"]
+
+
 @pytest.mark.parametrize("size", [7, 2**30])
 def test_a_stream_goes_on_anywhere_and_every_epoch_has_each_example_once(size: int) -> None:
     whole = chosen(0, 21, size, seed=5)

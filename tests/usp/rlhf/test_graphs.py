@@ -182,6 +182,14 @@ def test_all_that_is_wrong_is_named() -> None:
         ("dpo", DPO(label_smoothing=0.5), "label_smoothing=0.5"),
         ("ppo", PPO(eps_low=1.0), "eps_low=1.0 must be below 1"),
         ("ppo", PPO(eps_high=float("nan")), "eps_high=nan"),
+        ("dpo", DPO(beta=float("inf")), "beta=inf must be finite"),
+        ("ppo", PPO(value_norm_eps=float("inf")), "value_norm_eps=inf must be finite"),
+        ("ppo", PPO(kl=float("inf")), "kl=inf must be finite"),
+        ("ppo", PPO(kl_target=float("inf")), "kl_target=inf must be finite"),
+        ("ppo", PPO(entropy_bonus=float("inf")), "entropy_bonus=inf must be finite"),
+        ("ppo", PPO(reward_bias=float("nan")), "reward_bias=nan must be finite"),
+        ("grpo", GRPO(reward_scaling=float("nan")), "reward_scaling=nan must be finite"),
+        ("grpo", GRPO(overlong_penalty=float("inf")), "overlong_penalty=inf must be finite"),
         ("ppo", PPO(max_reward_clip=0.0), "rewards would all be 0"),
         ("ppo", PPO(reward_scaling=0.0), "rewards would all be alike"),
         ("ppo", PPO(aggregation="sequence_mean"), "PPO has token_mean only"),
@@ -209,6 +217,11 @@ def test_options_that_cannot_be_honoured(algorithm: str, options: Options, match
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_defaults_are_valid(algorithm: str) -> None:
     build_graph(algorithm, ALGORITHMS[algorithm].options())
+
+
+def test_a_bound_may_be_infinite() -> None:
+    infinite = float("inf")
+    build_graph("ppo", PPO(eps_high=infinite, value_eps_clip=infinite, max_reward_clip=infinite))
 
 
 # What mini-batches are

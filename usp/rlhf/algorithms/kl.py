@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+MOST_ERROR = 0.2  # what the relative error of a step is clipped to
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -34,7 +35,9 @@ class KLControl:
     Attributes:
         coefficient: the weight now.
         target: KL of a whole response, in nats; 0: the weight is fixed.
-        horizon: samples over which a relative error of 1 would double the weight, were it not clipped to 0.2.
+        horizon: samples over which a relative error of 1 would double the weight, were it not clipped to 0.2. It must
+            be above a fifth of a step's samples: with fewer, the paper's formula can make a weight of 0, for good, or
+            a negative one, which `updated` refuses and `horizon_violation` foretells.
     """
 
     coefficient: float
@@ -45,5 +48,17 @@ class KLControl:
         """After a step of `samples` responses with a mean divergence of `kl`."""
         if not self.target:
             return self
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        if violation := horizon_violation(self.horizon, samples):
+            raise ValueError(violation)
+        error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
         return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
+
+
+def horizon_violation(horizon: int, samples: int) -> str:
+    """Why a weight cannot follow its target in steps of so many samples; "" if it can."""
+    if horizon > MOST_ERROR * samples:
+        return ""
+    return (
+        f"kl_horizon={horizon} must be above {MOST_ERROR:g} times the {samples} samples of a step, or the weight of "
+        f"the KL penalty could fall to 0 or below in one step"
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from ..graph import Generate
 from .kl import Estimator
 from .rewards import RewardShape, ScoreWith
 from .weights import Aggregation, Weighting
+
+_BOUNDS = ("eps_high", "value_eps_clip", "max_reward_clip")  # inf: there is none
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class SFT:
     epochs: int = 1
 
     def violations(self) -> Iterator[str]:
+        yield from _finite(self)
         yield from _at_least(self, 1, "mini_batches", "epochs")
 
 
@@ -89,6 +93,8 @@ class PolicyOptions:
 
     def violations(self) -> Iterator[str]:
         """Everything that is wrong."""
+        yield from _finite(self)
+        yield from _finite(self.generate)
         yield from _at_least(self, 1, "mini_batches", "epochs")
         yield from _at_least(self, 0, "kl", "eps_low", "eps_high", "entropy_bonus", "max_importance_ratio")
         yield from _at_least(self.generate, 1, "group_size", "max_new_tokens")
@@ -273,6 +279,14 @@ class ReMax(PolicyOptions):
 
 
 Options = SFT | PolicyOptions
+
+
+def _finite(options: Any) -> Iterator[str]:
+    """nan, and inf where it is no bound."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and option.name not in _BOUNDS)):
+            yield f"{option.name}={value} must be finite"
 
 
 def _at_least(options: object, least: int, *names: str) -> Iterator[str]:

@@ -99,7 +99,8 @@ class PPOAdvantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if state.keys() != (known := {"kl_coefficient", *SUMS}):
             raise ValueError(f"PPO's advantages remember {sorted(known)}, but were given {sorted(state)}")
-        self.kl = replace(self.kl, coefficient=state["kl_coefficient"])
+        if self.kl.target:  # a fixed weight is what the options say, which a run that goes on may change
+            self.kl = replace(self.kl, coefficient=state["kl_coefficient"])
         weight, total, total_square = (state[key] for key in SUMS)
         self.returns = replace(self.returns, weight=weight, total=total, total_square=total_square)
 

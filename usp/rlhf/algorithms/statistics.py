@@ -73,12 +73,16 @@ class RunningMoments:
         )
 
     @property
+    def _known(self) -> bool:
+        return self.kind != "none" and self.weight > 0
+
+    @property
     def mean(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
+        return self.total / self.weight if self._known else 0.0
 
     @property
     def std(self) -> float:
-        if not self.weight:
+        if not self._known:
             return 1.0
         return max(self.total_square / self.weight - self.mean**2, self.epsilon) ** 0.5
 
