@@ -105,15 +105,16 @@ def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
         load_model_config(str(tmp_path))
 
 
-def test_a_generation_configuration_that_could_not_be_written_again_is_refused(tmp_path: Path) -> None:
+def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     load_model_config("tiny").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     file = tmp_path / "generation_config.json"
-    file.write_text('{"temperature": 0.9, "top_p": 0.6, "do_sample": true}')
-    load_model_config(str(tmp_path))
-    for text in ('{"temperature": 0.9, "top_p": 0.6}', "{", "[1]", '{"max_new_tokens": "a"}'):
+    for text in ('{"temperature": 0.9, "top_p": 0.6, "do_sample": true}', '{"temperature": 0.9, "top_p": 0.6}'):
+        file.write_text(text)  # the second is of a kind that was published with well-known models
+        load_model_config(str(tmp_path))
+    for text in ("{", "[1]"):
         file.write_text(text)
-        with pytest.raises(ValueError, match=rf"{file} must be corrected or removed, transformers refuses it: \S"):
+        with pytest.raises(ValueError, match=rf"{file} must be corrected or removed, transformers cannot read it: \S"):
             load_model_config(str(tmp_path))
 
 

@@ -189,7 +189,8 @@ def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partia
         whole.config.save_pretrained(partial)
         if whole.can_generate():
             assert whole.generation_config is not None
-            whole.generation_config.save_pretrained(partial)
+            # save_pretrained refuses what was published with warnings, once `use_cache` is turned on again.
+            whole.generation_config.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
         if len(files) > 1:
             metadata = {
                 "total_parameters": sum(assembly.tensor.box.numel for assembly in assemblies),
