@@ -143,6 +143,13 @@ def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.M
     for part in ("--model = qwen3-tiny (checkpoint: tiny)", "--reward-model = tiny", "--ref = qwen3-tiny"):
         assert part in str(refused.value)
     prepare(replace(config, sft_steps=100), Launch(), started("elsewhere/sft/model", config))
+    with pytest.raises(ConfigurationError, match="the checkpoint is of step 2; use at least 2"):
+        prepare(replace(config, steps=1), Launch(), replace(started("tiny", config), finished_too=True))
+
+
+def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
+    with pytest.raises(ConfigurationError, match=r"--reward-function = f\.py:f: sft scores nothing: drop it"):
+        prepare(RlhfConfig(algorithm="sft", reward_function="f.py:f"), Launch())
 
 
 def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:

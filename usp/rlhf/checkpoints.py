@@ -58,10 +58,11 @@ def resume_violations(
         for name in (*_THE_RUN, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
-    if saved.step >= config.steps and not finished_too:
+    least = saved.step if finished_too else saved.step + 1
+    if config.steps < least:
         found.append(
             f"--steps = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; use at least "
-            f"{saved.step + 1}"
+            f"{least}"
         )
     return found
 

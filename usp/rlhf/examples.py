@@ -126,6 +126,7 @@ def open_examples(
     longest: int,
     seed: int,
     wrong_answers: float = 0.0,
+    whole: bool = False,
 ) -> Examples:
     """The examples of `--data`: stdlib, or a JSONL file whose lines have `keys`, all of them text.
 
@@ -133,6 +134,7 @@ def open_examples(
         prompt_tokens: of the longest built-in example.
         longest: tokens that a prompt may have, so that the response fits the model's context.
         wrong_answers: part of the built-in examples whose answer is wrong.
+        whole: whether prompts are trained on with what answers them, which must fit the context together then.
 
     Raises:
         ValueError: naming every line that cannot be used, and prompts that are too long.
@@ -150,7 +152,7 @@ def open_examples(
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
-                examples.append(_parsed(line, keys, tokenizer, longest))
+                examples.append(_parsed(line, keys, tokenizer, longest, whole))
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
@@ -161,7 +163,7 @@ def open_examples(
     return FileExamples(examples)
 
 
-def _parsed(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int) -> Example:
+def _parsed(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool) -> Example:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -177,6 +179,13 @@ def _parsed(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int) 
             f"a prompt of {len(prompt)} tokens, and it must be 1 to {longest}, so that the response fits the model's "
             f"context: shorten it, lower --max-new-tokens, or use a model with a longer context"
         )
+    for key in keys[1:] if whole else ():
+        tokens = len(tokenizer.encode(row[key].encode()))
+        if len(prompt) + tokens > longest:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {tokens} under {key!r}, and the model reads {longest}: shorten "
+                f"them, or use a model with a longer context"
+            )
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, row[answer] if answer in keys else "", row[rejected] if rejected in keys else "")
 

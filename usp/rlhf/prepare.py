@@ -104,9 +104,10 @@ def prepare(config: RlhfConfig, launch: Launch, start: Start | None = None) -> P
     kernel = attempt(partial(_kernel_choice, config, specs, device))
     problems += _vocabulary_violations(specs, tokenizer)
     longest = min(spec.config.max_position_embeddings for spec in specs.values())
-    room = longest - (0 if config.algorithm in ("sft", *PAIRS) else config.max_new_tokens)
+    whole = config.algorithm in ("sft", *PAIRS)
+    room = longest - (0 if whole else config.max_new_tokens)
     made = {name: getattr(config, name) for name in ("prompt_tokens", "seed", "wrong_answers")}
-    examples = attempt(partial(open_examples, config.data, _keys(config), tokenizer, longest=room, **made))
+    examples = attempt(partial(open_examples, config.data, _keys(config), tokenizer, longest=room, whole=whole, **made))
     stop_ids = () if tokenizer.eos is None else (tokenizer.eos,)
     saved = attempt(partial(_read_state, start, config)) if start.checkpoint else None
     if problems or examples is None:
@@ -289,6 +290,10 @@ def _role_violations(config: RlhfConfig, graph: DataflowGraph) -> Iterator[str]:
 def _reward(config: RlhfConfig, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """How responses are scored; None where a reward model does, and where nothing is."""
     if not issubclass(ALGORITHMS[config.algorithm].options, PolicyOptions):
+        if config.reward_function != "match":
+            raise ValueError(
+                f"--reward-function = {config.reward_function}: {config.algorithm} scores nothing: drop it"
+            )
         return None
     if config.reward_model:
         if config.reward_function != "match":

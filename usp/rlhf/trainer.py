@@ -90,6 +90,7 @@ def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest
             options="",
             rollout="",
             reward_model="",
+            reward_function="match",
             critic="",
             ref="",
             steps=steps,

@@ -71,6 +71,14 @@ def test_a_line_gives_what_the_algorithm_reads_and_nothing_else(tmp_path: Path, 
         assert (found[0].answer, found[0].rejected) == said
 
 
+def test_what_is_trained_on_fits_the_context_together(tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ppp", "answer": "a" * 9}))
+    made = {"prompt_tokens": 1, "longest": 10, "seed": 0}
+    assert open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made).size == 1
+    with pytest.raises(ValueError, match=r"line 1: a prompt of 3 tokens and .* under 'answer', and the model reads 10"):
+        open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made, whole=True)
+
+
 def test_a_line_of_a_file_ends_at_a_newline_alone(tmp_path: Path) -> None:
     text = "a\u2028b\u2029c\x85d"
     rows = [{"prompt": text, "answer": text}, {"prompt": "p", "answer": "a"}]
