@@ -81,13 +81,15 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint: {values}: use that model")
-    least = saved.step if finished_too else saved.step + 1
-    if config.steps < least:
-        found.append(
-            f"{flag('steps')} = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; "
-            f"use at least {least}"
-        )
-    return found
+    return found + steps_violations(saved.step, config.steps, finished_too)
+
+
+def steps_violations(saved: int, steps: int, finished_too: bool) -> list[str]:
+    """Why a run of so many steps cannot continue a checkpoint of step `saved`; one of the last step may count."""
+    least = saved if finished_too else saved + 1
+    if steps >= least:
+        return []
+    return [f"--steps = {steps} leaves nothing to do: the checkpoint is of step {saved}; use at least {least}"]
 
 
 def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:

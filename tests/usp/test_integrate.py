@@ -129,6 +129,8 @@ def refused_forwards() -> dict[str, str]:
         "unknown": {**good, "block_tables": labels},
     }
     messages = {name: refusal(model, **arguments) for name, arguments in cases.items()}
+    by_kind = {"full_attention": torch.zeros(1, 1, 4, 4)}  # as families with layers of two kinds take them
+    messages["masks by kind"] = refusal(apply_unified_sp(tiny_model("qwen2"), mesh), **good, attention_mask=by_kind)
     model.config._attn_implementation = "sdpa"
     messages["unpatched"] = refusal(model, **good)
     return messages
@@ -138,13 +140,15 @@ def refused_by_some() -> list[str]:
     """What each rank hears where the first alone, or the last alone, has nothing to refuse."""
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     rank, found = mesh.rank("ring"), []
-    for wrong in ("layout", "padding"):
+    for wrong in ("layout", "padding", "borders"):
         model = apply_unified_sp(tiny_model("llama"), mesh)
         arguments = shard_batch(packed_batch(0), mesh, "contiguous" if wrong == "layout" else "zigzag")
         labels = arguments.pop("shift_labels")
         if wrong == "padding":
             arguments["attention_mask"] = torch.ones_like(labels)
             arguments["attention_mask"][:, -1] = rank
+        if wrong == "borders" and rank:
+            arguments["cu_seqlens"] = arguments["cu_seqlens"] + 1
         found.append(refusal(model, **arguments))
     return found
 
@@ -160,9 +164,10 @@ def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
 
 
 def test_what_one_rank_refuses_all_hear_of(ranks: RankPool) -> None:
-    for layout, padding in ranks.run(refused_by_some, 2):
+    for layout, padding, borders in ranks.run(refused_by_some, 2):
         assert "position_ids are not those of layout='zigzag'" in layout
         assert "attention_mask hides padding" in padding
+        assert "must start at 0" in borders
 
 
 def test_labels_by_position_are_seen_and_autocast_is_honoured(ranks: RankPool) -> None:
@@ -177,6 +182,7 @@ def test_forwards_that_cannot_be_honoured(ranks: RankPool) -> None:
         "labels": "give shard_batch the labels",
         "padding": "attention_mask hides padding",
         "4d mask": "ready-made attention_mask",
+        "masks by kind": "ready-made attention_mask",
         "no positions": "position_ids must be given",
         "no borders": "position_ids are not those of layout='zigzag' with the given cu_seqlens",
         "cache": "a KV cache",

@@ -157,10 +157,14 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         named = _named(module, args, kwargs)
-        violations, borders = self._violations(named), named.get("cu_seqlens")
+        try:
+            violations = self._violations(named)
+        except ValueError as error:  # borders that do not fit
+            violations = [str(error)]
+        borders = named.get("cu_seqlens")
         if not self.compared or borders is not None or named.get("attention_mask") is not None:
             # What one rank refuses, or packs otherwise, the others would wait for: so they hear of it.
-            said = ("; ".join(violations), documents_of(borders))
+            said = "; ".join(violations) or documents_of(borders)
             axes = self.attention.axes
             agree(said, axes.groups, "what a forward refuses, and its cu_seqlens,", axes.device_type)
             self.compared = True
@@ -187,7 +191,7 @@ class _ForwardGuard:
                 "and add the share of usp.hf.balance.RouterBalance"
             )
         mask = kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and not bool(mask.all()):
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
             violations.append(
                 "attention_mask hides padding, which is not honoured under sequence parallelism: drop the padding and "
                 "pack documents, with their borders in cu_seqlens"
@@ -227,8 +231,9 @@ class _ForwardGuard:
 
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A forward's arguments by name, those given by position too."""
-    bound = inspect.signature(module.forward).bind_partial(*args)
-    return {**bound.arguments, **kwargs}
+    if not args:
+        return kwargs
+    return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

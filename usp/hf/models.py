@@ -48,7 +48,7 @@ def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False
     new_head: give a folder's causal LM a scalar head, which `load_weights` draws; else the folder must have one.
 
     Raises ValueError when `model` is neither, for a folder whose model type or weights cannot be used, for one with
-    another head, and for a causal LM's whose generation configuration cannot be written again.
+    another head, and for a causal LM's whose generation configuration cannot be read.
     """
     if model in PRESETS:
         config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)

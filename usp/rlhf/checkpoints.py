@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from usp.checkpoints import steps_violations
 from usp.config import config_to_mapping, flag
 
 from .config import RlhfConfig
@@ -58,13 +59,7 @@ def resume_violations(
         for name in (*_THE_RUN, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
-    least = saved.step if finished_too else saved.step + 1
-    if config.steps < least:
-        found.append(
-            f"--steps = {config.steps} leaves nothing to do: the checkpoint is of step {saved.step}; use at least "
-            f"{least}"
-        )
-    return found
+    return found + steps_violations(saved.step, config.steps, finished_too)
 
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
