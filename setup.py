@@ -15,7 +15,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
-    package_data={"parallel": ["nodes/*.json"]},
+    package_data={"parallel.cluster": ["nodes/*.json"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",

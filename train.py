@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from usp.cli import main
-from usp.launch import leave
+from usp.commands.train import main
+from usp.run.launch import leave
 
 if __name__ == "__main__":
     leave(main(sys.argv[1:], os.environ))

@@ -7,7 +7,7 @@ to the last rank's end.
 
     python -m benchmarks.attention            # about half an hour on two cores
     python -m benchmarks.attention --quick    # about a minute, saves nothing
-    python -m benchmarks.attention --cluster  # two hosts of four ranks, 1 Gbit/s between them (benchmarks/cluster.py)
+    python -m benchmarks.attention --cluster  # two hosts of four ranks, 1 Gbit/s between them
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.baselines import yunchang_cpu
-from benchmarks.cluster import cluster, unavailable
-from benchmarks.measure import Runner, peak_bytes, sent_bytes, time_in_turns
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.measure import Runner, peak_bytes, sent_bytes, time_in_turns
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp import UnifiedSPAttention, shard_sequence

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh
 from usp.hf.initialise import initialise
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, load_model_config, materialise
-from usp.rlhf.generate import Generator
-from usp.rlhf.graph import Generate
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import Generate
 
 PROMPT = 64
 

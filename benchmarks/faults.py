@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "train.py"

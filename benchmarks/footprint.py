@@ -1,4 +1,4 @@
-"""How far is peak memory by formula (usp/cost/footprint.py) from the real step's (usp/cost/dry_run.py), at full scale?
+"""How far is the peak memory of usp/cost/memory from the dry run's (usp/cost/dry_run), at full scale?
 
 llama3-8b, llama2-70b and mixtral-8x7b with 32K, 208K and 1M tokens on 8 to 1,024 ranks, over every axis and every
 switch that changes memory. Nothing is timed: both count tensor storage of one rank in one step.
@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 from usp.config import TrainConfig
-from usp.cost.dry_run import DryRun, dry_run
-from usp.cost.footprint import Footprint, footprint
+from usp.cost.dry_run.dry_run import DryRun, dry_run
 from usp.cost.job import job_of
+from usp.cost.memory.footprint import Footprint, footprint
 from usp.hf.models import load_model_config
 
 LENGTHS = {"32K": 32 * 1024, "208K": 208 * 1024, "1M": 1024 * 1024}

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --device cpu --tiny   # the same code on toy sizes; saves nothing
 
 Attention FLOPs count the visible half of a causal mask once: 2 matmuls forward, 5 backward. MFU counts the mathematics
-of the step (usp.costs), recomputation not at all.
+of the step (usp.model.facts), recomputation not at all.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from attention import (
 )
 from attention.comm import Pending
 from attention.ring import RingAttention
-from benchmarks.measure import Clock
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.measure import Clock
+from benchmarks.harness.record import RESULTS, Record, machine
 from benchmarks.training_step import training_rows
 from parallel import peak_flops
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 
 ROOT = Path(__file__).parents[1]
 RANKS = 8

@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.memory import track_memory
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
-from usp.activations import apply_activation_checkpointing, apply_tiled_mlp
-from usp.heads import NextToken
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import NextToken
+from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
 CHUNK = 64  # tokens of the loss, and of an MLP in tiles, at a time

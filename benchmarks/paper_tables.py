@@ -17,13 +17,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.record import RESULTS, Record, machine
 from benchmarks.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
-from benchmarks.record import RESULTS, Record, machine
 from parallel import Hardware, Tier, load_hardware
-from parallel.hardware import Curve
-from usp.cost.footprint import footprint
+from parallel.cluster.hardware import Curve
 from usp.cost.job import Job
-from usp.cost.time import Overlap, attention_seconds, step_seconds
+from usp.cost.memory.footprint import footprint
+from usp.cost.time.step_time import Overlap, attention_seconds, step_seconds
 
 CONSTANTS = {
     "matmul": "matrix products on A100 and A800, part of the peak",

@@ -1,6 +1,6 @@
 """Does the time model predict training steps on an uneven network, and would its pick be the best?
 
-Two shaped hosts of four ranks (benchmarks/cluster.py): they are calibrated, then train the same global batch under
+Two shaped hosts of four ranks (benchmarks/harness/cluster.py) are calibrated, then train the same global batch under
 every mixture, in rounds, one step of each after another. Predictions come from the calibration alone.
 
     python -m benchmarks.planner            # about half an hour on two cores, which nothing else may use
@@ -19,22 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster import cluster, unavailable
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParallelMesh, ProcessGroups
-from parallel.hardware import Hardware, hardware_from_mapping
-from usp.batch import split_rows
-from usp.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
+from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
-from usp.cost.calibrate import Plan, calibrate
-from usp.cost.dry_run import blank_batch
+from usp.cost.dry_run.dry_run import blank_batch
 from usp.cost.job import job_of
-from usp.cost.time import StepTime, step_seconds
-from usp.engines.base import AdamW
-from usp.heads import NextToken
+from usp.cost.time.calibrate import Plan, calibrate
+from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import load_model_config, materialise
-from usp.loss import global_token_count
-from usp.validate import parallel_dims
+from usp.losses.cross_entropy import global_token_count
+from usp.losses.output_heads import NextToken
+from usp.sp.batch import split_rows
+from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
+from usp.train.engines.base import AdamW
+from usp.train.validate import parallel_dims
 
 MODEL, HEADS, HEAD_DIM = "tiny", 8, 16  # of the preset
 RATE, HOSTS, SEQUENCES, SEQ_LEN = "1gbit", 2, 8, 4096

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
-from parallel.boxes import Box
-from parallel.param_layout import Kind
+from parallel.reallocation.boxes import Box
+from parallel.reallocation.param_layout import Kind
 from parallel.testing import RankPool
 
 BUCKET = 64 << 20

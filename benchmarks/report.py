@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots import plot_learning, plot_memory
-from benchmarks.record import RESULTS, Record
+from benchmarks.harness.plots import plot_learning, plot_memory
+from benchmarks.harness.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"

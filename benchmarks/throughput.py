@@ -26,15 +26,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.baselines import deepspeed_alst
-from benchmarks.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record, machine
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
-from usp.engines.base import AdamW
-from usp.engines.fsdp2 import Fsdp2Engine
-from usp.heads import NextToken
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import NextToken
+from usp.train.engines.base import AdamW
+from usp.train.engines.fsdp2 import Fsdp2Engine
 
 RANKS, ZERO, LEARNING_RATE, DECAY = 4, 3, 1e-3, 0.01
 PLAIN, ALST = "transformers + FSDP2", f"DeepSpeed ALST {deepspeed_alst.VERSION}"

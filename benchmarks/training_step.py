@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.measure import Clock
+from benchmarks.harness.measure import Clock
 from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
-from usp.costs import ModelFacts, training_flops
-from usp.loss import causal_lm_loss
+from usp.losses.cross_entropy import causal_lm_loss
+from usp.model.facts import ModelFacts, training_flops
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,24 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-dims, stages, agree, groups, mesh, boxes, param_layout, realloc_plan, realloc, fsdp, grad_norm, pipeline, tensor,
-expert, safetensors_storage, checkpoint, wire, memory, hardware, links, testing.
+wire, expert, dims, cluster, groups, stages, tensor, checkpoint, agree, memory, testing, reallocation, mesh, fsdp,
+grad_norm, pipeline.
 """
 
 from __future__ import annotations
 
 from .agree import agree
-from .checkpoint import Checkpointer, latest
+from .checkpoint.checkpointer import Checkpointer, latest
+from .checkpoint.safetensors_storage import read_extra
+from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
+from .cluster.links import overlap_of, transfer_seconds
 from .dims import SP_ORDERS, ParallelDims
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
-from .hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
-from .links import overlap_of, transfer_seconds
 from .mesh import ParallelMesh
-from .param_layout import ParamLayout, gather_layout
-from .realloc import Reallocation
-from .realloc_plan import ReallocPlan, plan_realloc
-from .safetensors_storage import read_extra
+from .reallocation.param_layout import ParamLayout, gather_layout
+from .reallocation.realloc_plan import ReallocPlan, plan_realloc
+from .reallocation.reallocation import Reallocation
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
 
 __all__ = [

@@ -39,7 +39,7 @@ def ranks() -> Iterator[RankPool]:
         "qwen3_moe",
     )  # imported once, not by each of eight workers
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    with RankPool(preload=("usp.trainer", "parallel.pipeline", *models)) as pool:
+    with RankPool(preload=("usp.train.trainer", "parallel.pipeline", *models)) as pool:
         yield pool
 
 

@@ -87,8 +87,8 @@ def optional_packages(source: Source) -> Iterator[str]:
         top = name.split(".")[0]
         if top in ("transformers", "tokenizers") and not source.path.startswith("usp/hf/"):
             yield f"{source.path}:{line} imports {name}: transformers belongs in usp/hf/"
-        if top == "deepspeed" and source.path != "usp/engines/deepspeed.py":
-            yield f"{source.path}:{line} imports {name}: DeepSpeed belongs in usp/engines/deepspeed.py"
+        if top == "deepspeed" and source.path != "usp/train/engines/deepspeed.py":
+            yield f"{source.path}:{line} imports {name}: DeepSpeed belongs in usp/train/engines/deepspeed.py"
         if top.startswith("flash_attn") and line not in inside_load:
             yield f"{source.path}:{line} imports {name}: an optional kernel is imported inside load()"
 
@@ -217,7 +217,7 @@ BAD_FILES = [
     (optional_packages, "usp/x.py", "def f():\n    from transformers import AutoModel"),
     (optional_packages, "usp/x.py", "import deepspeed"),
     (optional_packages, "attention/kernels/flash.py", "import flash_attn"),
-    (public_names, "train.py", "from usp.trainer import _step"),
+    (public_names, "train.py", "from usp.train.trainer import _step"),
     (environment, "parallel/x.py", "import os\nrank = os.environ['RANK']"),
     (environment, "usp/x.py", "import os\nrank = os.getenv('RANK')"),
     (no_globals, "benchmarks/x.py", "def f():\n    global state\n    state = 1"),

@@ -1,17 +1,15 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
-sp_axes, sequence, sp_attention, batch, vocabulary, loss, logprobs, heads, tokenizer, presets, config, activations,
-costs, shapes, documents, packing, data, checkpoints, metrics, launch, failures, signals, stacks, watchdog, profiling,
-resume, validate, hf, engines, prepare, build, cost, trainer, cli, dry_run_cli, plan_cli, rlhf, __main__.
+run, sp, data, losses, presets, config, model, hf, train, rlhf, cost, commands, __main__.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .batch import shard_batch
-from .sequence import shard_sequence, unshard_sequence
-from .sp_attention import UnifiedSPAttention
+from .sp.batch import shard_batch
+from .sp.sequence import shard_sequence, unshard_sequence
+from .sp.sp_attention import UnifiedSPAttention
 
 if TYPE_CHECKING:
     from .hf.integrate import apply_unified_sp

@@ -63,7 +63,7 @@ def cost(asked: argparse.Namespace) -> None:
     Raises:
         ValueError: for arguments that make no sense.
     """
-    from usp.cost.command import run
+    from usp.commands.cost import run
 
     run(asked)
 
@@ -84,14 +84,14 @@ def _add_calibrate(
 
 def plan(asked: argparse.Namespace) -> None:
     """Print the fastest configurations, and write the first where --out says; takes the flags of train.py."""
-    from usp.plan_cli import main
+    from usp.commands.plan import main
 
     main(asked.flags)
 
 
 def dry_run(asked: argparse.Namespace) -> None:
     """Print what a training step would keep, send and compute; takes the flags of train.py."""
-    from usp.dry_run_cli import main
+    from usp.commands.dry_run import main
 
     main(asked.flags)
 
@@ -104,8 +104,8 @@ def rlhf_trace(asked: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from usp.rlhf.timeline import read_events
-    from usp.rlhf.trace import plot, shown, table, write_chrome_trace
+    from usp.commands.rlhf_trace import plot, shown, table, write_chrome_trace
+    from usp.rlhf.runtime.timeline import read_events
 
     events = shown(read_events(asked.run, asked.step))
     out = asked.out or asked.run / "timeline" / "timeline.png"
@@ -131,9 +131,9 @@ def calibrate(asked: argparse.Namespace, environ: MutableMapping[str, str]) -> N
     import torch.distributed as dist
 
     from parallel import load_hardware
-    from usp.cost.calibrate import Plan
-    from usp.cost.calibrate import calibrate as measured
-    from usp.launch import Launch, choose_device, process_group, stay_on_loopback
+    from usp.cost.time.calibrate import Plan
+    from usp.cost.time.calibrate import calibrate as measured
+    from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
 
     if not asked.out.parent.is_dir():
         raise ValueError(f"--out {asked.out}: there is no folder {asked.out.parent}")

@@ -3,13 +3,12 @@
 `TrainConfig` is the single list of train.py's knobs; rlhf.py's (`usp.rlhf.config`) shares its first and last part. The
 command line makes a flag of every field (`sp_ring` is `--sp-ring`) and shows the string under the field as its help; a
 YAML or TOML file holds the same keys. Nothing here looks at the machine: what a configuration must satisfy is in
-`usp.validate`.
+`usp.train.validate`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -17,7 +16,9 @@ from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
+from usp.data.documents import TEXT_FIELD
 from usp.presets import PRESETS
+from usp.run.failures import nearest
 
 C = TypeVar("C")
 
@@ -31,7 +32,7 @@ MODEL_HELP = f"A preset, built with random weights ({', '.join(PRESETS)}), or a 
 
 
 def one_of(choices: tuple[str, ...]) -> Any:
-    """Show the choices in the help; `usp.validate` refuses the others together with every other mistake."""
+    """Show the choices in the help; `usp.train.validate` refuses the others together with every other mistake."""
     return arg(metavar="{" + ",".join(choices) + "}")
 
 
@@ -107,7 +108,7 @@ class _Training:
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
     """A text file, a JSONL or Parquet file, or a folder of them. stdlib: the sources of Python's own library."""
-    data_field: str = "text"
+    data_field: str = TEXT_FIELD
     """The key (JSONL) or column (Parquet) that holds a document's text."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
@@ -160,12 +161,6 @@ class TrainConfig(RunConfig, _Training, ParallelConfig):
 
     Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
     """
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'zigzag'?)` for a near match of `word` in `known`, otherwise nothing."""
-    match = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from usp.tokenizer import BYTE_EOS, BYTE_VOCAB
+from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from parallel.testing import RankPool
-from usp.engines.deepspeed import load_deepspeed
+from usp.train.engines.deepspeed import load_deepspeed
 
 VERSION = "0.19.8"
 PATCHES = {

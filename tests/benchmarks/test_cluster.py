@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster import BURST, cluster, unavailable
+from benchmarks.harness.cluster import BURST, cluster, unavailable
 
 REASON = unavailable()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"no cluster: {REASON}")

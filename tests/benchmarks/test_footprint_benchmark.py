@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.footprint import COLUMNS, cases, cells, main, notes
-from benchmarks.record import Record
+from benchmarks.harness.record import Record
 from usp.cost.job import job_of
 from usp.hf.models import load_model_config
 

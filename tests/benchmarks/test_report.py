@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.record import RESULTS, Record
+from benchmarks.harness.record import RESULTS, Record
 from benchmarks.report import DOCUMENT, README, document, readme
 
 

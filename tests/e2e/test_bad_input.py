@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import usp.failures
+import usp.run.failures
 from tests.e2e.processes import Run
 from tests.usp.tiny import drawn_model
-from usp.cli import main
+from usp.commands.train import main
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 
@@ -81,7 +81,7 @@ def test_bad_input_is_refused(
     rank: int,
 ) -> None:
     monkeypatch.chdir(inputs)
-    monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr(usp.run.failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     shown = capsys.readouterr()
     assert exit_code == 2 and not dist.is_initialized()
@@ -96,7 +96,7 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
     assert ended.exit_code != 0 and ended.out == ""
     ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
     assert [line[:8] for line in ours] == ["error: 2", "  1. mod", "  2. rin"]
-    assert "usp/cli.py" not in ended.err  # no traceback of ours
+    assert "usp/commands/train.py" not in ended.err  # no traceback of ours
 
 
 def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:

@@ -11,18 +11,18 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
-import usp.failures
+import usp.run.failures
 from tests.e2e.processes import ROOT, Run
+from usp.commands.rlhf import main
 from usp.config import config_to_mapping
-from usp.failures import ConfigurationError
-from usp.launch import Launch
-from usp.resume import Start
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
-from usp.rlhf.cli import main
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.graph import Compute
+from usp.rlhf.graph.calls import Compute
 from usp.rlhf.prepare import prepare
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.resume import Start
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -104,7 +104,7 @@ def test_bad_input_is_refused_before_anything_communicates(
 
 def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What rlhf.py says of `args` before anything communicates."""
-    monkeypatch.setattr(usp.failures, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr(usp.run.failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": "0", "LOCAL_RANK": "0"})
     said = capsys.readouterr().err
     assert exit_code == 2 and not dist.is_initialized() and said.startswith("error: "), said

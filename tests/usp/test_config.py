@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from usp.config import TrainConfig, config_from_mapping, config_to_mapping, nearest
-from usp.costs import ModelFacts
-from usp.validate import settle_batch, violations
+from usp.config import TrainConfig, config_from_mapping, config_to_mapping
+from usp.model.facts import ModelFacts
+from usp.run.failures import nearest
+from usp.train.validate import settle_batch, violations
 
 FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab_size=384, windows=(0, 0))
 

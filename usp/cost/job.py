@@ -14,12 +14,12 @@ from attention import SequenceLayout
 from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
 from parallel.dims import DERIVED_AXES
 from usp.config import TrainConfig
-from usp.failures import ConfigurationError, listed
 from usp.hf.balance import aux_loss_coefficient
 from usp.hf.models import ModelConfig, model_facts
-from usp.hf.shape import model_shape
-from usp.shapes import LayerShape, ModelShape, ParameterShape
-from usp.validate import parallel_dims, settle_batch, violations
+from usp.hf.shapes import model_shape
+from usp.model.shapes import LayerShape, ModelShape, ParameterShape
+from usp.run.failures import ConfigurationError, listed
+from usp.train.validate import parallel_dims, settle_batch, violations
 
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 

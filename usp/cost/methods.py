@@ -9,8 +9,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from usp.config import TrainConfig, nearest
-from usp.costs import ModelFacts
+from usp.config import TrainConfig
+from usp.model.facts import ModelFacts
+from usp.run.failures import nearest
 
 PARTS = {
     "ulysses": "sp_ulysses",

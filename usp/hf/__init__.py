@@ -1,5 +1,5 @@
-"""All that touches transformers. Each file imports only earlier ones:
+"""Everything that touches transformers. Each file imports only earlier ones:
 
-pipeline, integrate, experts, balance, tensor, models, shape, disk, initialise, weights, export_plan, export, stage,
-tokenizers.
+expert_parallel, tokenizers, prune, tensor_parallel, balance, integrate, stage, models, shapes, disk, initialise,
+export_plan, weights, export.
 """

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
 
-from .experts import local, router_modules
+from .expert_parallel import local, router_modules
 
 
 def aux_loss_coefficient(config: PretrainedConfig, asked: float) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from parallel.boxes import Box
+from parallel.reallocation.boxes import Box
 from usp.hf.models import kept_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from parallel.boxes import local_box, local_part
+from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.disk import INDEX
 from usp.hf.export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
 from usp.hf.models import empty_model

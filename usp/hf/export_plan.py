@@ -14,8 +14,8 @@ from itertools import zip_longest
 import torch
 from transformers import PreTrainedModel
 
-from parallel.boxes import Box
-from parallel.param_layout import Holding, holdings
+from parallel.reallocation.boxes import Box
+from parallel.reallocation.param_layout import Holding, holdings
 from usp.hf.disk import DiskTensor, disk_tensors, file_names, plan_files
 from usp.hf.models import kept_names
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from parallel.boxes import local_box, local_part
+from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.models import empty_model, kept_names
 
 

@@ -22,11 +22,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
+from usp.sp.axes import SpAxes
+from usp.sp.batch import document_starts
+from usp.sp.sp_attention import UnifiedSPAttention, documents_of
 
-from ..batch import document_starts
-from ..sp_attention import UnifiedSPAttention, documents_of
-from ..sp_axes import SpAxes
-from .pipeline import OtherStagesLayer
+from .prune import OtherStagesLayer
 
 NAME = "unified_sp"
 # Families whose every layer is one self-attention through the registry, with causal or sliding-window masks.
@@ -152,7 +152,7 @@ class _ForwardGuard:
         if _named(module, args, kwargs).get("labels") is not None:
             raise ValueError(
                 "labels would be shifted inside each rank's part of the sequence: give shard_batch the labels, and "
-                "its shift_labels to usp.loss.causal_lm_loss"
+                "its shift_labels to usp.losses.cross_entropy.causal_lm_loss"
             )
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -26,11 +26,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from usp.config import nearest
-from usp.costs import ModelFacts
-from usp.hf.experts import expert_modules
 from usp.hf.integrate import FAMILIES
+from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
+from usp.run.failures import nearest
+
+from .expert_parallel import expert_modules
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]

@@ -1,6 +1,6 @@
 """What one pipeline stage of a language model computes: from ids or hidden states to hidden states, or what is wanted.
 
-    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.heads.Head   last stage
+    first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.losses.output_heads.Head   last stage
 
 The model is the unchanged transformers one, with the layers of other stages taken out. Its head is never called: the
 loss takes its weight, so that the logits of all tokens never exist. Without pipeline parallelism one stage is
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
-from usp.heads import Head, LastHidden
 from usp.hf.balance import RouterBalance
-from usp.hf.pipeline import head_name
+from usp.losses.output_heads import Head, LastHidden
+
+from .prune import head_name
 
 
 class CausalLMStage(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from usp.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
+from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 
 
 def load_tokenizer(tokenizer: str) -> Tokenizer:

@@ -12,11 +12,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from parallel.boxes import local_box, local_part
+from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.models import causal_config, empty_model, kept_names, load_generation_config
-from usp.hf.pipeline import head_name
+
+from .prune import head_name
 
 _ROWS_AT_A_TIME = 4096
 

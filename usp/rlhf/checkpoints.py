@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from usp.checkpoints import steps_violations
 from usp.config import config_to_mapping, flag
+from usp.train.checkpoints import steps_violations
 
 from .config import RlhfConfig
 

@@ -8,11 +8,12 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
-from usp.config import MODEL_HELP, ParallelConfig, RunConfig, nearest, one_of
+from usp.config import MODEL_HELP, ParallelConfig, RunConfig, one_of
+from usp.rlhf.graph.calls import Generate
+from usp.run.failures import nearest
 
 from .algorithms.graphs import ALGORITHMS
 from .algorithms.options import PolicyOptions
-from .graph import Generate
 
 _NOT_OPTIONS = {"generate", "reward"}  # they have flags of their own
 

@@ -18,18 +18,25 @@ import yaml
 
 from attention import KERNEL_NAMES, LAYOUTS, AttentionSpec, select_kernel
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, latest, read_extra
-from usp.config import DEVICES, DTYPES, ParallelConfig, flag, nearest
-from usp.documents import STDLIB
-from usp.engines.base import AdamW
-from usp.failures import ConfigurationError, listed
+from usp.config import DEVICES, DTYPES, ParallelConfig, flag
+from usp.data.documents import STDLIB
+from usp.data.tokenizer import Tokenizer
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tokenizers import load_tokenizer
-from usp.launch import Launch, choose_device, computation_dtype
-from usp.metrics import METRICS_FILE, wandb_problem
 from usp.presets import PRESETS
-from usp.resume import CHECKPOINTS, Start, find_start
-from usp.tokenizer import Tokenizer
-from usp.validate import parallel_dims
+from usp.rlhf.data.datasets import Examples, open_examples
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
+from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan_text import from_mapping
+from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.runtime.step_plan import batch_violations
+from usp.run.failures import ConfigurationError, listed, nearest
+from usp.run.launch import Launch, choose_device, computation_dtype
+from usp.run.metrics import METRICS_FILE, wandb_problem
+from usp.train.engines.base import AdamW
+from usp.train.resume import CHECKPOINTS, Start, find_start
+from usp.train.validate import parallel_dims
 
 from .algorithms.graphs import ALGORITHMS, build_graph
 from .algorithms.kl import horizon_violation
@@ -37,13 +44,6 @@ from .algorithms.options import PPO, PolicyOptions
 from .algorithms.rewards import ScoreWith
 from .checkpoints import RlhfState, resume_violations, sft_violations
 from .config import RlhfConfig, algorithm_options, default_of, parse_options
-from .dataflow import DataflowGraph
-from .examples import Examples, open_examples
-from .named_plans import NAMED_PLANS, Facts, named_plan
-from .plan import ExecutionPlan
-from .plan_text import from_mapping
-from .spec import RoleSpec
-from .step import batch_violations
 
 T = TypeVar("T")
 PAIRS = ("reward_model", "dpo")

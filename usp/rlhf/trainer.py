@@ -34,37 +34,37 @@ from torch import Tensor
 
 from parallel import Checkpointer, ParallelMesh, ProcessGroups, latest
 from usp.config import config_to_mapping
-from usp.failures import ConfigurationError, RanksDisagree, Stopped, UserCodeFailed, lost_peer
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
-from usp.launch import Launch, outlast, process_group
-from usp.metrics import RunLog, count, open_wandb
-from usp.resume import CHECKPOINTS, Start, run_folder
-from usp.signals import StopRequest
-from usp.trainer import learning_rate
-from usp.watchdog import Watchdog
+from usp.rlhf.data.datasets import Example, chosen
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import ModelCall
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.copies import Moving
+from usp.rlhf.runtime.executor import Executor
+from usp.run.failures import ConfigurationError, RanksDisagree, Stopped, UserCodeFailed, lost_peer
+from usp.run.launch import Launch, outlast, process_group
+from usp.run.metrics import RunLog, count, open_wandb
+from usp.run.signals import StopRequest
+from usp.run.watchdog import Watchdog
+from usp.train.resume import CHECKPOINTS, Start, run_folder
+from usp.train.trainer import learning_rate
 
 from .algorithms.graphs import stateful
 from .algorithms.rewards import RewardFailed
 from .checkpoints import RlhfState
 from .config import RlhfConfig
-from .copies import Moving
-from .examples import Example, chosen
-from .executor import Executor
-from .generate import Generator
-from .graph import ModelCall
-from .models import RoleModel
-from .plan import CallLayout
-from .plan_text import to_mapping
 from .prepare import MODEL, PAIRS, SFT, Prepared, prepare, sft_steps, without_layout_flags
-from .samples import Samples
 
 SHOWN = 2  # samples of a step that are kept to be read
 
 
 def train_rlhf(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
-    """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.trainer.train`."""
+    """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`."""
     hide_progress_bars()
     prepared = prepare(config, launch)
     timeout = config.hang_timeout

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from parallel import ParallelMesh, ProcessGroups
 from parallel.memory import track_memory
 from parallel.wire import count_sent_bytes
-from usp.batch import split_rows
-from usp.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
 from usp.config import TrainConfig
-from usp.cost.dry_run import blank_batch
-from usp.engines.base import AdamW
-from usp.heads import NextToken
-from usp.hf.experts import local, router_modules
+from usp.cost.dry_run.dry_run import blank_batch
+from usp.hf.expert_parallel import local, router_modules
 from usp.hf.models import load_model_config, materialise
-from usp.loss import global_token_count
-from usp.validate import parallel_dims
+from usp.losses.cross_entropy import global_token_count
+from usp.losses.output_heads import NextToken
+from usp.sp.batch import split_rows
+from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
+from usp.train.engines.base import AdamW
+from usp.train.validate import parallel_dims
 
 Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
 

@@ -9,8 +9,8 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
-from usp.failures import ConfigurationError
 from usp.hf.models import empty_model, load_model_config
+from usp.run.failures import ConfigurationError
 
 
 def job(world_size: int, **flags: object) -> Job:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from usp.rlhf.graph import Objective, Reduce
-from usp.rlhf.samples import Samples
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Objective, Reduce
 
 Function = Callable[[Samples, Reduce], Samples]
 

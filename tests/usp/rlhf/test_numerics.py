@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from parallel.testing import RankPool
-from tests.usp.rlhf.test_role_models import ADAM, config_of
+from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import LEARNING_RATE, VOCAB
-from usp.batch import shard_batch
 from usp.rlhf.algorithms.graphs import build_graph
 from usp.rlhf.algorithms.options import DPO, GRPO, PPO, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
-from usp.rlhf.copies import Moving
-from usp.rlhf.dataflow import DataflowGraph
-from usp.rlhf.executor import Executor
-from usp.rlhf.generate import Generator
-from usp.rlhf.graph import Generate, ModelCall
-from usp.rlhf.models import RoleModel
-from usp.rlhf.named_plans import Facts, flattening, heuristic, interleaving, separation
-from usp.rlhf.plan import CallLayout, ExecutionPlan
-from usp.rlhf.samples import Samples
-from usp.rlhf.spec import RoleSpec
-from usp.sequence import shard_sequence
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import Generate, ModelCall
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.runtime.copies import Moving
+from usp.rlhf.runtime.executor import Executor
+from usp.sp.batch import shard_batch
+from usp.sp.sequence import shard_sequence
 
 ALL_STEPS = 5
 STEPS = {"ppo": ALL_STEPS, "grpo": 2, "dpo": 2, "remax": 2}
@@ -182,7 +182,7 @@ def move_those_of_the_first_step(self: Reallocation, src: Mapping[str, Tensor], 
 MOVE = Reallocation.run
 BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
     "": nullcontext,
-    "labels are shifted after sharding": lambda: patch("usp.rlhf.rows.shard_batch", roll_labels_of_each_part),
+    "labels are shifted after sharding": lambda: patch("usp.rlhf.roles.rows.shard_batch", roll_labels_of_each_part),
     "gradients are averaged over ranks": lambda: patch.object(
         FSDPModule, "set_gradient_divide_factor", lambda module, factor: None
     ),

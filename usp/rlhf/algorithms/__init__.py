@@ -1,4 +1,5 @@
-"""RLHF algorithms: functions of samples, objectives of train steps, and a graph for each. Files import earlier ones:
+"""PPO and its kin: options, advantages, objectives, and the graph of each. Each file imports only earlier ones:
 
-kl, statistics, responses, weights, rewards, options, objectives, pairs, gae, batch, ppo, reinforce, graphs.
+gae, kl, response_rows, statistics, objectives, rewards, weights, pairs, options, scored_batch, ppo, reinforce,
+graphs.
 """

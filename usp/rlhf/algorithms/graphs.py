@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..dataflow import DataflowGraph
-from ..graph import Compute, Generate, Inference, ModelCall, Objective, TrainStep
-from .batch import batch_inputs, batch_outputs
+from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Objective, TrainStep
+from usp.rlhf.graph.dataflow import DataflowGraph
+
 from .objectives import ClippedPolicy, ClippedValue, NextToken
 from .options import DPO, GRPO, PPO, RLOO, SFT, Options, PolicyOptions, ReinforcePlusPlus, ReMax, RewardModel
 from .pairs import DirectPreference, PreferredScore
 from .ppo import PPOAdvantages, Stateful
 from .reinforce import grpo_advantages, reinforce_plus_plus_advantages, remax_advantages, rloo_advantages
+from .scored_batch import batch_inputs, batch_outputs
 from .weights import PairWeights, TokenWeights, Weighting
 
 GREEDY = "greedy_"

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..graph import Sequences
+from usp.rlhf.graph.calls import Sequences
+
 from .kl import Estimator, kl_estimate
 
 Metrics = dict[str, Tensor]

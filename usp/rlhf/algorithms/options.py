@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from ..graph import Generate
+from usp.rlhf.graph.calls import Generate
+
 from .kl import Estimator
 from .rewards import RewardShape, ScoreWith
 from .weights import Aggregation, Weighting

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ..graph import Sequences
+from usp.rlhf.graph.calls import Sequences
+
 from .objectives import Metrics
 
 

@@ -9,13 +9,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..graph import Reduce
-from ..samples import Samples
-from .batch import Batch
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Reduce
+
 from .gae import gae
 from .kl import KLControl
 from .options import PPO
-from .responses import per_sample, scalars
+from .response_rows import per_sample, scalars
+from .scored_batch import Batch
 from .statistics import EPSILON, SUMS, RunningMoments, moments, whitened
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..graph import Reduce
-from ..samples import Samples
-from .batch import Batch
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Reduce
+
 from .gae import discounted_sums
 from .options import GRPO, RLOO, ReinforcePlusPlus, ReMax
-from .responses import per_sample
+from .response_rows import per_sample
+from .scored_batch import Batch
 from .statistics import moments, whitened
 
 _EQUAL = 1e-6  # rewards of a group that differ less are equal: a reward model's differ by rounding between layouts

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from usp.failures import UserCodeFailed
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Reduce
+from usp.run.failures import UserCodeFailed
 
-from ..graph import Reduce
-from ..samples import Samples
-from .responses import scalars
+from .response_rows import scalars
 
 # reward(prompt, response, answer) -> a finite number; prompt and response as `ScoreWith.decode` gives them
 RewardFunction = Callable[[Any, Any, Any], float]

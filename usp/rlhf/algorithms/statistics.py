@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..graph import Reduce
+from usp.rlhf.graph.calls import Reduce
 
 SUMS = ("weight", "total", "total_square")  # what `RunningMoments` remembers
 EPSILON = 1e-5  # beside a standard deviation: equal values that differ by rounding must not become large

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..graph import Reduce
-from ..mini_batches import mini_batch_of
-from ..samples import Samples
-from .responses import Responses
+from usp.rlhf.data.mini_batches import mini_batch_of
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Reduce
+
+from .response_rows import Responses
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 

@@ -1,0 +1,303 @@
+"""Hosts on one machine: network namespaces with a slow link between them, and torchrun across them.
+
+    python -m benchmarks.harness.cluster --hosts 2 --ranks 4 --rate 1gbit -- train.py --sp-ulysses 4 --sp-ring 2
+
+Every host is a namespace with one shaped device (`tbf`, both directions) on a bridge, which has a namespace of its own:
+no device is ever made outside of them, and they have no way out, so nothing leaves the machine. Inside a host ranks
+talk over its loopback, as fast as the machine does. Needs Linux, root, and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+DEVICE, MASTER_PORT = "eth0", 29400  # of every host: their namespaces keep them apart
+BURST = "128kb"  # what may pass at once; the kernel hands over packets of up to 64 KiB
+QUEUE = "64mb"  # waits rather than drops, so that times follow from sizes
+GRACE_SECONDS = 10.0  # how long hosts may take to end when one of them has failed
+
+
+@dataclass(frozen=True)
+class HostOutput:
+    """How a host's torchrun ended, and what it and its ranks printed."""
+
+    returncode: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts that exist: the names of their namespaces, and their addresses."""
+
+    namespaces: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def torchrun(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        timeout: float = 600.0,
+        echo: Callable[[str], None] | None = None,
+    ) -> tuple[HostOutput, ...]:
+        """Run `command` (what follows torchrun's options) on `ranks` ranks of every host; by host.
+
+        When a host fails, or time is up, the others are stopped.
+
+        Args:
+            echo: called with every line as it comes, behind its host's number.
+        """
+        started: list[subprocess.Popen[str]] = []
+        texts: list[list[str]] = [[] for _ in self.namespaces]
+        readers = []
+        try:
+            for host in range(len(self.namespaces)):
+                process = self._start(host, command, ranks)
+                started.append(process)
+                reader = threading.Thread(target=_read, args=(process.stdout, host, texts[host], echo), daemon=True)
+                reader.start()
+                readers.append(reader)
+            _wait(started, timeout)
+        finally:
+            self._stop(started)
+        for reader in readers:
+            reader.join()
+        return tuple(HostOutput(p.returncode, "".join(text)) for p, text in zip(started, texts, strict=True))
+
+    def call(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+        """[fn(*args) on rank 0, 1, ...] of `ranks` ranks a host, in a gloo group; fn must be a module's own.
+
+        Raises:
+            RuntimeError: with a host's output, when one fails.
+        """
+        with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+            spec = sys.modules["__main__"].__spec__  # None for a plain script and under a debugger
+            Path(folder, "main").write_text(spec.name if spec else "")
+            Path(folder, "call").write_bytes(pickle.dumps((fn, args, timeout)))
+            outputs = self.torchrun(["-m", "benchmarks.harness.cluster", "--serve", folder], ranks, timeout)
+            for host, output in enumerate(outputs):
+                if output.returncode:
+                    raise RuntimeError(f"{fn.__qualname__}: host {host} failed ({output.returncode}):\n{output.text}")
+            results = [Path(folder, f"rank{rank}") for rank in range(ranks * len(self.namespaces))]
+            return [pickle.loads(result.read_bytes()) for result in results]
+
+    def _start(self, host: int, command: Sequence[str], ranks: int) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.namespaces)}"]
+        place = [f"--node-rank={host}", f"--nproc-per-node={ranks}"]
+        master = [f"--master-addr={self.addresses[0]}", f"--master-port={MASTER_PORT}"]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespaces[host], *launcher, *place, *master, *command],
+            # torch warns of every connection whose address has no name, which none has here
+            env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "GLOO_SOCKET_IFNAME": DEVICE},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # an interrupt is for this process, which then stops them in order
+        )
+
+    def _stop(self, started: Sequence[subprocess.Popen[str]]) -> None:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in started:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for namespace in self.namespaces:
+            _kill_inside(namespace)  # ranks have sessions of their own, and may outlive their torchrun
+
+
+def unavailable() -> str | None:
+    """Why hosts cannot be made here; None where they can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)} here: install iproute2"
+    if os.geteuid():
+        return "making network namespaces needs root"
+    probe = f"usp-{os.getpid()}-probe"
+    try:
+        _run("ip", "netns", "add", probe)
+    except RuntimeError as error:
+        return f"network namespaces cannot be made: {error}"
+    try:
+        _shape(probe, "lo", "1gbit")
+    except RuntimeError as error:
+        return f"links cannot be shaped: {error}"
+    finally:
+        _remove(probe)
+    return None
+
+
+@contextmanager
+def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
+    """`hosts` hosts with `rate` (tc's words: 1gbit) from and to each, for as long as the block runs.
+
+    Raises:
+        ValueError: for a number or a rate that is none.
+        RuntimeError: where hosts cannot be made.
+    """
+    if not 1 <= hosts <= 250:
+        raise ValueError(f"hosts={hosts} must be from 1 to 250")
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmg]?bit", rate):
+        raise ValueError(f"rate={rate!r} must be a number and bit, kbit, mbit or gbit: 1gbit")
+    reason = unavailable()
+    if reason:
+        raise RuntimeError(f"no cluster: {reason}")
+    switch, *names = made = [f"usp-{os.getpid()}-{name}" for name in ("switch", *(f"host{n}" for n in range(hosts)))]
+    addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
+    if taken := set(made) & set(_run("ip", "netns", "list").split()):
+        raise RuntimeError(f"no cluster: {', '.join(sorted(taken))} exist already")
+    try:
+        for name in made:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for port, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            _connect(switch, f"port{port}", name, address, rate)
+        yield Cluster(tuple(names), tuple(addresses))
+    finally:
+        with _deaf():
+            for name in made:
+                _remove(name)
+
+
+def _connect(switch: str, port: str, host: str, address: str, rate: str) -> None:
+    """A cable between a bridge's port and a host's device. It goes when either's namespace goes."""
+    peer = ("peer", "name", port, "netns", switch)
+    _run("ip", "link", "add", DEVICE, "netns", host, "type", "veth", *peer)
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
+    _run("ip", "-n", host, "link", "set", DEVICE, "up")
+    _shape(switch, port, rate)
+    _shape(host, DEVICE, rate)
+
+
+def _shape(namespace: str, device: str, rate: str) -> None:
+    shape = ("tbf", "rate", rate, "burst", BURST, "limit", QUEUE)
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+
+
+def _remove(namespace: str) -> None:
+    if Path("/var/run/netns", namespace).exists():
+        _kill_inside(namespace)
+        _run("ip", "netns", "delete", namespace)
+
+
+def _kill_inside(namespace: str) -> None:
+    for pid in _run("ip", "netns", "pids", namespace).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Without interrupts, where this thread may say so: a second Ctrl-C must not stop the removal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def _read(stream: IO[str], host: int, text: list[str], echo: Callable[[str], None] | None) -> None:
+    for line in stream:
+        text.append(line)
+        if echo:
+            echo(f"[host {host}] {line}")
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
+    """Until all have ended, one has failed and the others had time to, or time is up."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+
+
+def _serve(folder: Path) -> None:
+    """A rank of `Cluster.call`."""
+    main = (folder / "main").read_text()
+    if main:  # what the caller runs as __main__ is pickled under that name
+        sys.modules["__main__"] = importlib.import_module(main)
+    fn, args, timeout = pickle.loads((folder / "call").read_bytes())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    (folder / f"rank{dist.get_rank()}").write_bytes(pickle.dumps(fn(*args)))
+    dist.barrier()  # a rank that leaves early closes connections that others still use
+    dist.destroy_process_group()
+
+
+def _print(line: str) -> None:
+    print(line, end="", flush=True)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4, help="of each host")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, each way, in tc's words")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="*", help="after --: a script and its arguments, or -m module")
+    args = parser.parse_args()
+    if args.serve:
+        _serve(args.serve)
+        return 0
+    if not args.command or args.ranks < 1:
+        parser.error("give at least one rank, and a command after --")
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
+        signal.signal(number, _interrupt)
+    try:
+        with cluster(args.hosts, args.rate) as hosts:
+            outputs = hosts.torchrun(args.command, args.ranks, args.timeout, _print)
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return max((abs(output.returncode) for output in outputs), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The pictures in docs/benchmarks.md, from the JSON files in benchmarks/results."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.record import Record
+
+
+def plot_memory(record: Record, path: Path) -> None:
+    """Two panels: peak memory by length for each grid, with the ideal fall; and what a budget holds on 8 ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    ours = [row for row in record.data if row["system"] == "ours"]
+    for (u, r), rows in _by(ours, "ulysses", "ring"):
+        _line(left, rows, label=f"ulysses {u} x ring {r}")
+    alone = [row for row in ours if row["ulysses"] * row["ring"] == 1]
+    left.plot(
+        [row["seq_len"] for row in alone],
+        [row["peak_bytes"] / 8 / 2**20 for row in alone],
+        "k:",
+        label="one rank / 8",
+    )
+    left.set_title("Everything kept: activations fall as 1 / (ulysses x ring)")
+    eight = [
+        row for row in record.data if row["ulysses"] * row["ring"] == 8 and (row["ulysses"], row["ring"]) == (4, 2)
+    ]
+    names = {
+        "ours": "ours, everything kept",
+        "ours, saving": "ours, attention saved, MLPs in tiles",
+        "plain": "transformers + FSDP2",
+        "plain, checkpointing": "transformers + FSDP2, checkpointing",
+    }
+    for (system,), rows in _by(eight, "system"):
+        _line(right, rows, label=names[system])
+    right.set_title("8 ranks: ours splits a sequence, plain has one on each rank")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence")
+        ticks = sorted({row["seq_len"] for row in record.data})
+        axes.set_xticks(ticks, [f"{tick // 1024}K" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)
+    left.set_ylabel("peak MiB on each rank, beyond sharded parameters")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot_learning(record: Record, path: Path) -> None:
+    """A panel for each algorithm: the score of every step, and its mean over the last ten, for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = {"grpo": "GRPO: share of right answers", "ppo": "PPO: score of the trained reward model"}
+    shown = {name: title for name, title in titles.items() if any(run["algorithm"] == name for run in record.data)}
+    figure, grid = pyplot.subplots(1, len(shown), figsize=(5.5 * len(shown), 4.0), squeeze=False)
+    panels = grid[0]
+    for axes, (algorithm, title) in zip(panels, shown.items(), strict=True):
+        for run in (run for run in record.data if run["algorithm"] == algorithm):
+            scores = run["scores"]
+            (line,) = axes.plot(*_smoothed(scores), label=f"seed {run['seed']}")
+            axes.plot(range(1, len(scores) + 1), scores, ".", color=line.get_color(), alpha=0.25)
+        axes.set(title=title, xlabel="step")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)
+        if algorithm == "grpo":
+            axes.axhline(0.9, color="k", linestyle=":")
+            axes.set_ylim(0, 1.02)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _smoothed(scores: list[float], window: int = 10) -> tuple[list[int], list[float]]:
+    """Steps, and the mean of the last `window` scores, fewer at the start."""
+    parts = [scores[max(0, at - window) : at] for at in range(1, len(scores) + 1)]
+    return list(range(1, len(scores) + 1)), [sum(part) / len(part) for part in parts]
+
+
+def _by(rows: list[dict[str, Any]], *names: str) -> list[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in names)
+
+    return [(value, list(group)) for value, group in groupby(sorted(rows, key=key), key)]
+
+
+def _line(axes: Any, rows: list[dict[str, Any]], label: str) -> None:
+    rows = sorted(rows, key=lambda row: row["seq_len"])
+    axes.plot([r["seq_len"] for r in rows], [r["peak_bytes"] / 2**20 for r in rows], "o-", label=label, markersize=4)

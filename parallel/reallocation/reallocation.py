@@ -1,0 +1,254 @@
+"""Weights from one layout into another, as `realloc_plan` says: every byte that a rank lacks, sent to it once.
+
+    round 0    pack | fly ................ | unpack
+    round 1           pack | fly ................... | unpack
+    round 2                                  pack | fly ...
+
+Every link sends the same share of its bytes in every round, so no round waits for one busy rank, and messages of two
+rounds at most are in memory. A large piece is a message of its own: where it is one run of memory, at either end, it is
+sent from its place or received in it. Small pieces, and what lies in strides, are packed and unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..agree import agree
+from ..groups import ProcessGroups
+from .boxes import Box, local_part
+from .param_layout import ParamLayout
+from .realloc_plan import ReallocPlan
+
+_ALONE = 512 << 10  # bytes from which a piece has a message of its own: below, one costs more than to copy twice
+
+
+class Piece(NamedTuple):
+    """A box of a parameter that travels as a whole, row-major."""
+
+    name: str
+    box: Box
+
+
+class Round(NamedTuple):
+    """What one rank sends and receives: pieces, in order, by peer."""
+
+    sends: Mapping[int, Sequence[Piece]]
+    receives: Mapping[int, Sequence[Piece]]
+
+
+def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
+    """A rank's part of a plan. Sender and receiver find the same pieces in the same order. Pure."""
+    sends: dict[int, list[Piece]] = {}
+    receives: dict[int, list[Piece]] = {}
+    for move in plan.moves:
+        out = [transfer for transfer in move.transfers if transfer.sender == rank]
+        into = [transfer for transfer in move.transfers if transfer.receiver == rank]
+        for name in move.names:
+            for transfer in out:
+                sends.setdefault(transfer.receiver, []).append(Piece(name, transfer.box))
+            for transfer in into:
+                receives.setdefault(transfer.sender, []).append(Piece(name, transfer.box))
+    shares = [{peer: _shares(pieces, plan) for peer, pieces in sorted(peers.items())} for peers in (sends, receives)]
+    return [Round(*({peer: parts[n] for peer, parts in side.items()} for side in shares)) for n in range(plan.rounds)]
+
+
+def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
+    """Pieces in order, cut into a share of as many bytes for each round, to the plan's grain."""
+    itemsizes = [plan.wire_dtype(piece.name).itemsize for piece in pieces]
+    total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
+    shares: list[list[Piece]] = [[] for _ in range(plan.rounds)]
+    number = sent = 0
+    for (name, box), itemsize in zip(pieces, itemsizes, strict=True):
+        row = box.numel // box.sizes[0] if box.sizes else 1
+        whole = row if row * itemsize <= plan.grain else 1
+        done = 0
+        while done < box.numel:
+            count = min(box.numel - done, (total * (number + 1) // plan.rounds - sent) // itemsize)
+            if done + count < box.numel:
+                count -= count % whole
+            shares[number] += [Piece(name, part) for part in box.run(done, done + count)]
+            done, sent = done + count, sent + count * itemsize
+            number += done < box.numel  # what is left belongs to the next round
+    return shares
+
+
+class Reallocation:
+    """Executes a plan, as often as it is asked to. Every rank of the world makes it, in the same order as others.
+
+    Args:
+        groups: of the process; what moves does so in the group of just the ranks that send or receive.
+        device: where the parameters lie.
+
+    Raises:
+        RuntimeError: on every rank, if they do not have the same plan.
+    """
+
+    def __init__(self, plan: ReallocPlan, groups: ProcessGroups, device: torch.device) -> None:
+        assert dist.group.WORLD is not None
+        agree(plan.identity, [dist.group.WORLD], "the plan of a reallocation", device)
+        self.plan = plan
+        self._rank, self._device = dist.get_rank(), device
+        self._group = groups.get(plan.ranks) if plan.ranks else None
+        if self._group is not None:
+            dist.barrier(self._group)  # NCCL: all ranks of a group must meet in it before two of them alone may
+        self._rounds = [
+            (_messages(sends, plan.src, plan, self._rank), _messages(receives, plan.dst, plan, self._rank))
+            for sends, receives in rank_rounds(plan, self._rank)
+        ]
+        src, dst, rank = plan.src.boxes, plan.dst.boxes, self._rank
+        self._kept = [
+            (name, box.slices(src[name][rank]), box.slices(dst[name][rank])) for name, box in plan.kept(rank).items()
+        ]
+
+    @torch.no_grad()
+    def run(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
+        """Fill `dst` with the weights of `src`. Collective over the ranks of both; others may call it too.
+
+        Bit by bit; numbers of a longer dtype than `dst` has are rounded before they are sent.
+
+        `dst` may share memory with `src` where `ReallocPlan.may_share` says so, and nowhere else.
+
+        Args:
+            src, dst: what this rank holds, as the plan's layouts say; empty where it holds nothing.
+
+        Raises:
+            ValueError: naming every parameter of this rank that is missing, or whose local part has another shape or
+                dtype than the plan was made for; before anything is sent.
+        """
+        before = _local_parts(src, self.plan.src, self._rank, "src")
+        after = _local_parts(dst, self.plan.dst, self._rank, "dst")
+        if self._group is None:
+            self._keep(before, after)
+            return
+        flying: _Flight | None = None
+        for sends, receives in self._rounds:
+            posted = _post(
+                [(message, message.parts(before)) for message in sends],
+                [(message, message.parts(after)) for message in receives],
+                self._group,
+                self._device,
+            )
+            if flying:
+                flying.land()
+            else:
+                self._keep(before, after)
+            flying = posted
+        assert flying is not None
+        flying.land()
+
+    def _keep(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        for name, old, new in self._kept:
+            if before[name].data_ptr() != after[name].data_ptr():
+                after[name][new].copy_(before[name][old])
+
+
+class _Message(NamedTuple):
+    """Pieces that travel together: their parameters, where they lie in what this rank holds of them, their dtypes."""
+
+    peer: int
+    places: Sequence[tuple[str, tuple[slice, ...]]]
+    dtypes: Sequence[torch.dtype]
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [tensors[name][slices] for name, slices in self.places]
+
+
+def _messages(
+    peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, plan: ReallocPlan, rank: int
+) -> list[_Message]:
+    messages = []
+    for peer, pieces in peers.items():
+        small, dtypes = [], []
+        for name, box in pieces:
+            place, dtype = (name, box.slices(layout.boxes[name][rank])), plan.wire_dtype(name)
+            if box.numel * dtype.itemsize < _ALONE:
+                small.append(place)
+                dtypes.append(dtype)
+            else:
+                messages.append(_Message(peer, [place], [dtype]))
+        if small:
+            messages.append(_Message(peer, small, dtypes))
+    return messages
+
+
+class _Flight(NamedTuple):
+    """Messages under way, and the parts of parameters that wait for what is in a buffer."""
+
+    works: Sequence[dist.Work]
+    sent: Sequence[Tensor]  # kept until they have left
+    landing: Sequence[tuple[Tensor, _Message, Sequence[Tensor]]]
+
+    def land(self) -> None:
+        for work in self.works:
+            work.wait()
+        for buffer, message, parts in self.landing:
+            for values, part in _typed(buffer, message, parts):
+                part.copy_(values)
+
+
+def _post(
+    sends: Sequence[tuple[_Message, Sequence[Tensor]]],
+    receives: Sequence[tuple[_Message, Sequence[Tensor]]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> _Flight:
+    """Send parts of parameters to peers, and receive parts from peers."""
+    operations, sent, landing = [], [], []
+    for message, parts in receives:
+        if (buffer := _in_place(message, parts, device)) is None:
+            buffer = _buffer(message, parts, device)
+            landing.append((buffer, message, parts))
+        operations.append(dist.P2POp(dist.irecv, buffer, message.peer, group))
+    for message, parts in sends:
+        if (buffer := _in_place(message, parts, device)) is None:
+            buffer = _buffer(message, parts, device)
+            for values, part in _typed(buffer, message, parts):
+                values.copy_(part)
+        operations.append(dist.P2POp(dist.isend, buffer, message.peer, group))
+        sent.append(buffer)
+    return _Flight(dist.batch_isend_irecv(operations) if operations else [], sent, landing)
+
+
+def _in_place(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """The bytes of a part that is alone, as it travels, and one run of memory where messages are sent from."""
+    if len(parts) > 1 or parts[0].dtype != message.dtypes[0]:
+        return None
+    (part,) = parts
+    return part.view(-1).view(torch.uint8) if part.is_contiguous() and part.device.type == device.type else None
+
+
+def _sizes(message: _Message, parts: Sequence[Tensor]) -> list[int]:
+    return [part.numel() * dtype.itemsize for part, dtype in zip(parts, message.dtypes, strict=True)]
+
+
+def _buffer(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.empty(sum(_sizes(message, parts)), dtype=torch.uint8, device=device)
+
+
+def _typed(buffer: Tensor, message: _Message, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each part with its piece of the buffer. Elements are aligned in it, because a plan has large ones first."""
+    pieces = buffer.split(_sizes(message, parts))
+    for values, dtype, part in zip(pieces, message.dtypes, parts, strict=True):
+        yield values.view(dtype).view(part.shape), part
+
+
+def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:
+    parts, violations = {}, []
+    for name, boxes in layout.boxes.items():
+        if rank not in boxes:
+            continue
+        if name not in tensors:
+            violations.append(f"{name} is missing")
+            continue
+        part, wanted = local_part(tensors[name]), (boxes[rank].sizes, layout.parameters[name].dtype)
+        if (tuple(part.shape), part.dtype) != wanted:
+            violations.append(f"{name} is {tuple(part.shape)} {part.dtype} and must be {wanted[0]} {wanted[1]}")
+        parts[name] = part
+    if violations:
+        raise ValueError(f"{what} on rank {rank} must be what its layout says: {'; '.join(violations)}")
+    return parts

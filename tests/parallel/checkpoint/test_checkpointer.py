@@ -1,0 +1,308 @@
+"""Checkpoints: any layout to any other, bit by bit; whole or not there, whenever a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from parallel.checkpoint.checkpointer import Checkpointer, latest
+from parallel.checkpoint.safetensors_storage import read_extra
+from parallel.testing import RankError, RankPool
+
+
+def values() -> dict[str, Tensor]:
+    """Global tensors of every kind: uneven, shorter than the number of ranks, empty, 0-dim, not a number."""
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        "even": torch.randn(16, 8, generator=random),
+        "uneven": torch.randn(11, 5, generator=random),
+        "short": torch.randn(3, 4, generator=random),
+        "bf16": torch.randn(10, 4, generator=random).bfloat16(),
+        "cube": torch.randn(6, 3, 5, generator=random),
+        "ids": torch.randint(-(2**62), 2**62, (7,), generator=random),
+        "empty": torch.empty(0, 4),
+        "step": torch.tensor(20.0),
+    }
+    tensors["even"][0, 0] = float("nan")
+    tensors["even"][1, 1] = -0.0
+    return tensors
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+# Layouts: a global tensor to what this rank holds of it
+
+
+def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def fsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor sharded over all ranks by its first dim."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t.clone() for name, t in tensors.items()}
+
+
+def hsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two copies of what is sharded."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    placements = [Replicate(), Shard(0)]
+    return {name: distribute_tensor(t, mesh, placements) if t.ndim else t.clone() for name, t in tensors.items()}
+
+
+def tp_fsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """tp=2 by the first or the last dim, then FSDP2 by the first, as FSDP2 itself lays them out."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    held = {}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        if tensor.ndim < 2 or not tensor.numel():
+            held[name] = tensor.clone()
+            continue
+        module = nn.Module()
+        sharded = distribute_tensor(tensor, mesh["tp"], [Shard(0 if place % 2 else tensor.ndim - 1)])
+        module.weight = nn.Parameter(sharded)
+        held[name] = fully_shard(module, mesh=mesh["fsdp"]).weight.detach()
+    return held
+
+
+def stages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two pipeline stages: one name is of both, the others of one each, sharded over the ranks of the stage."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "fsdp"))
+    own = {
+        name: t
+        for place, (name, t) in enumerate(tensors.items())
+        if name == "step" or place % 2 == mesh.get_local_rank("pp")
+    }
+    return {
+        name: distribute_tensor(t, mesh["fsdp"], [Shard(0)], src_data_rank=None) if t.ndim else t.clone()
+        for name, t in own.items()
+    }
+
+
+LAYOUTS = {layout.__name__: layout for layout in (plain, fsdp, hsdp, tp_fsdp, stages)}
+
+
+def zeroed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for tensor in tensors.values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    return dict(tensors)
+
+
+def save(folder: Path, layout: str, step: int, extra: dict[str, Any]) -> None:
+    checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
+    checkpointer.save(step, LAYOUTS[layout](values()), extra)
+    checkpointer.wait()
+
+
+def differing(path: Path, layout: str) -> list[str]:
+    """Load; the names whose bits are not those of `values`."""
+    expected, held = LAYOUTS[layout](values()), zeroed(LAYOUTS[layout](values()))
+    Checkpointer(path.parent, keep=2, device_type="cpu").load(path, held)
+
+    def local(tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    return [name for name in held if not torch.equal(bits(local(held[name])), bits(local(expected[name])))]
+
+
+def test_every_layout_reads_what_another_wrote_bit_by_bit(ranks: RankPool, tmp_path: Path) -> None:
+    """Every layout writes, and every layout reads, each of them with other numbers of ranks."""
+    written = [("fsdp", 8), ("tp_fsdp", 4), ("hsdp", 4), ("stages", 4), ("plain", 1)]
+    read = [("tp_fsdp", 4), ("hsdp", 4), ("stages", 2), ("fsdp", 3), ("plain", 1)]
+    for saved_as, world_size in written:
+        ranks.run(save, world_size, tmp_path / saved_as, saved_as, 20, {})
+        path = tmp_path / saved_as / "step-00000020"
+        for layout, size in read:
+            assert ranks.run(differing, size, path, layout) == [[]] * size, (saved_as, layout)
+
+
+def test_what_many_ranks_hold_is_written_once(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 4, tmp_path, "hsdp", 20, {})
+    index = json.loads((tmp_path / "step-00000020" / "checkpoint.json").read_text())
+    for name, tensor in values().items():
+        boxes = index["tensors"][name]["boxes"]
+        assert sum(torch.Size(box["shape"]).numel() for box in boxes) == tensor.numel(), name
+    assert not [path for path in tmp_path.rglob("*") if path.suffix not in ("", ".json", ".safetensors")]
+
+
+def test_extra_comes_back_and_needs_no_process_group(ranks: RankPool, tmp_path: Path) -> None:
+    extra = {"step": 20, "data": {"ids": torch.arange(6).view(2, 3), "big": 2**100}, "list": [1.5, None, "x", [True]]}
+    ranks.run(save, 2, tmp_path, "fsdp", 20, extra)
+    read = read_extra(tmp_path / "step-00000020")
+    assert torch.equal(read["data"].pop("ids"), extra["data"].pop("ids"))
+    assert read == extra
+    with pytest.raises(ValueError, match="step-00000030 is no checkpoint"):
+        read_extra(tmp_path / "step-00000030")
+
+
+# Whole or not there
+
+
+def save_and_change(folder: Path) -> list[str]:
+    """Change every tensor as soon as save() returns, several times, and say which checkpoints hold other values."""
+    checkpointer = Checkpointer(folder, keep=10, device_type="cpu")
+    tensors = fsdp({"big": torch.zeros(1024, 1024), "small": torch.zeros(5), "step": torch.zeros(())})
+    tensors["tied"] = tensors["big"]
+    for step in range(1, 5):
+        for tensor in tensors.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(step)
+        checkpointer.save(step, tensors, {"step": step})
+    zeroed(tensors)
+    checkpointer.wait()
+    wrong = []
+    for step in range(1, 5):
+        path = folder / f"step-{step:08}"
+        extra = checkpointer.load(path, tensors)
+        held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+        if extra != {"step": step} or not all(bool((part == step).all()) for part in held):
+            wrong.append(path.name)
+    return wrong
+
+
+def test_a_checkpoint_holds_what_was_there_when_save_returned(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(save_and_change, 2, tmp_path) == [[], []]
+
+
+def save_steps(folder: Path, steps: list[int], keep: int) -> None:
+    checkpointer = Checkpointer(folder, keep=keep, device_type="cpu")
+    for step in steps:
+        checkpointer.save(step, fsdp({"weight": torch.full((4,), float(step))}), {})
+    checkpointer.wait()
+
+
+def test_the_newest_are_kept_and_only_our_leftovers_removed(ranks: RankPool, tmp_path: Path) -> None:
+    for name in ("step-00000007.partial", "step-00000003.old", "step-7.partial", "notes.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert latest(tmp_path) is None and latest(tmp_path / "nothing") is None
+    ranks.run(save_steps, 2, tmp_path, [9, 10, 100, 100], 2)  # the last one replaces one of the same step
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["notes.partial", "step-00000010", "step-00000100", "step-7.partial"]
+    assert latest(tmp_path) == tmp_path / "step-00000100"
+
+
+def save_until_killed(folder: Path, victim: int, delay: float) -> None:
+    checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
+    path = latest(folder)
+    tensors = fsdp({"weight": torch.zeros(2048, 1024)})
+    begin = checkpointer.load(path, tensors)["step"] if path else 0
+    weight = tensors["weight"]
+    assert isinstance(weight, DTensor)
+    assert bool((weight.to_local() == begin).all())
+    if dist.get_rank() == victim:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, delay)
+    for step in range(begin + 1, begin + 1000):
+        weight.to_local().fill_(step)
+        checkpointer.save(step, tensors, {"step": step})
+
+
+def test_a_rank_killed_at_any_moment_leaves_whole_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    """Each round loads what the one before it left, and is killed in the middle of saving."""
+    steps = [0]
+    for victim, delay in [(0, 0.05), (1, 0.11), (0, 0.16), (1, 0.2), (0, 0.31)]:
+        with pytest.raises(RankError, match="the worker died"):
+            ranks.run(save_until_killed, 2, tmp_path, victim, delay)
+        path = latest(tmp_path)
+        steps.append(read_extra(path)["step"] if path else 0)
+    assert steps == sorted(steps) and steps[-1] > 0
+    ranks.run(save_steps, 2, tmp_path, [10**6], 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-01000000"]
+
+
+# Failures
+
+
+def save_beyond_a_limit(folder: Path) -> list[str]:
+    """Rank 1 may write no file as large as its part: what a full disk is to it."""
+    checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
+    tensors = fsdp({"weight": torch.zeros(64, 1024)})
+    said = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    for save_again in (True, False):
+        checkpointer.save(5, tensors, {})
+        time.sleep(0.1)
+        try:
+            checkpointer.save(6, tensors, {}) if save_again else checkpointer.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpointer.save(7, tensors, {})
+    checkpointer.wait()
+    return said
+
+
+def test_a_failure_in_the_background_is_an_error_of_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(save_beyond_a_limit, 2, tmp_path):
+        assert len(said) == 2
+        for message in said:
+            assert message.startswith(f"checkpoint {tmp_path / 'step-00000005'} was not saved: rank 1: ")
+            assert "File too large" in message
+    assert latest(tmp_path) == tmp_path / "step-00000007"
+
+
+def load_wrong(folder: Path) -> tuple[list[str], float]:
+    checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
+    kept = torch.full((3, 4), 7.0)
+    asked = [{"uneven": torch.zeros(11, 6), "bias": torch.zeros(1)}, {"short": kept, "bf16": torch.zeros(10, 4)}]
+    said = []
+    for path, tensors in [
+        (folder / "step-00000020", asked[dist.get_rank()]),
+        (folder / "step-00000040", {}),
+    ]:
+        try:
+            checkpointer.load(path, tensors)
+        except ValueError as error:
+            said.append(str(error))
+    return said, kept.mean().item()
+
+
+def test_a_checkpoint_of_something_else_is_refused_by_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 1, tmp_path, "plain", 20, {})
+    (said, _), (also_said, kept) = ranks.run(load_wrong, 2, tmp_path)
+    assert said == also_said and kept == 7.0  # nothing was read into what was right
+    for part in (
+        "has no bias: it is of another model",
+        "has uneven as (11, 5) torch.float32, not (11, 6) torch.float32",
+        "has bf16 as (10, 4) torch.bfloat16, not (10, 4) torch.float32",
+    ):
+        assert part in said[0]
+    assert "step-00000040 is no checkpoint" in said[1]
+
+
+def load_missing_file(folder: Path) -> str:
+    try:
+        differing(folder / "step-00000020", "fsdp")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_lost_file_is_an_error_of_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 2, tmp_path, "fsdp", 20, {})
+    (tmp_path / "step-00000020" / "rank-00001.safetensors").unlink()
+    for said in ranks.run(load_missing_file, 2, tmp_path):
+        assert "cannot be read: " in said and "rank-00001.safetensors" in said
+
+
+def test_keep_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        Checkpointer(tmp_path, keep=0, device_type="cpu")

@@ -1,0 +1,151 @@
+"""Hardware files: every known node, a user's own, what contradicts itself; and how long messages take on them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel import load_hardware, node_names, peak_flops, transfer_seconds
+from parallel.cluster.hardware import hardware_from_mapping, interpolate
+
+HOST = {"name": "host", "devices": 4, "alpha_seconds": 0.0, "bytes_per_second": 1000.0}
+NETWORK = {"name": "network", "devices": 0, "alpha_seconds": 0.5, "bytes_per_second": 100.0}
+SHARED = {**NETWORK, "shared_bytes_per_second": 100.0}
+CURVES = {name: [[1, 0.5], [100, 1.0]] for name in ("matmul", "attention_forward", "attention_backward")}
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "memory_bytes": 1000,
+    "memory_bytes_per_second": 1e9,
+    "peak_flops": {"float32": 1e9},
+    "parallel_rings": False,
+    "tiers": [HOST, SHARED],
+    "efficiency": CURVES,
+}
+
+
+def test_every_known_node_is_read_and_true_to_itself() -> None:
+    assert set(node_names()) == {"a100", "a800", "b200", "h100", "h200", "l20"}
+    for name in node_names():
+        node = load_hardware(name.upper())
+        assert node.peak("bfloat16") == peak_flops(node.device)
+        assert node.tiers[-1].devices == 0
+        inside, outside = (transfer_seconds(node, (0, peer), "send", 2**30, 1, 16) for peer in (1, 8))
+        assert inside < outside
+    a800, h200 = load_hardware("a800"), load_hardware("h200")
+    assert (a800.peak("bfloat16"), h200.peak("bfloat16")) == (312e12, 989e12)
+    assert a800.tiers[0].send.bytes_per_second == 200e9 and h200.memory_bytes == 141e9
+
+
+def test_peaks_are_known_by_device_name() -> None:
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Some CPU") is None
+
+
+def test_a_file_may_change_a_known_node(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": "H100", "name": "mine", "efficiency": {"links": 0.5}}))
+    mine, h100 = load_hardware(str(path)), load_hardware("h100")
+    assert (mine.name, mine.link_efficiency, mine.matmul) == ("mine", 0.5, h100.matmul)
+
+
+def test_contradictions_are_refused_in_one_message() -> None:
+    wrong: dict[str, Any] = {
+        "memory_bytes": 0,
+        "tiers": [{**HOST, "devices": 0}, {**NETWORK, "shared_bytes_per_second": 10.0}],
+        "efficiency": {**CURVES, "links": 2, "matmul": [[2, 0.5], [1, 0.5]]},
+    }
+    with pytest.raises(ValueError) as refused:
+        hardware_from_mapping({**SMALL, **wrong}, "mine.json")
+    assert "hardware mine.json: " in str(refused.value)
+    for part in ("memory_bytes=0", "devices=0", "links=2", "matmul must be", "100 B/s is more than the 10 B/s"):
+        assert part in str(refused.value)
+
+
+def test_what_is_no_hardware_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tiers is missing; speed is unknown"):
+        hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
+    with pytest.raises(ValueError, match="it cannot be read"):
+        hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
+    with pytest.raises(ValueError, match="efficiency of attention is unknown"):
+        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": [[1, 1]]}}, "mine.json")
+    with pytest.raises(ValueError, match="is no file and none of a100, a800"):
+        load_hardware("h1000")
+    (tmp_path / "x.json").write_text("x")
+    with pytest.raises(ValueError, match="is no JSON"):
+        load_hardware(str(tmp_path / "x.json"))
+    with pytest.raises(ValueError, match="no peak_flops for bfloat16"):
+        hardware_from_mapping(SMALL, "").peak("bfloat16")
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"efficiency": [1]}, r"efficiency must be an object, not \[1\]"),
+        ({"efficiency": None}, "efficiency must be an object, not None"),
+        ({"peak_flops": None}, "peak_flops must be an object, not None"),
+        ({"peak_flops": {"bfloat16": "fast"}}, "bfloat16='fast' must be a finite number"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf must be a finite number"),
+        ({"memory_bytes": HUGE}, "it cannot be read: int too large"),
+        ({"memory_bytes": 0.5}, "memory_bytes=0.5 must be a whole number"),
+        ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be a finite number"),
+        ({"parallel_rings": "false"}, "parallel_rings='false' must be true or false"),
+        ({"streams": "no"}, "streams='no' must be true or false"),
+        ({"crowding": "1"}, "crowding='1' must be a finite number"),
+        ({"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}}, "matmul=inf must be a finite number"),
+        ({"tiers": [{**HOST, "devices": 2.7}]}, "devices=2.7 must be a whole number"),
+        ({"tiers": [{**HOST, "devices": math.inf}]}, "devices=inf must be a finite number"),
+        ({"tiers": [{**HOST, "alpha_seconds": math.inf}]}, "alpha_seconds=inf must be a finite number"),
+        ({"tiers": [{**HOST, "bytes_per_second": "1e9"}]}, "bytes_per_second='1e9' must be a finite number"),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": "h100", **wrong}))
+    with pytest.raises(ValueError, match=said):
+        load_hardware(str(path))
+
+
+def test_times_by_tier() -> None:
+    small = hardware_from_mapping(SMALL, "")
+
+    def seconds(ranks: range, kind: str, nbytes: float, steps: int = 0) -> float:
+        return transfer_seconds(small, ranks, kind, nbytes, steps, world_size=8)
+
+    assert seconds(range(4), "gather", 1000.0) == 1.0
+    assert seconds(range(1), "gather", 1000.0) == 0.0
+    # All eight in one ring: one rank of each host sends everything over the network, alone.
+    assert seconds(range(8), "gather", 1000.0, steps=7) == 10.0 + 3.5
+    # Four pairs across the network share it.
+    assert seconds(range(0, 8, 4), "send", 1000.0) == 40.0
+    # Of an all-to-all over eight, 4 of 7 parts leave the host, of four ranks at once.
+    assert math.isclose(seconds(range(8), "exchange", 700.0), 4 * 400 / 100)
+    # With an adapter for each device, and rings over all of them, a host's members share the crossing.
+    nccl = hardware_from_mapping({**SMALL, "tiers": [HOST, NETWORK], "parallel_rings": True}, "")
+    assert transfer_seconds(nccl, range(8), "gather", 1000.0, 0, 8) == 2.5
+    with pytest.raises(ValueError, match="joins 4 devices, too few for rank 4"):
+        transfer_seconds(hardware_from_mapping({**SMALL, "tiers": [HOST]}, ""), range(8), "send", 1.0, 1, 8)
+
+
+def test_attention_without_a_mask_has_a_rate_of_its_own_where_one_is_given() -> None:
+    own = hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_backward_full": [[1, 1.0]]}}, "")
+
+    def seconds(backward: bool, full: bool) -> float:
+        return own.attention_seconds(1e9, 1, "float32", backward=backward, full=full)
+
+    assert seconds(True, full=True) == 1.0
+    assert seconds(True, full=False) == seconds(False, full=True) == seconds(False, full=False) == 2.0
+
+
+def test_curves() -> None:
+    curve = ((1.0, 0.5), (100.0, 1.0))
+    assert [interpolate(curve, x) for x in (0.1, 1, 10, 100, 1000)] == [0.5, 0.5, 0.75, 1.0, 1.0]

@@ -1,0 +1,176 @@
+"""Flags, files, help, and what a rank knows of its launch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from usp.commands.train import main, parse
+from usp.config import TrainConfig, config_to_mapping
+from usp.run.failures import ConfigurationError, Ending, RanksDisagree, TrainingDiverged, end, ending_of
+from usp.run.launch import Launch, choose_device
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parse([]) == TrainConfig()
+
+
+def test_flags_set_fields() -> None:
+    config = parse(["--sp-ulysses", "4", "--sp-ring=2", "--learning-rate", "1e-4", "--output", "out"])
+    assert config == TrainConfig(sp_ulysses=4, sp_ring=2, learning_rate=1e-4, output="out")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "sp-ring: 2\nlearning-rate: 3e-4\n"),
+        ("run.yml", "sp_ring: 2\nlearning_rate: 0.0003\n"),
+        ("run.toml", "sp-ring = 2\nlearning-rate = 3e-4\n"),
+    ],
+)
+def test_flags_override_a_file(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert parse(["--config", str(file)]) == TrainConfig(sp_ring=2, learning_rate=3e-4)
+    assert parse(["--sp-ring", "8", f"--config={file}"]) == TrainConfig(sp_ring=8, learning_rate=3e-4)
+
+
+def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+    config = TrainConfig(sp_ulysses=2, max_grad_norm=float("inf"), learning_rate=1e-5)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_to_mapping(config)))
+    assert parse(["--config", str(file)]) == config
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").touch()
+    assert parse(["--config", str(tmp_path / "empty.yaml")]) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "sp-rings: 2", r"unknown key 'sp-rings' \(did you mean 'sp_ring'\?\)"),
+        ("a.yaml", "- 1", "it holds a list, it must hold keys with values"),
+        ("a.yaml", "a: [", "while parsing"),
+        ("a.yaml", "steps: 1\nsp-ring: 2\nsteps: 3", r"'steps' is given twice\n.*line 3, column 1"),
+        ("a.toml", "sp-ring =", "[Ii]nvalid value"),
+        ("a.json", "{}", r"ends in '.json', it must end in .yaml, .yml or .toml"),
+        ("a.yaml", None, "no such file"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=said):
+        parse(["--config", str(tmp_path / name)])
+
+
+def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    for name in [*config_to_mapping(TrainConfig()), "config"]:
+        assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
+    assert "llama3-8b" in shown and "{contiguous,zigzag,striped}" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--sp-ulises", "4"], r"Unrecognized options: --sp-ulises(.|\n)*--sp-ulysses INT"),
+        (["--steps", "ten"], r"--steps: invalid literal for int\(\) with base 10: 'ten'"),
+        (["--steps"], "--steps"),
+        (["--config"], "--config"),
+        (["--config", "--steps", "3"], "--config"),
+    ],
+)
+def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        parse(args)
+    assert capsys.readouterr().err == ""
+
+
+def test_help_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], show_help=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_refused_configuration_exits_with_2_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "nowhere.yaml"], {}) == 2
+    assert capsys.readouterr().err == "error: --config nowhere.yaml: no such file\n"
+
+
+def test_torchrun_is_told_what_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error_file = tmp_path / "error.json"
+    main(["--config", "nowhere.yaml"], {"TORCHELASTIC_ERROR_FILE": str(error_file)})
+    assert "nowhere.yaml: no such file" in error_file.read_text()
+
+
+def test_a_launch_is_read_from_the_environment() -> None:
+    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "3"}
+    assert Launch.from_environment(environ) == Launch(5, 8, 1, 4, threads=3, rendezvous=True)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert Launch.from_environment(environ | agent).agent_store == ("localhost", 29500)
+
+
+def test_without_a_launcher_one_process_takes_the_cores() -> None:
+    alone = Launch.from_environment({})
+    assert (alone.rank, alone.world_size, alone.rendezvous) == (0, 1, False)
+    assert Launch.from_environment({"OMP_NUM_THREADS": "1"}).threads == 1
+    many = {"RANK": "0", "WORLD_SIZE": "999", "LOCAL_WORLD_SIZE": "999", "OMP_NUM_THREADS": "1"}
+    assert Launch.from_environment(many).threads == 1
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match="4 processes on this host need a GPU each, and torch sees 2"):
+        choose_device("auto", Launch(0, 4, 0, 4))
+    assert choose_device("cpu", Launch(0, 4, 0, 4)).type == "cpu"
+    assert choose_device("cuda", Launch(3, 4, 1, 2)).index == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        (ConfigurationError("no"), 2, "error: no"),
+        (TrainingDiverged("nan"), 1, "error: nan"),
+        (RanksDisagree("data"), 1, "error: data"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, "lost its connection"),
+        (RuntimeError("shapes differ"), 1, "rank 3 failed: RuntimeError: shapes differ"),
+        (ValueError("Connection closed by peer"), 1, "ValueError: Connection closed"),
+    ],
+)
+def test_how_a_rank_ends(error: BaseException, exit_code: int, said: str) -> None:
+    ending = ending_of(error, rank=3)
+    assert ending.exit_code == exit_code
+    assert said in ending.message
+
+
+def test_of_many_endings_one_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("usp.run.failures.LAUNCHER_SECONDS", 0.5)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    said = []
+    for rank, attempt in ((2, 0), (0, 0), (1, 0), (1, 1)):
+        launch = Launch(rank, 4, agent_store=("localhost", store.port), attempt=attempt)
+        assert end(Ending(f"rank {rank}", 1), launch, None) == 1
+        said.append(capsys.readouterr().err)
+    assert said == ["rank 2\n", "", "", "rank 1\n"]
+
+
+def test_without_a_store_each_rank_speaks_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank in (0, 1):
+        end(Ending(f"rank {rank}", 1), Launch(rank, 2), None)
+    assert capsys.readouterr().err == "rank 0\nrank 1\n"
+    assert len(waited) == 1

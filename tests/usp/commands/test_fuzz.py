@@ -1,0 +1,122 @@
+"""Random command lines: each ends in a plan that can run, or in one message, before any rank communicates."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import usp.data.stream
+from parallel.testing import RankPool
+from usp.commands.train import parse
+from usp.config import TrainConfig
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.run.metrics import StepRecord
+from usp.train.prepare import Prepared, prepare
+from usp.train.trainer import Trainer
+
+# What a user may type: mostly what can be right, and some of what cannot.
+VALUES: dict[str, list[str]] = {
+    "--sp-ulysses": ["1", "2", "4", "8", "3", "16", "0", "-1"],
+    "--sp-ring": ["1", "2", "4", "8", "3", "x"],
+    "--sp-layout": ["zigzag", "striped", "contiguous", "zigzagg"],
+    "--sp-order": ["ring-outer", "ulysses-outer", "inner"],
+    "--dp-shard": ["-1", "1", "2", "4", "0", "7"],
+    "--dp-replicate": ["1", "2", "4", "-2"],
+    "--tp": ["1", "2", "4", "8", "3", "0"],
+    "--pp": ["1", "2", "4", "8", "5"],
+    "--pp-schedule": ["1f1b", "interleaved-1f1b", "zero-bubble", "gpipe"],
+    "--ep": ["1", "2", "4", "8", "5", "0"],
+    "--zero": ["0", "1", "2", "3", "4", "-1"],
+    "--engine": ["fsdp2", "deepspeed", "megatron"],
+    "--model": ["tiny", "qwen3-tiny", "mistral-tiny", "mixtral-tiny", "qwen3-moe-tiny", "llama3-8b", "nothing"],
+    "--seq-len": ["64", "128", "1000", "256", "0"],
+    "--batch-size": ["1", "2", "4", "8", "0"],
+    "--micro-batches": ["1", "2", "4", "8", "3", "0"],
+    "--ac": ["none", "attention-saved", "full", "some"],
+    "--loss-chunk": ["16", "100000", "0"],
+    "--mlp-tile": ["0", "7", "-1"],
+    "--router-aux-loss-coef": ["-1", "0", "0.1", "-3", "nan"],
+    "--adam-eps": ["1e-8", "0", "inf"],
+    "--learning-rate": ["1e-3", "0", "nan", "fast"],
+    "--steps": ["1", "5", "0"],
+    "--checkpoint-every": ["0", "1", "-1"],
+    "--keep-checkpoints": ["1", "0"],
+    "--hang-timeout": ["0", "10", "-5", "nan"],
+    "--profile": ["", "1", "2:3", "3:2", "all"],
+    "--wandb-project": ["", "lab"],
+    "--resume": ["", "auto", "nowhere"],
+    "--dtype": ["float32", "bfloat16", "auto", "int8"],
+    "--attention-kernel": ["auto", "sdpa", "reference", "flash", "cudnn", "fast"],
+}
+SWITCHES = ["--tp-sequence-parallel", "--ac-offload"]
+DEGREES = ("--sp-ulysses", "--sp-ring", "--dp-replicate", "--tp", "--pp")
+
+
+def command_lines(seed: int, number: int) -> Iterator[tuple[int, list[str]]]:
+    """World sizes and arguments. Half of them hold flags from the front of their lists alone, which can be right."""
+    draw = random.Random(seed)
+    for _ in range(number):
+        careful = draw.random() < 0.6
+        chosen = draw.sample(sorted(VALUES), draw.randint(1, 8))
+        args = {flag: draw.choice(VALUES[flag][: 3 if careful else None]) for flag in chosen}
+        world_size = draw.choice([1, 2, 4, 8, 8, 16, 6])
+        if careful:  # as many ranks as the degrees need
+            product = math.prod(int(args.get(flag, "1")) for flag in DEGREES)
+            world_size = product * draw.choice([1, 1, 2])
+            args.setdefault("--seq-len", "128")
+        switches = [switch for switch in SWITCHES if draw.random() < 0.15]
+        yield world_size, [*(part for item in args.items() for part in item), *switches]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(usp.data.stream, "WINDOW_TOKENS", 2**12)
+    (tmp_path / "corpus.txt").write_text("All work and no play makes a model overfit. " * 200)
+    return str(tmp_path / "corpus.txt")
+
+
+def outcome(world_size: int, args: list[str], data: str) -> Prepared | ConfigurationError:
+    launch = Launch(rank=world_size - 1, world_size=world_size, local_world_size=world_size)
+    try:
+        return prepare(parse([*args, "--data", data, "--device", "cpu"]), launch)
+    except ConfigurationError as error:
+        return error
+
+
+def test_a_thousand_random_command_lines(data: str) -> None:
+    plans = refusals = 0
+    for world_size, args in command_lines(seed=0, number=1000):
+        ended = outcome(world_size, args, data)
+        if isinstance(ended, Prepared):
+            plans += 1
+            assert math.prod(ended.dims.degrees().values()) == world_size, args
+        else:
+            refusals += 1
+            assert str(ended) and "Traceback" not in str(ended), args
+    assert plans > 150 and refusals > 150, (plans, refusals)
+
+
+def one_step(config: TrainConfig) -> StepRecord:
+    launch = Launch(rank=dist.get_rank(), world_size=dist.get_world_size(), local_world_size=dist.get_world_size())
+    return Trainer(prepare(config, launch)).step(1)
+
+
+def test_plans_that_are_called_valid_run(ranks: RankPool, data: str, tmp_path: Path) -> None:
+    found = 0
+    for world_size, args in command_lines(seed=1, number=2000):
+        ended = outcome(world_size, args, data) if world_size == 4 and len(args) > 11 else None
+        if not isinstance(ended, Prepared) or ended.config.engine != "fsdp2" or ended.parameters > 10**7:
+            continue
+        config = replace(ended.config, output=str(tmp_path / str(found)))
+        assert math.isfinite(ranks.run(one_step, 4, config, timeout=120)[0].loss), args
+        found += 1
+        if found == 8:
+            return
+    raise AssertionError(f"only {found} plans for 4 ranks")

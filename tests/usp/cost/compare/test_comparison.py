@@ -1,0 +1,171 @@
+"""Methods side by side: names, refusals, tables, the plot, and the document that shows them."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from usp.__main__ import main
+from usp.commands.cost import tokens
+from usp.config import TrainConfig
+from usp.cost.compare.comparison import Compared, compare
+from usp.cost.compare.document import DOCUMENT, document
+from usp.cost.compare.plots import plot, sweep
+from usp.cost.methods import DEFAULT, Method
+from usp.hf.models import load_model_config
+from usp.run.metrics import size
+
+TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
+
+
+def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny") -> list[Compared]:
+    base = TrainConfig(model=model, seq_len=1024, dtype="bfloat16")
+    parsed = [Method.parse(name) for name in methods.split(",")]
+    return compare(parsed, base, load_model_config(model), devices, batch)
+
+
+def test_names_become_degrees() -> None:
+    found = compared("tp-sp2+ring,ulysses2+dp2+zero3,zero2,usp", batch=4)
+    assert [one.degrees for one in found] == [
+        "ring=2 tp=2 zero=1",
+        "dp_shard=2 ulysses=2 zero=3",
+        "dp_shard=4 zero=2",
+        "ulysses=4 zero=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ulises4", r"'ulises4' is no part \(did you mean 'ulysses'\?\)"),
+        ("ring+ulysses", "give degrees of at least 1, to all parts but one"),
+        ("zero4", "zero needs its stage"),
+        ("usp+ring2", "usp chooses ulysses and ring itself"),
+        ("tp2+tp2", "tp is given twice"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Method.parse(name)
+
+
+def test_what_cannot_run_says_why() -> None:
+    found = {one.method: one.problem for one in compared("dp,tp8+dp1,ep,pp,ring", devices=8, batch=1)}
+    assert found["dp"] == "a batch of 1 does not give 8 data-parallel ranks a sequence each: --batch 8"
+    assert "must divide the 4 key-value heads" in found["tp8+dp1"]
+    assert found["pp"].startswith("pp=8 needs 8 micro-batches")
+    assert found["ring"] == ""
+
+
+def test_the_paper_s_cost_stands_beside_the_wire_s() -> None:
+    (ulysses,) = compared("ulysses")
+    assert ulysses.paper is not None
+    # 8 heads over 4 key-value heads: 4/N + 4/(2 N) of bs L d bfloat16 elements; a rank keeps a quarter of each
+    assert ulysses.paper.activations == (4 + 2) * 4 * 1024 * 128 * 2 // 4
+    assert sum(sent.nbytes for sent in ulysses.block_activations) == ulysses.paper.activations * 3 // 4
+    assert ulysses.paper.parameters == 24 * 128**2 * 2 == 2 * ulysses.paper.parameters_printed
+
+
+def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "Sent by one rank in a step" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
+    usp, ep = json.loads(capsys.readouterr().out)
+    assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" in ep
+
+
+class Reader(HTMLParser):
+    """The titles, cells and references of a page; every element must close in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.outside: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.outside += [link for link in links if not link.startswith("#")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in ("meta", "br"):
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, image = tmp_path / "cost.html", tmp_path / "cost.png"
+    methods = ["--methods", "usp+zero1,ulysses2+ring2+zero3,ep"]
+    assert main([*TINY, *methods, "--html", str(path), "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    found = Reader(path.read_text())
+    assert found.outside == []
+    assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
+    assert {"Memory of one rank, MiB", "Sent by one rank in a step, on the wire", "Not possible"} <= set(
+        found.texts["h2"]
+    )
+    (usp,) = compared("usp+zero1")
+    assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
+    assert path.read_text().count("<svg") == 1 and "peak memory of a rank" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq-len", "many"], "--seq-len many must be a number of tokens"),
+        (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
+        (["--model", "llama9"], "is no preset"),
+        (["--ac", "ful"], "did you mean 'full'"),
+        (["--json", "--markdown"], "give one"),
+        (["--plot", "plot.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: there is no folder"),
+        (["--methods", "sp"], "is no part"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+
+
+def test_the_plot_has_points_where_methods_run() -> None:
+    methods = [Method.parse(name) for name in ("ulysses", "dp")]
+    base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
+    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
+    assert {devices: [one.problem == "" for one in line] for devices, line in by_degree.items()} == {
+        2: [True, True],
+        4: [True, False],
+    }
+    panels = plot(by_degree, by_length).axes
+    points = {line.get_label(): len(line.get_xdata()) for line in panels[0].lines}
+    assert len(panels) == 4 and points == {"ulysses": 2, "dp": 1}
+
+
+def test_lengths() -> None:
+    assert [tokens(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+
+
+def test_every_default_method_has_a_name_that_parses() -> None:
+    assert [Method.parse(name).name for name in DEFAULT] == list(DEFAULT)
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "run `python -m usp.cost.compare.document`"

@@ -1,0 +1,94 @@
+"""The parts that a dry run counts with, each alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from usp.cost.dry_run.live_memory import ACTIVATIONS, PARAMETERS, TRANSIENT, LiveMemory
+from usp.cost.dry_run.step_meter import StepMeter
+from usp.cost.time.kernel_flops import band_pairs
+
+MIB = 2**20
+
+
+def mib(number: int) -> torch.Tensor:
+    return torch.empty(number * MIB, dtype=torch.uint8)
+
+
+def test_storage_counts_until_its_last_view_goes() -> None:
+    memory = LiveMemory()
+    x = mib(3)
+    view = x[MIB:]
+    memory.see([x, view])
+    assert memory.current_bytes == 3 * MIB
+    del x
+    assert memory.current_bytes == 3 * MIB
+    del view
+    assert (memory.current_bytes, memory.peak_bytes) == (0, 3 * MIB)
+
+
+def test_storage_that_is_resized_counts_anew() -> None:
+    memory, x = LiveMemory(), mib(4)
+    memory.see([x])
+    with memory.following_resizes():
+        x.untyped_storage().resize_(0)
+        assert memory.current_bytes == 0
+        x.untyped_storage().resize_(5 * MIB)
+    assert (memory.current_bytes, memory.peak_bytes) == (5 * MIB, 5 * MIB)
+
+
+def test_the_peak_is_filed_by_what_storages_turn_out_to_be() -> None:
+    memory = LiveMemory()
+    kept, before = mib(2), memory.now
+    memory.see([kept])
+    gone = mib(7)
+    memory.see([gone])
+    del gone
+    later = mib(1)
+    memory.see([later])
+    memory.label([kept], PARAMETERS)
+    memory.label_since(before, ACTIVATIONS)  # leaves alone what is for something
+    assert {name: nbytes for name, nbytes in memory.at_peak.items() if nbytes} == {
+        PARAMETERS: 2 * MIB,
+        TRANSIENT: 7 * MIB,
+    }
+    memory.restart()
+    assert memory.peak_bytes == 3 * MIB and memory.at_peak[ACTIVATIONS] == MIB
+
+
+def test_pairs_in_a_band() -> None:
+    for rows, columns, left, right in itertools.product(range(1, 6), range(1, 6), range(-1, 6), range(-1, 6)):
+        corner = columns - rows
+        seen = [
+            (left < 0 or i + corner - left <= j) and (right < 0 or j <= i + corner + right)
+            for i in range(rows)
+            for j in range(columns)
+        ]
+        assert band_pairs(rows, columns, left, right) == sum(seen)
+
+
+def test_integers_and_single_numbers_are_known_where_what_they_are_made_of_is() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter():
+        borders = torch.tensor([[0, 3, 7]])
+        assert borders.diff().tolist() == [[3, 4]]
+        assert (torch.arange(6) % 2 == 1).nonzero().flatten().tolist() == [1, 3, 5]
+        steps = torch.zeros(())
+        steps += 1
+        assert steps.item() == 1.0
+        weights = torch.randn(1000)
+        assert weights.norm().item() == 1.0  # nobody knows
+        steps += weights.sum()
+        assert (steps * 5).item() == 1.0
+        with pytest.raises(NotImplementedError, match="nobody knows"):
+            bool((weights > 0).any())
+
+
+def test_experts_are_chosen_evenly() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter():
+        _, chosen = torch.rand(6, 8).topk(2, dim=-1)
+        assert chosen[:2].tolist() == [[0, 1], [2, 3]]
+        assert torch.bincount(chosen.flatten(), minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]

@@ -1,0 +1,102 @@
+"""The footprint's peak against the dry run's, which follows every tensor; a pipeline's order against torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel import PP_SCHEDULES
+from tests.usp.tiny import tiny_model
+from usp.config import TrainConfig
+from usp.cost.dry_run.dry_run import dry_run
+from usp.cost.job import Job, job_of
+from usp.cost.memory.footprint import footprint
+from usp.cost.traffic.order import actions
+from usp.hf.models import load_model_config
+
+
+def job(world_size: int, **flags: Any) -> Job:
+    config = TrainConfig(**flags)
+    return job_of(config, load_model_config(config.model), world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (8, {"sp_ulysses": 4, "sp_ring": 2, "seq_len": 32768}),
+        (4, {"tp": 2, "sp_ulysses": 2, "seq_len": 16384, "zero": 1, "ac": "attention-saved", "model": "qwen3-tiny"}),
+        (4, {"seq_len": 16384, "zero": 2, "micro_batches": 2, "batch_size": 2}),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_the_peak_is_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
+    told = footprint(job(world_size, **flags), 0)
+    seen = dry_run(TrainConfig(**flags), world_size, 0)
+    assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
+    assert told.parameters + told.optimizer == pytest.approx(seen.start_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_halves_of_backwards_leave_what_the_dry_run_sees(rank: int, tmp_path: Path) -> None:
+    """zero-bubble: the graph of a micro-batch, and gradients at all its weights, until their half."""
+    tiny_model("llama-deep").save_pretrained(tmp_path)
+    pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
+    told, seen = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
+    assert told.peak.name == "first norm, inputs"
+
+
+def test_what_is_offloaded_is_on_the_host() -> None:
+    flags = {"seq_len": 16384, "ac": "full"}
+    here, away = footprint(job(1, **flags), 0), footprint(job(1, **flags, ac_offload=True), 0)
+    layers = 2 * 16384 * 128 * 2  # the inputs of two layers, in bfloat16
+    assert (here.host, away.host) == (0, layers)
+    assert here.activations - away.activations == layers
+
+
+def test_zero_stages_keep_what_they_say() -> None:
+    whole, *sharded = (footprint(job(8, zero=zero), 0) for zero in range(4))
+    for stage in sharded:
+        assert stage.parameters == pytest.approx(whole.parameters / 8, rel=0.01)
+        assert stage.optimizer == 2 * stage.parameters
+    assert sharded[2].peak.total < sharded[0].peak.total < whole.peak.total
+
+
+@pytest.mark.parametrize("schedule", PP_SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [8, 12])
+def test_the_order_is_that_of_torch(schedule: str, micro_batches: int) -> None:
+    flags = {"zero": 1, "micro_batches": micro_batches, "batch_size": micro_batches, "pp_schedule": schedule}
+    asked = job(4, model="llama3-8b", pp=4, **flags)
+    for rank in range(4):
+        assert [(a.stage, a.kind[0], a.micro_batch) for a in actions(asked, rank)] == torch_order(asked, rank)
+
+
+def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:
+    """What torch's schedule of many stages would do; that of one stage starts as ours says, by its own loop."""
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    pp, number = asked.dims.pp, asked.micro_batches
+    if asked.pp_schedule == "1f1b":
+        ahead, order = pp - rank, []
+        for backward in range(number):
+            order += [
+                (rank, "f", f) for f in range(number) if f == backward + ahead - 1 or (not backward and f < ahead)
+            ]
+            order.append((rank, "b", backward))
+        return order
+    fields = SimpleNamespace(
+        n_local_stages=2, pp_group_size=pp, _n_microbatches=number, num_stages=2 * pp, _num_stages=2 * pp
+    )
+    if asked.pp_schedule == "interleaved-1f1b":
+        fields.number_of_rounds = number // pp
+        fields.microbatches_per_round = number // fields.number_of_rounds
+        found = ScheduleInterleaved1F1B._calculate_single_rank_operations(fields, rank)
+    else:
+        found = ScheduleZBVZeroBubble._calculate_single_rank_operations(fields, rank)
+    kinds = {"FORWARD": "f", "FULL_BACKWARD": "b", "BACKWARD_INPUT": "i", "BACKWARD_WEIGHT": "w"}
+    return [(a.stage_index, kinds[a.computation_type.name], a.microbatch_index) for a in found if a is not None]

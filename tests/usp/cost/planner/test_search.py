@@ -1,0 +1,183 @@
+"""The planner's search against every possibility, and what it says of a plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel import load_hardware, node_of
+from usp.__main__ import main
+from usp.config import TrainConfig, config_from_mapping
+from usp.cost.job import job_of
+from usp.cost.planner.advice import broken_tips, degrees, parts, seconds, why_slower
+from usp.cost.planner.choice import planned
+from usp.cost.planner.layouts import Question, layouts, savings
+from usp.cost.planner.search import Candidate, Predictor, search
+from usp.cost.time.compute import Seconds
+from usp.cost.time.step_time import StepTime, Traffic, step_seconds
+from usp.hf.models import load_model_config, model_facts
+from usp.model.facts import ModelFacts
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.validate import parallel_dims, violations
+
+DENSE = ModelFacts("dense", 8, 4, 16, 256, (0,) * 4, intermediate_size=64)
+EXPERTS = replace(DENSE, name="experts", num_experts=4)
+LONG = Question(TrainConfig(seq_len=2**17), sequences=8, world_size=16, ranks_per_host=4)
+
+
+def time_of(compute: float, ring: float = 0.0, bubble: float = 0.0) -> StepTime:
+    return StepTime(Seconds(compute), {"ring": Traffic(ring)}, bubble, 0.0, 1.0, 2.0, 1.0)
+
+
+def chance(config: TrainConfig) -> float:
+    """A number from 0 to 1 that the layout fixes."""
+    dims = (parallel_dims(config, config.ep), config.micro_batches, config.pp_schedule)
+    return int(hashlib.blake2b(repr(dims).encode(), digest_size=4).hexdigest(), 16) / 2**32
+
+
+def made_up() -> Predictor:
+    """Saving memory always costs time, each way its own."""
+
+    def saved(config: TrainConfig) -> float:
+        ac = {"none": 0.0, "attention-saved": 1.0, "full": 2.0}[config.ac]
+        return ac + 0.3 * config.ac_offload + 0.2 * (config.zero - 1) + 0.1 * bool(config.mlp_tile)
+
+    def peak(config: TrainConfig) -> int:
+        return round(1000 * (1 + chance(config)) / (1 + saved(config)))
+
+    return Predictor(lambda config: time_of(1 + chance(config) + 0.1 * saved(config)), peak)
+
+
+@pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("memory", [300, 600, 1100])
+def test_the_search_finds_what_trying_everything_finds(facts: ModelFacts, memory: int) -> None:
+    predictor = made_up()
+    fastest = []
+    for layout in layouts(LONG, facts):
+        every = list(savings(layout, LONG, facts))
+        assert all(not violations(config, LONG.world_size, facts) for config in every)
+        fitting = [config for config in every if predictor.peak_bytes(config) <= memory]
+        fastest += [min(predictor.seconds(config).total for config in fitting)] if fitting else []
+    found = search(LONG, facts, predictor, memory)
+    assert [candidate.time.total for candidate in found.best] == pytest.approx(sorted(fastest)[:10])
+    assert all(candidate.peak_bytes <= memory for candidate in found.best)
+    assert found.tried <= found.layouts
+
+
+def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
+    found = list(layouts(LONG, EXPERTS))
+    assert len(set(found)) == len(found)
+    for config in found:
+        dims = parallel_dims(config, config.ep).resolve(LONG.world_size)
+        assert dims.batch * config.batch_size == LONG.sequences
+        assert config.tp <= LONG.ranks_per_host and config.sp_ulysses * config.tp <= EXPERTS.num_heads
+    degrees_found = {(config.tp, config.pp, config.sp_ring, config.sp_ulysses, config.ep) for config in found}
+    assert {(4, 1, 1, 1, 1), (1, 4, 2, 1, 1), (1, 1, 16, 1, 4), (1, 1, 2, 8, 2), (2, 2, 2, 2, 4)} <= degrees_found
+
+
+def test_what_fits_nowhere_names_the_nearest() -> None:
+    predictor = made_up()
+    found = search(LONG, DENSE, predictor, 1)
+    assert found.best == () and found.tightest is not None and found.tried == found.layouts
+    least = min(
+        predictor.peak_bytes(config) for layout in layouts(LONG, DENSE) for config in savings(layout, LONG, DENSE)
+    )
+    assert found.tightest.peak_bytes == least
+
+
+def test_reasons_are_the_parts_that_take_longer() -> None:
+    first = Candidate(replace(LONG.base, sp_ring=2, sp_ulysses=8), time_of(1.0, ring=0.1), 10)
+    slower = Candidate(replace(LONG.base, pp=2, sp_ring=8), time_of(0.9, ring=0.4, bubble=0.5), 10)
+    assert sum(parts(slower.time).values()) == pytest.approx(slower.time.total)
+    assert why_slower(slower, first) == "pipeline bubble +500.0 ms, waiting for ring attention +300.0 ms"
+    assert why_slower(first, first) == "as fast" and degrees(slower.config) == "pp 2 ring 8"
+
+
+@dataclass(frozen=True)
+class Tip:
+    number: int
+    config: TrainConfig
+
+
+@pytest.mark.parametrize(
+    "tip",
+    [
+        Tip(1, TrainConfig(sp_ring=8)),
+        Tip(2, TrainConfig(sp_ulysses=4, batch_size=2)),
+        Tip(3, TrainConfig(sp_ulysses=4, zero=0)),
+        Tip(4, TrainConfig(tp=4, sp_ring=1)),
+        Tip(7, TrainConfig(sp_ulysses=2, sp_ring=4, sp_order="ulysses-outer")),
+    ],
+    ids=lambda tip: f"tip {tip.number}",
+)
+def test_advice_that_a_plan_goes_against_is_named(tip: Tip) -> None:
+    assert [said[:5] for said in broken_tips(tip.config, DENSE)] == [f"tip {tip.number}"]
+    assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
+
+
+def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    flags = ["--model", "tiny", "--seq-len", "65536", "--world-size", "8", "--global-batch-size", "2"]
+    assert main(["plan", *flags, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 is bound by" in shown and "2 is slower by" in shown and f"written: {out}" in shown
+    config = config_from_mapping(yaml.safe_load(out.read_text()), TrainConfig)
+    dims = parallel_dims(config, config.ep).resolve(8)
+    assert dims.batch * config.batch_size == 2
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    job = job_of(config, load_model_config("tiny"), 8)
+    time = step_seconds(job, load_hardware("h100")).total
+    assert (seconds(time) + " ") in shown  # what is written is what was promised
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", "2", "--zero", "1"], "--tp = 2, --zero = 1: a plan chooses that, so leave it out"),
+        (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
+        (["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"], "16 devices cannot share 3 sequences"),
+        (["--model", "llama2-70b", "--seq-len", "1048576"], "fits 8 x H100 in none of"),
+        (["--hardware", "h900"], "'h900' is no file and none of"),
+        (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
+        (["--out", "plan.txt"], "must be a .yaml file"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "tiny", "--seq-len", "65536", "--world-size", "8", *flags]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
+
+
+def test_training_takes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
+    config = planned(asked, Launch(world_size=8))
+    assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    assert "the fastest of" in capsys.readouterr().out
+    assert planned(asked, Launch(rank=3, world_size=8)) == config and capsys.readouterr().out == ""
+    assert planned(config, Launch(world_size=8)) is config
+    with pytest.raises(ConfigurationError, match="nothing is known of a CPU"):
+        planned(replace(asked, hardware="auto"), Launch(world_size=8))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"base": "h100", "device": "other"}))
+    with pytest.raises(ConfigurationError, match="states no peak_flops for bfloat16"):
+        planned(replace(asked, hardware=str(other), dtype="bfloat16"), Launch(world_size=8))
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA L20": "l20",
+        "NVIDIA H200": "h200",
+    }
+    assert {name: node_of(name) for name in names} == names
+    assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4

@@ -1,0 +1,192 @@
+"""What a transformers model asks for and sequence parallelism cannot honour is refused, by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from tests.usp.tiny import SIZES, packed_batch, tiny_model
+from usp import apply_unified_sp, shard_batch
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def refused_models() -> list[str]:
+    mesh = ParallelMesh.create(ParallelDims())
+    dropout = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.1))
+    dropout.config._attn_implementation = "eager"
+    dropout.config.output_attentions = True
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
+    twice = apply_unified_sp(tiny_model("llama"), mesh)
+    return [
+        refusal(apply_unified_sp, nn.Linear(1, 1), mesh),
+        refusal(apply_unified_sp, gpt2, mesh),
+        refusal(apply_unified_sp, dropout, mesh),
+        refusal(apply_unified_sp, twice, mesh),
+        refusal(apply_unified_sp, tiny_model("llama"), mesh, "strip"),
+        refusal(apply_unified_sp, tiny_model("llama"), mesh, "zigzag", "falsh"),
+    ]
+
+
+def test_models_that_cannot_be_honoured(ranks: RankPool) -> None:
+    kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
+    assert "must be a transformers PreTrainedModel, not Linear" in kind
+    assert "model_type='gpt2' is not among the families" in family
+    assert "attention_dropout=0.1" in both and "output_attentions=True" in both
+    assert "already has unified sequence parallel attention" in twice
+    assert "layout='strip' must be one of" in layout
+    assert "did you mean 'flash'?" in kernel
+
+
+def turned_by_the_longest_position(ring: int) -> str:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope))
+    mesh = ParallelMesh.create(ParallelDims(ring=ring))
+    return refusal(apply_unified_sp, model, mesh) if ring > 1 else str(type(apply_unified_sp(model, mesh)))
+
+
+def test_positions_that_depend_on_the_whole_sequence(ranks: RankPool) -> None:
+    assert all("rope_type='dynamic' turns" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
+    assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
+
+
+def models_of_one_config() -> tuple[bool, str]:
+    """Whether a model is as it was after another one of its config was changed; and what a classifier is told."""
+    config, mesh = LlamaConfig(**SIZES, pad_token_id=0), ParallelMesh.create(ParallelDims(ring=2))
+    policy, ref = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    batch = packed_batch(0)
+    before = ref(input_ids=batch["input_ids"]).logits
+    apply_unified_sp(policy, mesh)
+    classifier = apply_unified_sp(AutoModelForSequenceClassification.from_config(config), mesh)
+    good = shard_batch(batch, mesh)
+    good.pop("shift_labels")
+    return torch.equal(before, ref(input_ids=batch["input_ids"]).logits), refusal(classifier, **good)
+
+
+def test_other_models_of_a_config_stay_as_they_are_and_classifiers_are_refused(ranks: RankPool) -> None:
+    for same, classifier in ranks.run(models_of_one_config, 2):
+        assert same
+        assert "LlamaForSequenceClassification reads the last token of each rank's part" in classifier
+
+
+def copied() -> bool:
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    good = shard_batch(packed_batch(0), mesh)
+    good.pop("shift_labels")
+    return torch.equal(model(**good).logits, copy.deepcopy(model)(**good).logits)
+
+
+def test_a_copy_attends_over_the_same_ranks(ranks: RankPool) -> None:
+    assert ranks.run(copied, 4) == [True] * 4
+
+
+def too_many_ranks() -> str:
+    config = LlamaConfig(**{**SIZES, "num_attention_heads": 2})
+    return refusal(
+        apply_unified_sp, AutoModelForCausalLM.from_config(config), ParallelMesh.create(ParallelDims(ulysses=4))
+    )
+
+
+def test_more_ulysses_ranks_than_heads(ranks: RankPool) -> None:
+    assert all(
+        "ulysses=4 exceeds the 2 query heads: 2 of 4 ranks would idle" in message
+        for message in ranks.run(too_many_ranks, 4)
+    )
+
+
+def refused_forwards() -> dict[str, str]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    good = shard_batch(packed_batch(0), mesh)
+    labels = good.pop("shift_labels")
+    model(**good, attention_mask=torch.ones_like(labels))  # a mask that hides nothing is no padding
+    padding = torch.ones_like(labels)
+    padding[:, -1] = 0
+
+    def without(key: str) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in good.items() if name != key}
+
+    cases = {
+        "labels": {**good, "labels": labels},
+        "padding": {**good, "attention_mask": padding},
+        "4d mask": {**good, "attention_mask": torch.zeros(1, 1, 4, 4)},
+        "no positions": without("position_ids"),
+        "no borders": without("cu_seqlens"),
+        "cache": {**good, "use_cache": True},
+        "weights": {**good, "output_attentions": True},
+        "unknown": {**good, "block_tables": labels},
+    }
+    messages = {name: refusal(model, **arguments) for name, arguments in cases.items()}
+    by_kind = {"full_attention": torch.zeros(1, 1, 4, 4)}  # as families with layers of two kinds take them
+    messages["masks by kind"] = refusal(apply_unified_sp(tiny_model("qwen2"), mesh), **good, attention_mask=by_kind)
+    model.config._attn_implementation = "sdpa"
+    messages["unpatched"] = refusal(model, **good)
+    return messages
+
+
+def refused_by_some() -> list[str]:
+    """What each rank hears where the first alone, or the last alone, has nothing to refuse."""
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    rank, found = mesh.rank("ring"), []
+    for wrong in ("layout", "padding", "borders"):
+        model = apply_unified_sp(tiny_model("llama"), mesh)
+        arguments = shard_batch(packed_batch(0), mesh, "contiguous" if wrong == "layout" else "zigzag")
+        labels = arguments.pop("shift_labels")
+        if wrong == "padding":
+            arguments["attention_mask"] = torch.ones_like(labels)
+            arguments["attention_mask"][:, -1] = rank
+        if wrong == "borders" and rank:
+            arguments["cu_seqlens"] = arguments["cu_seqlens"] + 1
+        found.append(refusal(model, **arguments))
+    return found
+
+
+def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    model = apply_unified_sp(tiny_model("llama"), mesh)
+    good = shard_batch(packed_batch(0), mesh)
+    labels, ids, positions = good.pop("shift_labels"), good["input_ids"], good["position_ids"]
+    with torch.autocast("cpu", torch.bfloat16):
+        dtype = model(**good).logits.dtype
+    return refusal(model, ids, None, positions, None, None, labels), dtype
+
+
+def test_what_one_rank_refuses_all_hear_of(ranks: RankPool) -> None:
+    for layout, padding, borders in ranks.run(refused_by_some, 2):
+        assert "position_ids are not those of layout='zigzag'" in layout
+        assert "attention_mask hides padding" in padding
+        assert "must start at 0" in borders
+
+
+def test_labels_by_position_are_seen_and_autocast_is_honoured(ranks: RankPool) -> None:
+    for labels, dtype in ranks.run(by_position_or_in_half_precision, 2):
+        assert "give shard_batch the labels" in labels
+        assert dtype == torch.bfloat16
+
+
+def test_forwards_that_cannot_be_honoured(ranks: RankPool) -> None:
+    found = ranks.run(refused_forwards, 2)[0]
+    wanted = {
+        "labels": "give shard_batch the labels",
+        "padding": "attention_mask hides padding",
+        "4d mask": "ready-made attention_mask",
+        "masks by kind": "ready-made attention_mask",
+        "no positions": "position_ids must be given",
+        "no borders": "position_ids are not those of layout='zigzag' with the given cu_seqlens",
+        "cache": "a KV cache",
+        "weights": "output_attentions=True",
+        "unknown": "block_tables is not known to unified_sp",
+        "unpatched": "0 of 2 attention layers went through unified sequence parallelism",
+    }
+    assert {name: wanted[name] in message for name, message in found.items()} == dict.fromkeys(wanted, True), found

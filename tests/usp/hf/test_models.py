@@ -1,0 +1,127 @@
+"""Presets, local checkpoint folders, and what is written for transformers to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig
+
+from tests.usp.tiny import drawn_model
+from usp.hf.export import save_weights
+from usp.hf.models import (
+    empty_model,
+    load_model_config,
+    matmul_parameters,
+    model_facts,
+)
+from usp.hf.weights import load_weights
+from usp.model.facts import ModelFacts
+from usp.presets import PRESETS
+
+TINY = [name for name in PRESETS if "tiny" in name]
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("llama2-7b", 6.738),
+        ("llama3-8b", 8.030),
+        ("qwen2-7b", 7.616),
+        ("qwen3-8b", 8.191),
+        ("mistral-7b", 7.242),
+        ("mixtral-8x7b", 46.703),
+        ("qwen3-30b-a3b", 30.532),
+    ],
+)
+def test_a_real_geometry_has_the_published_number_of_parameters(preset: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(preset))
+    assert round(model.num_parameters() / 1e9, 3) == billions
+
+
+def test_facts_are_read_from_the_configuration() -> None:
+    tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
+    assert model_facts("tiny", load_model_config("tiny")) == tiny
+    assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
+
+
+def test_a_mixture_of_layer_kinds_has_a_window_each() -> None:
+    config = load_model_config("qwen3-tiny")
+    config.sliding_window = 64
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert model_facts("m", config).windows == (0, 64)
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> None:
+    model = drawn_model(load_model_config(preset))
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
+    model = drawn_model(load_model_config("tiny"), 3)
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
+    again = drawn_model(load_model_config(str(tmp_path)), 4)
+    load_weights(again, tmp_path)
+    assert torch.equal(again.get_output_embeddings().weight, model.get_output_embeddings().weight)
+    assert next(again.parameters()).dtype == torch.float32
+
+
+def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    untied = matmul_parameters(empty_model(config))
+    config.tie_word_embeddings = True
+    model = drawn_model(config)
+    assert matmul_parameters(model) == untied
+    save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+
+
+def test_an_unknown_model_names_the_presets() -> None:
+    with pytest.raises(ValueError, match=r"no preset \(did you mean 'llama3-8b'\?\) and no folder: give one of tiny"):
+        load_model_config("llama3-8")
+
+
+def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot read its config\.json"):
+        load_model_config(str(tmp_path))
+    load_model_config("tiny").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no \.safetensors weights"):
+        load_model_config(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"bert"', '"clip"'))
+    with pytest.raises(ValueError, match=r"of type 'clip', and the types that can be trained .* are llama"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    load_model_config("tiny").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    file = tmp_path / "generation_config.json"
+    for text in ('{"temperature": 0.9, "top_p": 0.6, "do_sample": true}', '{"temperature": 0.9, "top_p": 0.6}'):
+        file.write_text(text)  # the second is of a kind that was published with well-known models
+        load_model_config(str(tmp_path))
+    for text in ("{", "[1]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"{file} must be corrected or removed, transformers cannot read it: \S"):
+            load_model_config(str(tmp_path))
+
+
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
+    with pytest.raises(ValueError, match="transformers cannot read"):
+        load_model_config(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

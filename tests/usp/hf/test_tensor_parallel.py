@@ -1,0 +1,240 @@
+"""Models divided over tp train as they do on one process, communicate as planned, and bad degrees are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+
+from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
+from parallel.testing import RankPool, count_sent_bytes
+from tests.usp.tiny import (
+    CONFIGS,
+    MAX_NORM,
+    ROWS,
+    SEQ_LEN,
+    SIZES,
+    STEPS,
+    VOCAB,
+    optimiser,
+    packed_batch,
+    tiny_model,
+    train_alone,
+)
+from tests.usp.train.test_parity import largest_difference
+from usp import apply_unified_sp, shard_batch
+from usp.hf.integrate import decoder_layers
+from usp.hf.tensor_parallel import apply_tp, tp_violations
+from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    dims: ParallelDims
+    sequence_parallel: bool = True
+    zero: int = 3
+    broken: str = ""  # a module whose gradient is a part on each rank, and is not summed
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.dims}{'-sequence' * self.sequence_parallel}-zero{self.zero}".replace(" ", "-")
+
+
+CASES = [
+    Case("llama", ParallelDims(tp=2)),
+    Case("qwen3", ParallelDims(tp=2, ring=2), sequence_parallel=False),
+    Case("qwen2", ParallelDims(tp=2, ulysses=2)),
+    Case("qwen3", ParallelDims(tp=2, dp_replicate=2), zero=0),
+    Case("mistral", ParallelDims(tp=2, ulysses=2, ring=2)),
+    Case("llama-tied", ParallelDims(tp=4, dp_shard=2)),
+]
+
+
+class Root(nn.Module):
+    """Hidden states, and the loss from the head's weight."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, targets: Tensor, tokens: Tensor, **inputs: Tensor) -> Tensor:
+        weight = self.model.lm_head.weight
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+        return causal_lm_loss(hidden @ weight.full_tensor().T, targets, tokens)
+
+
+def train(case: Case) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    mesh = ParallelMesh.create(case.dims)
+    model = apply_unified_sp(tiny_model(case.family), mesh, "zigzag")
+    if case.broken:
+        model.config.base_model_tp_plan = model.config.base_model_tp_plan | {case.broken: "untouched"}
+    apply_tp(model, mesh, case.sequence_parallel)
+    root = Root(model)
+    apply_fsdp(root, mesh, decoder_layers(model), zero=case.zero)
+    optimizer, history = optimiser(root), []
+    share = ROWS // mesh.size("batch")
+    rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
+    for step in range(STEPS):
+        local = shard_batch({key: value[rows] for key, value in packed_batch(step).items()}, mesh, "zigzag")
+        targets = local.pop("shift_labels")
+        loss = root(targets, global_token_count(targets, mesh), **local)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm(root.parameters(), MAX_NORM, mesh)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=mesh.group("loss"))
+        history.append((total.item(), norm))
+    return history
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
+    return {family: ranks.run(train_alone, 1, family)[0] for family in {case.family for case in CASES}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ten_steps_are_those_of_one_process(ranks: RankPool, alone: dict, case: Case) -> None:
+    size = case.dims.tp * case.dims.sp * case.dims.dp_replicate * abs(case.dims.dp_shard)
+    found = ranks.run(train, size, case, timeout=180)
+    assert largest_difference(found, alone[case.family]) <= 1e-5
+
+
+def test_a_gradient_of_own_heads_alone_is_seen(ranks: RankPool, alone: dict) -> None:
+    case = Case("qwen3", ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
+    assert largest_difference(ranks.run(train, 2, case), alone["qwen3"]) > 1e-4
+
+
+def bytes_of_a_layer() -> dict[str, int]:
+    mesh = ParallelMesh.create(ParallelDims(tp=2))
+    model = apply_unified_sp(tiny_model("qwen3"), mesh, "zigzag")
+    apply_tp(model, mesh, sequence_parallel=True)
+    hidden = torch.rand(ROWS, SEQ_LEN // 2, SIZES["hidden_size"])
+    position_ids = torch.arange(SEQ_LEN).expand(ROWS, -1)
+    embeddings = model.base_model.rotary_emb(hidden, position_ids)
+    with torch.no_grad(), count_sent_bytes() as sent:
+        out = decoder_layers(model)[0](hidden, position_ids=position_ids, position_embeddings=embeddings)
+    assert out.shape == hidden.shape
+    return {name: count for name, count in sent.by_op.items() if count}
+
+
+def test_a_layer_gathers_twice_and_scatters_twice(ranks: RankPool) -> None:
+    hidden = ROWS * SEQ_LEN * SIZES["hidden_size"] * 4  # bytes; a rank of two sends one half of it each time
+    expected = {"all_gather_into_tensor": 2 * hidden // 2, "reduce_scatter_tensor": 2 * hidden // 2}
+    assert ranks.run(bytes_of_a_layer, 2) == [expected] * 2
+
+
+def error_of_a_middle_stage() -> float:
+    """Of the hidden states that a stage without embedding, norm and first layer gives."""
+    mesh = ParallelMesh.create(ParallelDims(tp=2))
+    model, whole = (apply_unified_sp(tiny_model("qwen3"), mesh, "zigzag") for _ in range(2))
+    base = model.base_model
+    base.embed_tokens, base.layers[0], base.norm, model.lm_head = None, nn.Identity(), nn.Identity(), None
+    base.layers[0].forward = lambda hidden, **kwargs: hidden  # type: ignore[method-assign]
+    base._forward_hooks.clear()  # the guard that counts layers
+    apply_tp(model, mesh, sequence_parallel=True)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    inputs = shard_batch(packed_batch(0), mesh, "zigzag")
+    inputs.pop("shift_labels")
+    whole.base_model.norm = nn.Identity()
+    first: list[Tensor] = []
+    decoder_layers(whole)[1].register_forward_pre_hook(lambda module, args: first.append(args[0]))
+    wanted = whole.base_model(**inputs).last_hidden_state.chunk(2, 1)[mesh.rank("tp")]
+    inputs["inputs_embeds"] = first[0].chunk(2, 1)[mesh.rank("tp")]
+    del inputs["input_ids"]
+    found = base(**inputs).last_hidden_state
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def test_a_middle_stage_takes_and_gives_shards_of_tokens(ranks: RankPool) -> None:
+    for error in ranks.run(error_of_a_middle_stage, 2):
+        assert error < 1e-5
+
+
+EXPERTS = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2
+    ),
+}
+
+
+def error_of_a_layer_of_experts(family: str) -> float:
+    """Of its output and every gradient, relative, where the gradients of experts are summed by hand."""
+    mesh = ParallelMesh.create(ParallelDims(tp=2))
+    torch.manual_seed(0)
+    models = [AutoModelForCausalLM.from_config(EXPERTS[family](), attn_implementation="eager") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    apply_tp(models[0], mesh, sequence_parallel=True)
+    layers = [decoder_layers(model)[0] for model in models]
+    hidden, weight = torch.rand(2, ROWS, SEQ_LEN, SIZES["hidden_size"])
+    context = {
+        "position_embeddings": models[1].base_model.rotary_emb(hidden, torch.arange(SEQ_LEN).expand(ROWS, -1)),
+        "attention_mask": torch.full((SEQ_LEN, SEQ_LEN), -torch.inf).triu(1).expand(ROWS, 1, -1, -1),
+    }
+    own = [x.chunk(2, 1)[mesh.rank("tp")] for x in (hidden, weight)]
+    found, wanted = layers[0](own[0], **context), layers[1](hidden, **context)
+    (found * own[1]).sum().backward()
+    (wanted * weight).sum().backward()
+    pairs = [(found, wanted.chunk(2, 1)[mesh.rank("tp")])]
+    for (name, p), alone in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+        assert isinstance(p, DTensor) != ("experts" in name)
+        if not isinstance(p, DTensor):
+            dist.all_reduce(p.grad)
+        pairs.append((p.grad.full_tensor() if isinstance(p, DTensor) else p.grad, alone.grad))
+    return torch.stack([(f - w).norm() / w.norm() for f, w in pairs]).max().item()
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_left_alone_and_see_each_ranks_tokens(ranks: RankPool, family: str) -> None:
+    for error in ranks.run(error_of_a_layer_of_experts, 2, family):
+        assert error < 1e-5
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama-tied"]())
+    names = [name for name, _ in model.named_parameters()]
+    apply_tp(model, ParallelMesh.create(ParallelDims(tp=2)), sequence_parallel=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight.to_local().shape == (VOCAB // 2, SIZES["hidden_size"])
+
+
+def test_a_model_on_the_meta_device_stays_there_with_tied_weights(ranks: RankPool) -> None:
+    ranks.run(on_meta, 2)
+
+
+def test_what_tp_cannot_divide_is_named_with_numbers() -> None:
+    sizes = {"vocab_size": 99, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 62}
+    violations = tp_violations(LlamaConfig(**sizes, hidden_size=24), 4, False)
+    assert violations == [
+        "tp=4 must divide vocab_size=99: use tp=3",
+        "tp=4 must divide num_attention_heads=6: use tp=3",
+        "tp=4 must divide num_key_value_heads=3: use tp=3",
+        "tp=4 must divide intermediate_size=62: use tp=2",
+    ]
+    assert tp_violations(Qwen3Config(), 1, False) == tp_violations(Qwen3Config(), 2, True) == []
+    assert "give --tp 2 or more" in tp_violations(Qwen3Config(), 1, True)[0]
+
+
+def test_styles_that_are_not_known_are_named() -> None:
+    config = LlamaConfig()
+    config.base_model_tp_plan = {"layers.*.self_attn.kv_a": "mla_kv_a_proj"}
+    assert "'mla_kv_a_proj' for layers.*.self_attn.kv_a" in tp_violations(config, 2, False)[0]
+    config.base_model_tp_plan = None
+    assert "'llama' has none" in tp_violations(config, 2, False)[0]
+
+
+@pytest.mark.parametrize("config", [MixtralConfig(intermediate_size=5), Qwen3MoeConfig(intermediate_size=5)])
+def test_experts_need_their_own_tokens_on_each_rank(config: MixtralConfig | Qwen3MoeConfig) -> None:
+    assert tp_violations(config, 2, True) == []
+    assert tp_violations(config, 2, False) == ["--tp 2 with a mixture of experts needs --tp-sequence-parallel"]

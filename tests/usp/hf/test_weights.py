@@ -1,0 +1,413 @@
+"""Initialisation, import and export of weights, each rank its own boxes."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from parallel.reallocation.boxes import Box, local_box, local_part
+from parallel.testing import RankPool
+from tests.usp.tiny import CONFIGS, SIZES, drawn_model
+from usp.hf import export, weights
+from usp.hf import initialise as initialise_module
+from usp.hf.disk import INDEX, read_headers
+from usp.hf.export import save_weights
+from usp.hf.export_plan import Held, holder_violations, plan_export
+from usp.hf.initialise import initialise
+from usp.hf.models import empty_model, materialise
+from usp.hf.weights import load_weights
+
+CPU = torch.device("cpu")
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """Tiny models: llama with biases and llama3's rope, qwen3 tied with yarn's, and both mixtures."""
+    if family == "llama":
+        return LlamaConfig(**SIZES, attention_bias=True, pad_token_id=3, rope_parameters=rope("llama3"))
+    if family == "qwen3":
+        return Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True, rope_parameters=rope("yarn"))
+    return CONFIGS[family]()
+
+
+def rope(kind: str) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **ROPES[kind]}
+
+
+FAMILIES = ("llama", "qwen3", "mixtral", "qwen3_moe")
+
+
+def transformers_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+
+
+def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Every parameter and buffer, of a sharded model in this rank's boxes."""
+    theirs = dict(expected.named_parameters(remove_duplicate=False)) | dict(expected.named_buffers())
+    ours = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(local_part(tensor), theirs[name][local_box(tensor).slices()]), name
+
+
+# Sharding: fsdp alone, over replicas, and over tensor parallelism
+
+LAYOUTS = ("fsdp4", "hsdp", "fsdp2-tp2")
+
+
+def sharded(config: PretrainedConfig, layout: str) -> PreTrainedModel:
+    """A model on the meta device, divided over four ranks."""
+    model = empty_model(config)
+    if layout == "fsdp4":
+        mesh = init_device_mesh("cpu", (4,))
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        divide(model, both["tp"])
+        mesh = both["fsdp"]
+    for layer in model.model.layers:
+        if layout == "hsdp" and hasattr(layer.mlp, "experts"):  # ranks share the rows of an expert
+            fully_shard(layer.mlp.experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def divide(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:  # as expert parallelism does
+            for name, p in list(experts.named_parameters()):
+                local = torch.empty(p.shape[0] // mesh.size(), *p.shape[1:], device="meta")
+                setattr(experts, name, nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))
+
+
+# Initialisation
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_spread_as_transformers_spreads_them(family: str) -> None:
+    model, theirs = drawn_model(config_of(family)), transformers_model(family)
+    before = torch.random.get_rng_state()
+    initialise(model, 0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for (name, ours), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        if ours.ndim < 2:  # norms and biases
+            assert torch.equal(ours, other), name
+            continue
+        n, std = ours.numel(), model.config.initializer_range
+        for values in (ours, other):  # to five standard errors
+            assert abs(values.mean()) < 5 * std / n**0.5 and abs(values.std() / std - 1) < 5 / (2 * n) ** 0.5, name
+    for (name, ours), other in zip(model.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(ours, other), name
+    assert model.model.rotary_emb.attention_scaling == theirs.model.rotary_emb.attention_scaling
+    assert model.config.pad_token_id is None or not model.model.embed_tokens.weight[model.config.pad_token_id].any()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (family == "qwen3")
+
+
+def test_the_seed_and_the_name_fix_the_values() -> None:
+    first, second, other = (
+        drawn_model(config_of("llama"), 1),
+        drawn_model(config_of("llama"), 1),
+        drawn_model(config_of("llama"), 2),
+    )
+    assert_equal(first, second)
+    query = "self_attn.q_proj.weight"
+    assert not torch.equal(first.model.layers[0].get_parameter(query), other.model.layers[0].get_parameter(query))
+    assert not torch.equal(first.model.layers[0].get_parameter(query), first.model.layers[1].get_parameter(query))
+
+
+def test_a_pipeline_stage_gets_the_values_of_the_whole_model() -> None:
+    whole, stage = drawn_model(config_of("qwen3")), empty_model(config_of("qwen3"))
+    stage.model.layers[0], stage.model.embed_tokens = nn.Identity(), nn.Identity()
+    materialise(stage, CPU)
+    initialise(stage, 0)
+    assert torch.equal(stage.lm_head.weight, whole.model.embed_tokens.weight)  # tied, on another stage
+    for name, parameter in stage.model.layers[1].named_parameters():
+        assert torch.equal(parameter, whole.model.layers[1].get_parameter(name)), name
+
+
+def test_a_module_that_transformers_does_not_initialise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = empty_model(config_of("llama"))
+    materialise(model, CPU)
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    with pytest.raises(ValueError, match=r"no first values to weight of model\.embed_tokens \(Embedding\)"):
+        initialise(model, 0)
+
+
+# All of it on four ranks
+
+
+def travel(family: str, layout: str, source: Path, target: Path) -> None:
+    """Draw, load and save a sharded model, and watch what this rank holds beside its own part of it."""
+    config = config_of(family)
+    model = sharded(config, layout)
+    materialise(model, CPU)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tie_word_embeddings
+    own = sum(local_part(parameter).nbytes for parameter in model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
+
+    with pytest.MonkeyPatch.context() as patch:
+        alive = watch_modules(patch)
+        initialise(model, 5)
+    assert max(alive) == 0  # drawn modules, when the next is drawn
+    assert_equal(model, drawn_model(config_of(family), 5))
+
+    with pytest.MonkeyPatch.context() as patch:
+        read = watch(patch, weights, "_read", lambda tensor, *_: tensor.nbytes)
+        load_weights(model, source)
+    copies = 2 if config.tie_word_embeddings else 1  # filled under both names
+    assert own <= sum(read) <= copies * own
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert_equal(model, expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        written = watch(
+            patch, export, "save_file", lambda _, content, *__, **___: sum(t.nbytes for t in content.values())
+        )
+        save_weights(dict(model.named_parameters()), target, config=model.config, max_shard_bytes=30_000)
+    assert max(written) <= 30_000 < size / 3
+    assert_equal(AutoModelForCausalLM.from_pretrained(target), expected)
+
+
+def watch(patch: pytest.MonkeyPatch, module: ModuleType, name: str, measure: Callable[..., int]) -> list[int]:
+    """What `measure` says of each result and arguments of a function of `module`, from now on."""
+    function, measured = getattr(module, name), []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        measured.append(measure(result, *args, **kwargs))
+        return result
+
+    patch.setattr(module, name, wrapped)
+    return measured
+
+
+def watch_modules(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors of the modules drawn before are still there, for each module that is drawn."""
+    drawn: list[weakref.ref[Tensor]] = []
+    function, alive = initialise_module._drawn, []
+
+    def wrapped(*args: Any) -> dict[str, Tensor]:
+        alive.append(sum(reference() is not None for reference in drawn))
+        values = function(*args)
+        drawn.extend(weakref.ref(value) for value in values.values())
+        return values
+
+    patch.setattr(initialise_module, "_drawn", wrapped)
+    return alive
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "fsdp4"),
+        ("qwen3", "hsdp"),
+        ("mixtral", "fsdp2-tp2"),
+        ("qwen3_moe", "fsdp2-tp2"),
+        ("qwen3_moe", "hsdp"),
+    ],
+)
+def test_a_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    transformers_model(family).save_pretrained(source, max_shard_size="50KB")
+    ranks.run(travel, 4, family, layout, source, target)
+    assert not list(tmp_path.glob("target.*"))
+    theirs, ours = (json.loads((folder / INDEX).read_text()) for folder in (source, target))
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"] == theirs["metadata"]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, target)]
+    assert configs[0] == configs[1]
+    generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (source, target)]
+    assert generation[0] == generation[1]
+
+
+# Import
+
+
+def test_folders_as_others_write_them_load(tmp_path: Path) -> None:
+    """In bfloat16, with experts as in memory, with a tied head twice, with buffers that files once held."""
+    transformers_model("mixtral").to(torch.bfloat16).save_pretrained(tmp_path / "merged", save_original_format=False)
+    assert any("gate_up_proj" in name for name in read_headers(tmp_path / "merged"))
+    ours = drawn_model(config_of("mixtral"))
+    load_weights(ours, tmp_path / "merged")
+    assert_equal(ours, AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+
+    tied = transformers_model("qwen3")
+    tied.save_pretrained(tmp_path / "tied")
+    embedding, buffer = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    model = drawn_model(config_of("qwen3"))
+    edits: list[Callable[[dict[str, Tensor]], dict[str, Tensor]]] = [
+        lambda tensors: tensors | {"lm_head.weight": tensors[embedding].clone()},
+        lambda tensors: tensors | {buffer: torch.ones(4)},
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding},
+    ]
+    for edit in edits:
+        change(tmp_path / "tied", edit)
+        initialise(model, 1)
+        load_weights(model, tmp_path / "tied")
+        assert_equal(model, tied)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    save_file(edit(load_file(file)), file, metadata={"format": "pt"})
+
+
+def test_a_generation_configuration_comes_along(tmp_path: Path) -> None:
+    theirs = transformers_model("llama")
+    theirs.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.6)
+    theirs.save_pretrained(tmp_path / "in")
+    model = drawn_model(config_of("llama"))
+    load_weights(model, tmp_path / "in")
+    weights = dict(model.named_parameters())
+    save_weights(weights, tmp_path / "out", config=model.config, generation_config=model.generation_config)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert again.eos_token_id == [2, 7] and again.temperature == 0.6
+
+
+EDITS = [
+    (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, r"layers\.0\.self_attn\.q_proj\.weight, .* missing"),
+    (lambda t: t | {"model.layers.9.w": torch.ones(2)}, r"model\.layers\.9\.w of no parameter"),
+    (lambda t: t | {"model.norm.weight": torch.ones(33)}, r"norm\.weight \(33,\) instead of \(32,\) of another shape"),
+    (lambda t: t | {"lm_head.weight": torch.ones(96, 32)}, r"embed_tokens\.weight and lm_head\.weight differ"),
+    (lambda t: {k: v for k, v in t.items() if "layers" not in k}, r"and 17 more missing"),
+]
+
+
+@pytest.mark.parametrize(("edit", "said"), EDITS, ids=[said for _, said in EDITS])
+def test_folders_that_do_not_fit_are_refused(
+    tmp_path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
+) -> None:
+    transformers_model("qwen3").save_pretrained(tmp_path)
+    change(tmp_path, edit)
+    model = drawn_model(config_of("qwen3"))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=said):
+        load_weights(model, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    model = transformers_model("llama")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
+        load_weights(model, tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    second = sorted(tmp_path.glob("model-00002-*"))[0]
+    second.write_bytes(second.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"model-00002-of-0000\d\.safetensors cannot be read as safetensors"):
+        load_weights(model, tmp_path)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-0000\d\.safetensors cannot be read as safetensors"):
+        load_weights(model, tmp_path)
+
+
+# Export
+
+
+def save_stages(target: Path) -> list[str]:
+    """Two pipeline stages, the second with its own copy of the tied embedding; then errors on both ranks."""
+    whole = drawn_model(config_of("qwen3"))
+    last = ("model.layers.1.", "model.norm.", "lm_head.")
+    rank = dist.get_rank()
+    mine = {
+        name: parameter
+        for name, parameter in whole.named_parameters(remove_duplicate=False)
+        if name.startswith(last) == (rank == 1)
+    }
+    save_weights(mine, target, config=whole.config, max_shard_bytes=40_000)
+    assert_equal(AutoModelForCausalLM.from_pretrained(target), whole)
+    messages = []
+    for weights_, folder in [
+        ({name: p for name, p in mine.items() if "layers.1.mlp" not in name}, target),
+        (mine | {"odd": torch.ones(3), "model.norm.weight": torch.ones(31)}, target),
+        (mine, target.parent / "occupied"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            save_weights(weights_, folder, config=whole.config)
+        messages.append(str(error.value))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(export, "save_file", no_space)
+        with pytest.raises(RuntimeError) as failed:
+            save_weights(mine, target, config=whole.config, max_shard_bytes=40_000)
+    assert_equal(AutoModelForCausalLM.from_pretrained(target), whole)
+    return [*messages, str(failed.value)]
+
+
+def no_space(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_pipeline_stages_save_together_or_fail_together(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "thesis.tex").touch()
+    transformers_model("llama").save_pretrained(tmp_path / "target")  # a model that lay there is replaced
+    first, second = ranks.run(save_stages, 2, tmp_path / "target")
+    assert first == second
+    missing, wrong, occupied, failed = first
+    assert "ranks hold 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
+    assert "odd is no parameter of the qwen3 of the configuration" in wrong
+    assert "model.norm.weight is (31,) torch.float32, and must be (32,) of one dtype" in wrong
+    assert "occupied holds something else than a model" in occupied
+    assert "the folder is as it was: rank 1: " in failed and "No space left on device" in failed
+    assert (tmp_path / "occupied" / "thesis.tex").exists()
+
+
+def test_a_model_in_one_file_needs_no_index(tmp_path: Path) -> None:
+    model = drawn_model(config_of("llama"))
+    save_weights(dict(model.named_parameters()), tmp_path / "model", config=model.config)
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == names
+
+
+def test_stages_write_their_own_layers() -> None:
+    """Of eight ranks in two stages: a file goes to a rank that holds some of it, unless it spans both stages."""
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 8})
+    whole = empty_model(config)
+    holders: list[dict[str, Held]] = [{} for _ in range(8)]
+    for name, parameter in whole.named_parameters():
+        stage = int(not name.startswith(("model.embed", *(f"model.layers.{n}." for n in range(4)))))
+        rows, *rest = parameter.shape
+        for rank in range(4):
+            box = Box((rank * rows // 4, *[0] * len(rest)), (rows // 4, *rest))
+            holders[4 * stage + rank][name] = Held(box, tuple(parameter.shape), torch.float32)
+    assert holder_violations(whole, holders) == []
+    rounds = plan_export(whole, holders, 30_000)
+    assert all(len({file.writer for file in files}) == len(files) for files in rounds)
+    files = [file for files in rounds for file in files]
+    assert len({file.name for file in files}) == len(files) > 8
+    foreign = [file for file in files if file.writer not in file.tensors[0].sources]
+    assert len(foreign) <= 1
+    for file in files:
+        assert sum(assembly.tensor.box.numel for assembly in file.tensors) * 4 <= 30_000
+        for assembly in file.tensors:
+            assert sum(box.numel for box in assembly.sources.values()) == assembly.tensor.box.numel

@@ -1,0 +1,207 @@
+"""Saving memory changes nothing but memory: gradients, bytes sent, names; and what is kept is given back in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import profile
+
+from attention import KeepResults
+from parallel import ParallelDims, ParallelMesh, apply_fsdp
+from parallel.testing import RankPool, count_sent_bytes
+from tests.usp.tiny import packed_batch, tiny_model
+from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
+from usp.hf.integrate import decoder_layers
+from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import NextToken
+from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, tiled_mlp_violations
+
+CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
+CASES += [("full", True, 3), ("none", False, 3), ("attention-saved", False, 3)]
+TOKENS = 100
+
+
+def build(dims: ParallelDims, mode: str, offload: bool, tile: int) -> tuple[CausalLMStage, ParallelMesh]:
+    mesh = ParallelMesh.create(dims)
+    model = apply_unified_sp(tiny_model("llama"), mesh, "zigzag")
+    layers = decoder_layers(model)
+    if tile:
+        apply_tiled_mlp(layers, tile)
+    apply_activation_checkpointing(layers, mode, model.unified_sp, offload)
+    return CausalLMStage(model, mesh, loss_chunk=7), mesh
+
+
+def loss_of(stage: CausalLMStage, mesh: ParallelMesh, step: int) -> Tensor:
+    batch = shard_batch(packed_batch(step), mesh, "zigzag")
+    return stage(batch.pop("input_ids"), **batch, head=NextToken(TOKENS))
+
+
+def gradients(stage: CausalLMStage) -> dict[str, Tensor]:
+    return {name: p.grad.full_tensor() for name, p in stage.named_parameters()}
+
+
+def compare_modes() -> list[float]:
+    """Each case's largest relative difference, in any gradient, from keeping everything; two micro-batches in flight,
+    whose forwards precede their backwards."""
+    wanted: dict[str, Tensor] = {}
+    differences = []
+    for case in CASES:
+        stage, mesh = build(ParallelDims(ulysses=2, ring=2), *case)
+        apply_fsdp(stage, mesh, decoder_layers(stage.model))
+        losses = [loss_of(stage, mesh, step) for step in range(2)]
+        for loss in losses:
+            loss.backward()
+        found = {**gradients(stage), "loss": torch.stack(losses).detach()}
+        wanted = wanted or found
+        assert found.keys() == wanted.keys()
+        differences.append(max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted))
+    return differences
+
+
+def test_gradients_are_those_of_keeping_everything(ranks: RankPool) -> None:
+    for differences in ranks.run(compare_modes, 4, timeout=300):
+        assert torch.tensor(differences).amax() <= 1e-6
+        assert differences[:4] == [0.0] * 4  # nothing is even summed in another order
+
+
+def sent(mode: str) -> tuple[int, int, list[str]]:
+    """Bytes that this rank sends in a forward and in a backward, and the names of a trace of both."""
+    stage, mesh = build(ParallelDims(ulysses=2, ring=2), mode, False, 0)
+    with torch.no_grad():
+        loss_of(stage, mesh, 0)  # the ranks compare their plans once
+    with profile() as trace:
+        with count_sent_bytes() as forward:
+            loss = loss_of(stage, mesh, 0)
+        with count_sent_bytes() as backward:
+            loss.backward()
+    return forward.total, backward.total, [event.name for event in trace.events()]
+
+
+def test_attention_never_communicates_twice(ranks: RankPool) -> None:
+    none, saved, full = (ranks.run(sent, 4, mode, timeout=120) for mode in ("none", "attention-saved", "full"))
+    for (forward, backward, _), (*as_saved, _), (*as_full, _) in zip(none, saved, full, strict=True):
+        assert forward > 0 and as_saved == [forward, backward]
+        # A forward compares its documents over both axes, two int64 each; the layers alone are repeated.
+        assert as_full == [forward, backward + forward - 2 * 16]
+    names = none[0][2]
+    for step in ("ring step 1/2: compute", "ring step 1/2: wait", "ring step 2/2: compute"):
+        assert step in names
+    for direction in ("seq to heads", "heads to seq"):
+        assert names.count(f"ulysses all-to-all: {direction}") == 4  # two layers, forward and backward
+
+
+def split_backward() -> list[float]:
+    """As a zero-bubble pipeline goes backward: what differs from keeping everything, the bytes sent included."""
+    wanted: list[Tensor] = []
+    differences = []
+    for mode in ("none", "attention-saved"):
+        stage, mesh = build(ParallelDims(ulysses=2, ring=2), mode, False, 0)
+        loss, weights = loss_of(stage, mesh, 0), list(stage.parameters())
+        with count_sent_bytes() as backward:
+            found = [*torch.autograd.grad(loss, weights[:1], retain_graph=True)]
+            found += torch.autograd.grad(loss, weights[1:])
+        wanted = wanted or found
+        differences += [float((f - w).norm()) for f, w in zip(found, wanted, strict=True)] + [float(backward.total)]
+    half = len(differences) // 2
+    return [a - b for a, b in zip(differences[half:], differences[:half], strict=True)]
+
+
+def test_a_backward_in_two_halves_recomputes_without_communication(ranks: RankPool) -> None:
+    assert all(torch.tensor(found).abs().amax() == 0 for found in ranks.run(split_backward, 4, timeout=120))
+
+
+def test_names_stay_and_kept_inputs_are_offloaded(ranks: RankPool) -> None:
+    names, plain, packed = ranks.run(names_and_packs, 1)[0]
+    assert names == plain
+    # For each of two layers its input, and the kept output and lse of its attention.
+    assert sorted(packed) == sorted(2 * [(4, 64, 32), (256, 8, 4), (256, 8)])
+
+
+def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+    import usp.model.recompute
+
+    packed: list[tuple[int, ...]] = []
+
+    class Counting(saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            assert not pin_memory
+
+            def pack(x: Tensor) -> Tensor:
+                packed.append(tuple(x.shape))
+                return x
+
+            super().__init__(pack, lambda x: x)
+
+    original, usp.model.recompute.save_on_cpu = usp.model.recompute.save_on_cpu, Counting  # type: ignore[misc, assignment]
+    try:
+        stage, mesh = build(ParallelDims(), "attention-saved", True, 5)
+        loss_of(stage, mesh, 0).backward()
+    finally:
+        usp.model.recompute.save_on_cpu = original  # type: ignore[misc]
+    return sorted(stage.model.state_dict()), sorted(tiny_model("llama").state_dict()), packed
+
+
+def test_a_second_pass_in_another_order_is_refused() -> None:
+    keep = KeepResults()
+    keep(("a", 1), lambda: (torch.ones(1),))
+    keep(("b", 2), lambda: (torch.zeros(1), "plan"))
+
+    def never() -> tuple[Tensor]:
+        raise AssertionError
+
+    for _ in range(2):  # from the first on, as often as asked
+        replay = keep.replay()
+        assert replay(("a", 1), never) == (torch.ones(1),)
+        assert replay(("b", 2), never)[1] == "plan"
+        with pytest.raises(RuntimeError, match=r"asks for \('c', 3\) where the first kept nothing more"):
+            replay(("c", 3), never)
+    with pytest.raises(RuntimeError, match=r"asks for \('b', 2\) where the first kept \('a', 1\)"):
+        keep.replay()(("b", 2), never)
+
+
+def wrong_order() -> str:
+    """A layer that attends to other heads first when it runs for the second time."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2)))
+    runs = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self._linear(x).unflatten(-1, (4, 4))
+            runs.append(None)
+            order = (heads, heads[:, :, :2]) if len(runs) % 2 else (heads[:, :, :2], heads)
+            return sum(attention(h, h, h).flatten().sum() for h in order).square()
+
+        def _linear(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    layer = Layer(8, 16)
+    apply_activation_checkpointing([layer], "attention-saved", attention)
+    with pytest.raises(RuntimeError) as caught:
+        layer(torch.randn(1, 4, 8)).backward()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_layer_that_changes_its_order_fails_on_every_rank(ranks: RankPool) -> None:
+    assert all("must take the same steps in both passes" in message for message in ranks.run(wrong_order, 2))
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    layer = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"mode='some' must be one of none, attention-saved, full"):
+        apply_activation_checkpointing([layer], "some")
+    with pytest.raises(ValueError, match="needs the attention"):
+        apply_activation_checkpointing([layer], "attention-saved")
+    with pytest.raises(ValueError, match="mode='none' keeps everything"):
+        apply_activation_checkpointing([layer], "none", offload=True)
+    apply_activation_checkpointing([layer, nn.Identity()], "full")
+    with pytest.raises(ValueError, match="once"):
+        apply_activation_checkpointing([layer], "full")
+    moe = nn.Module()
+    moe.mlp = nn.Linear(1, 1)
+    moe.mlp.experts = nn.Linear(1, 1)
+    assert len(tiled_mlp_violations([moe, layer, nn.Identity()], 0)) == 3
+    assert not tiled_mlp_violations([nn.Identity()], 4)

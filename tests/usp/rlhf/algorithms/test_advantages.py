@@ -1,0 +1,409 @@
+"""Advantages, returns and weights against loops over samples and tokens, on one rank and on several."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.usp.rlhf.simulate import Function, alone, on_ranks
+from usp.rlhf.algorithms.gae import discounted_sums, gae
+from usp.rlhf.algorithms.kl import KLControl
+from usp.rlhf.algorithms.options import GRPO, PPO, RLOO, PolicyOptions, ReinforcePlusPlus, ReMax, dapo, dr_grpo
+from usp.rlhf.algorithms.ppo import PPOAdvantages, Stateful
+from usp.rlhf.algorithms.reinforce import (
+    grpo_advantages,
+    reinforce_plus_plus_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from usp.rlhf.algorithms.statistics import Moments, RunningMoments
+from usp.rlhf.algorithms.weights import PairWeights, Weighting
+from usp.rlhf.data.mini_batches import mini_batch_ids
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Generate
+
+RESPONSES = (3, 1, 6, 2, 4, 4, 1, 5, 2, 3, 7, 1)  # tokens of each; groups of 4 (and of 2)
+GROUP = Generate(group_size=4, max_new_tokens=7, stop_ids=(0,))
+PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "values")
+
+
+def make(seed: int = 0, scores: tuple[float, ...] = ()) -> Samples:
+    """Twelve samples of one to three prompt tokens; every third response was cut."""
+    draw = torch.Generator().manual_seed(seed)
+    values: dict[str, list[Tensor]] = {key: [] for key in PER_TOKEN}
+    masks = []
+    for number, length in enumerate(RESPONSES):
+        prompt = 1 + number % 3
+        mask = torch.zeros(prompt + length)
+        mask[prompt - 1 : -1] = 1
+        masks.append(mask)
+        for key in PER_TOKEN:
+            values[key].append(0.5 * torch.randn(len(mask), generator=draw))
+    scores = scores or tuple((2 * torch.randn(len(RESPONSES), generator=draw)).tolist())
+    numbers = range(len(RESPONSES))
+    return Samples(
+        tuple(numbers),
+        {
+            **values,
+            "tokens": [mask.long() for mask in masks],
+            "mask": masks,
+            "score": [torch.tensor(score) for score in scores],
+            "finished": [torch.tensor(number % 3 != 2) for number in numbers],
+            "greedy_score": [torch.tensor(0.1 * number) for number in numbers],
+            "greedy_finished": [torch.tensor(number % 2 == 0) for number in numbers],
+        },
+    )
+
+
+def chosen(samples: Samples, key: str) -> list[list[float]]:
+    """Of each sample the values where its mask is 1."""
+    return [value[mask == 1].tolist() for value, mask in zip(samples[key], samples["mask"], strict=True)]
+
+
+def standardised(rows: list[list[float]]) -> list[list[float]]:
+    flat = [x for row in rows for x in row]
+    mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+    return [[(x - mean) / (std + 1e-5) for x in row] for row in rows]
+
+
+def shaped(samples: Samples, options: PolicyOptions) -> list[float]:
+    rewards = []
+    for score, finished in zip(samples["score"], samples["finished"], strict=True):
+        reward = (float(score) - options.reward_bias) * options.reward_scaling
+        reward = max(-options.max_reward_clip, min(options.max_reward_clip, reward))
+        rewards.append(0.0 if options.zero_unfinished and not finished else reward)
+    return rewards
+
+
+def penalised(samples: Samples, options: PolicyOptions, kl: float) -> list[list[float]]:
+    """Rewards of tokens."""
+    rows = []
+    for old, ref, reward in zip(
+        chosen(samples, "old_logprobs"), chosen(samples, "ref_logprobs"), shaped(samples, options), strict=True
+    ):
+        row = [-kl * (o - r) for o, r in zip(old, ref, strict=True)]
+        row[-1] += reward
+        rows.append(row)
+    return rows
+
+
+def groups(values: list[float], size: int) -> list[list[float]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def alike(values: list[float]) -> list[list[float]]:
+    return [[value] * length for value, length in zip(values, RESPONSES, strict=True)]
+
+
+def oracle_gae(samples: Samples, options: PPO, kl: float, mean: float = 0.0, std: float = 1.0) -> list[list[float]]:
+    """A[t] = the sum over l of (gamma lam)^l delta[t + l], summed as it stands."""
+    rows = []
+    for i, (rewards, values) in enumerate(zip(penalised(samples, options, kl), chosen(samples, "values"), strict=True)):
+        values = [v * std + mean for v in values]
+        behind = 0.0 if samples["finished"][i] else float(samples["values"][i][-1]) * std + mean
+        following = [*values[1:], behind]
+        deltas = [r + options.gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
+        factor = options.gamma * options.lam
+        rows.append([sum(factor**l * deltas[t + l] for l in range(len(deltas) - t)) for t in range(len(deltas))])
+    return rows
+
+
+def check_rows(samples: Samples, key: str, expected: list[list[float]], result: Samples) -> None:
+    """The values where the mask is, and 0 elsewhere."""
+    for i, (value, mask, row) in enumerate(zip(result[key], samples["mask"], expected, strict=True)):
+        assert value.dtype == torch.float32 and value.shape == mask.shape
+        assert value[mask == 1].tolist() == pytest.approx(row, rel=1e-5, abs=1e-5), f"{key} of sample {i}"
+        assert not value[mask == 0].any()
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0), (0.5, 1.0)])
+def test_gae(gamma: float, lam: float) -> None:
+    options = PPO(gamma=gamma, lam=lam, normalise_advantages=False, value_norm="none", zero_unfinished=True)
+    options = replace(options, reward_bias=0.5, reward_scaling=3.0, max_reward_clip=2.0)
+    samples = make()
+    result = PPOAdvantages.of(options)(samples, alone)
+    expected = oracle_gae(samples, options, kl=0.1)
+    check_rows(samples, "advantages", expected, result)
+    returns = [
+        [a + v for a, v in zip(*rows, strict=True)] for rows in zip(expected, chosen(samples, "values"), strict=True)
+    ]
+    check_rows(samples, "returns", returns, result)
+    assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options), rel=1e-6)
+    assert 0.0 in shaped(samples, options) and 2.0 in map(abs, shaped(samples, options))
+    errors = [x for row in expected for x in row]
+    flat = [x for row in returns for x in row]
+    explained = 1 - statistics.pvariance(errors) / statistics.pvariance(flat)
+    assert [float(x) for x in result["explained_variance"]] == pytest.approx([explained] * 12, rel=1e-5)
+
+
+def test_long_rows() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 2, 300, generator=draw, dtype=torch.float64)
+    inside = torch.arange(300) < torch.tensor([[300], [171]])
+    rewards, values = rewards * inside, values * inside
+    last = torch.tensor([0.0, 2.5], dtype=torch.float64)
+    found = gae(rewards, values, inside, last, gamma=0.99, lam=0.95)
+    for row, length in ((0, 300), (1, 171)):
+        advantage, following = 0.0, float(last[row])
+        for t in reversed(range(length)):
+            delta = float(rewards[row, t]) + 0.99 * following - float(values[row, t])
+            advantage = delta + 0.99 * 0.95 * advantage
+            following = float(values[row, t])
+            assert float(found[row, t]) == pytest.approx(advantage, rel=1e-10)
+    assert discounted_sums(torch.zeros(3, 0), 0.5).shape == (3, 0)
+
+
+def test_ppo_normalises_and_remembers() -> None:
+    options = PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="exp", value_norm_beta=0.75, lam=0.9)
+    function = PPOAdvantages.of(options)
+    coefficient, batches = 0.2, []
+    mean, std = 0.0, 1.0
+    for step in range(3):
+        samples = make(step)
+        result = function(samples, alone)
+        raw = oracle_gae(samples, options, coefficient, mean, std)
+        check_rows(samples, "advantages", standardised(raw), result)
+        returns = [
+            [a + v * std + mean for a, v in zip(*rows, strict=True)]
+            for rows in zip(raw, chosen(samples, "values"), strict=True)
+        ]
+        batches.append([x for row in returns for x in row])
+        ages = [0.25 * 0.75 ** (step - number) for number in range(step + 1)]
+        means, squares = (
+            sum(age * statistics.fmean(x**power for x in batch) for age, batch in zip(ages, batches, strict=True))
+            / sum(ages)
+            for power in (1, 2)
+        )
+        mean, std = means, math.sqrt(squares - means**2)
+        check_rows(samples, "returns", [[(x - mean) / std for x in row] for row in returns], result)
+        assert [float(x) for x in result["kl_coefficient"]] == pytest.approx([coefficient] * 12)
+        log_ratios = [
+            sum(o - r for o, r in zip(*rows, strict=True))
+            for rows in zip(chosen(samples, "old_logprobs"), chosen(samples, "ref_logprobs"), strict=True)
+        ]
+        assert [float(x) for x in result["kl"]] == pytest.approx(log_ratios, rel=1e-5, abs=1e-6)
+        error = min(max(statistics.fmean(log_ratios) / 0.5 - 1, -0.2), 0.2)
+        coefficient *= 1 + error * 12 / 100
+    assert function.kl.coefficient == pytest.approx(coefficient)
+
+    assert isinstance(function, Stateful)
+    again = PPOAdvantages.of(options)
+    again.load_state_dict(function.state_dict())
+    samples = make(3)
+    for key in ("advantages", "returns"):
+        torch.testing.assert_close(again(samples, alone)[key], function(samples, alone)[key], rtol=0, atol=0)
+        again.load_state_dict(function.state_dict())
+    with pytest.raises(ValueError, match=r"remember \['kl_coefficient', 'total', .*\], but were given \['total'\]"):
+        again.load_state_dict({"total": 1.0})
+
+
+def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
+    function = PPOAdvantages.of(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
+    function(make(), alone)
+    assert function.kl.coefficient != 0.2 and function.returns.weight
+    fixed = PPOAdvantages.of(PPO(kl=0.3, value_norm="none"))
+    fixed.load_state_dict(function.state_dict())
+    assert fixed.kl.coefficient == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
+
+
+def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
+    options = PPO(normalise_rewards=True, normalise_advantages=False, value_norm="none", reward_scaling=3.0)
+    samples = make()
+    result = PPOAdvantages.of(options)(samples, alone)
+    assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options))  # as they were
+    (rewards,) = standardised([shaped(samples, options)])
+    normal = samples.updated(Samples(samples.ids, {"score": [torch.tensor(reward / 3) for reward in rewards]}))
+    check_rows(samples, "advantages", oracle_gae(normal, options, kl=0.1), result)
+
+
+def test_statistics_of_all_numbers() -> None:
+    batches = ([1.0, 2.0, 6.0], [4.0], [-3.0, 0.5])
+    running = RunningMoments("mean")
+    assert (running.mean, running.std) == (0.0, 1.0)
+    for batch in batches:
+        running = running.updated(Moments(len(batch), statistics.fmean(batch), statistics.pvariance(batch)))
+    flat = [x for batch in batches for x in batch]
+    assert (running.mean, running.std) == pytest.approx((statistics.fmean(flat), statistics.pstdev(flat)))
+    x = torch.tensor([1.0, -2.0])
+    torch.testing.assert_close(running.denormalise(running.normalise(x)), x)
+    assert running.updated(Moments(0, 0.0, 0.0)) == running
+    assert RunningMoments("none").updated(Moments(1, 5.0, 0.0)) == RunningMoments("none")
+    assert RunningMoments("mean").updated(Moments(2, 5.0, 0.0)).std == math.sqrt(1e-5)
+
+
+def test_kl_control_follows_its_target() -> None:
+    fixed = KLControl(0.1)
+    assert fixed.updated(100.0, 64) == fixed
+    control = KLControl(0.1, target=6.0, horizon=10_000)
+    assert control.updated(6.6, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 500 / 10_000))
+    assert control.updated(60.0, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
+    assert control.updated(-6.0, 500).coefficient == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
+    assert KLControl(0.1, 6.0, 103).updated(0.0, 512).coefficient > 0
+    with pytest.raises(ValueError, match=r"kl_horizon=102 must be above 0.2 times the 512 samples of a step"):
+        KLControl(0.1, 6.0, 102).updated(0.0, 512)
+
+
+def test_grpo_and_its_variants() -> None:
+    samples = make()
+    options = GRPO(generate=GROUP)
+    of_groups = groups(shaped(samples, options), 4)
+    by_std = [(r - statistics.fmean(g)) / (statistics.stdev(g) + 1e-4) for g in of_groups for r in g]
+    result = grpo_advantages(options, samples, alone)
+    check_rows(samples, "advantages", alike(by_std), result)
+    lengths = [float(n) for n in RESPONSES]
+    check_rows(samples, "weights", alike([1 / (12 * n) for n in lengths]), result)
+    check_rows(samples, "token_weights", alike([1 / sum(lengths)] * 12), result)
+
+    result = grpo_advantages(dr_grpo(options), samples, alone)
+    check_rows(samples, "advantages", alike([r - statistics.fmean(g) for g in of_groups for r in g]), result)
+    check_rows(samples, "weights", alike([1 / (12 * 7)] * 12), result)
+
+
+def test_dapo_drops_equal_groups_and_punishes_length() -> None:
+    options = replace(dapo(GRPO(generate=GROUP, mini_batches=3)), scale_by_std=False)
+    samples = make(scores=(1.0, 0.0, 0.0, 1.0, *[1.0] * 4, *[0.0] * 4))
+    result = grpo_advantages(options, samples, alone)
+    assert [float(x) for x in result["informative"]] == [1.0] * 4 + [0.0] * 8
+    expected = [1 / sum(RESPONSES[:4])] * 4 + [0.0] * 8
+    check_rows(samples, "weights", alike(expected), result)
+    whole = [1 / sum(RESPONSES[start : start + 4]) for start in (0, 4, 8) for _ in range(4)]
+    check_rows(samples, "token_weights", alike(whole), result)
+    kept = grpo_advantages(replace(options, drop_equal_groups=False), samples, alone)
+    check_rows(samples, "weights", alike(whole), kept)
+    assert all(not value.any() for value in kept["advantages"][4:])  # equal rewards say nothing
+
+    long = replace(options, overlong_buffer=4, overlong_penalty=0.5)
+    rewards = [
+        float(score) - 0.5 * min(max(0.0, (length - 3) / 4), 1.0)
+        for score, length in zip(samples["score"], RESPONSES, strict=True)
+    ]
+    result = grpo_advantages(long, samples, alone)
+    assert [float(x) for x in result["reward"]] == pytest.approx(rewards)
+    assert [float(x) for x in result["informative"]] == [1.0] * 12
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    """Between layouts a reward model's scores differ by rounding, which must not become an advantage."""
+    samples = make(scores=tuple(1 + 1e-7 * (number % 2) for number in range(12)))
+    result = grpo_advantages(GRPO(generate=GROUP), samples, alone)
+    assert not any(map(float, result["informative"]))
+    assert max(float(x.abs().max()) for x in result["advantages"]) < 2e-3
+
+
+def test_rloo_leaves_one_out() -> None:
+    samples, options = make(), RLOO(generate=GROUP, kl=0.3)
+    rewards = [sum(row) for row in penalised(samples, options, 0.3)]
+    expected = [
+        reward - statistics.fmean(other for j, other in enumerate(group) if j != i)
+        for group in groups(rewards, 4)
+        for i, reward in enumerate(group)
+    ]
+    result = rloo_advantages(options, samples, alone)
+    check_rows(samples, "advantages", alike(expected), result)
+    check_rows(samples, "weights", alike([1 / 12] * 12), result)
+
+
+def test_reinforce_plus_plus() -> None:
+    samples, options = make(), ReinforcePlusPlus(kl=0.3, gamma=0.9)
+    rewards = penalised(samples, options, 0.3)
+    returns = [[sum(0.9**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+    result = reinforce_plus_plus_advantages(options, samples, alone)
+    check_rows(samples, "advantages", standardised(returns), result)
+
+
+def test_remax_takes_the_greedy_reward_away() -> None:
+    samples, options = make(), ReMax(kl=0.3, zero_unfinished=True, reward_scaling=2.0)
+    baselines = [0.2 * number if number % 2 == 0 else 0.0 for number in range(12)]
+    rewards = penalised(samples, options, 0.3)
+    expected = [
+        [sum(row[t:]) - baseline for t in range(len(row))] for row, baseline in zip(rewards, baselines, strict=True)
+    ]
+    check_rows(samples, "advantages", expected, remax_advantages(options, samples, alone))
+
+
+@pytest.mark.parametrize("mini_batches", [1, 5, 12])
+def test_weights_sum_up_by_mini_batch(mini_batches: int) -> None:
+    samples = make()
+    masks = [mask * (number != 4) for number, mask in enumerate(samples["mask"])]  # one sample has no tokens
+
+    def sums(aggregation: str) -> list[float]:
+        weighting = Weighting(aggregation, mini_batches, length=7)  # type: ignore[arg-type]
+        weights = weighting(samples.ids, masks, alone)
+        batches = [mini_batch_ids(12, mini_batches, number) for number in range(mini_batches)]
+        return [sum(float(weights[i].sum()) for i in batch) for batch in batches]
+
+    members = [
+        [RESPONSES[i] for i in mini_batch_ids(12, mini_batches, number) if i != 4] for number in range(mini_batches)
+    ]
+    assert sum(map(len, members)) == 11
+    some = [float(bool(lengths)) for lengths in members]
+    assert sums("token_mean") == pytest.approx(some)
+    assert sums("sequence_mean") == pytest.approx(some)
+    means = [statistics.fmean(lengths) if lengths else 0.0 for lengths in members]
+    assert sums("sequence_sum") == pytest.approx(means)
+    assert sums("constant") == pytest.approx([mean / 7 for mean in means])
+
+
+def test_pairs_weigh_alike_in_their_mini_batch() -> None:
+    samples = make()
+    weights = PairWeights(mini_batches=4)(samples, alone)["weights"]
+    for weight, pairs in zip(weights, [1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 2, 2], strict=True):
+        assert float(weight[-1]) == 1 / pairs and not weight[:-1].any()
+
+
+FUNCTIONS: dict[str, Callable[[], Function]] = {
+    "ppo": lambda: PPOAdvantages.of(PPO(kl_target=0.5, mini_batches=5)),
+    "grpo": lambda: partial(grpo_advantages, GRPO(generate=GROUP, drop_equal_groups=True, mini_batches=5)),
+    "rloo": lambda: partial(rloo_advantages, RLOO(generate=GROUP, mini_batches=5)),
+    "reinforce++": lambda: partial(reinforce_plus_plus_advantages, ReinforcePlusPlus(mini_batches=5)),
+    "remax": lambda: partial(remax_advantages, ReMax(mini_batches=5)),
+    "pairs": lambda: PairWeights(mini_batches=4),
+}
+
+
+@pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_ranks_change_nothing(make_function: Callable[[], Function]) -> None:
+    samples, function = make(), make_function()
+    whole = function(samples, alone)
+    for parts in ([range(4, 8), (0, 1, 2, 3, 8, 9, 10, 11)], [range(8, 12), (), range(8), ()]):
+        functions = [make_function() for _ in parts]
+        shared = on_ranks(functions, samples, parts)
+        assert shared.values.keys() == whole.values.keys()
+        for key in whole.values:
+            torch.testing.assert_close(shared[key], whole[key], rtol=1e-6, atol=1e-6)
+        for of_rank in functions if isinstance(function, Stateful) else ():
+            assert isinstance(of_rank, Stateful)
+            assert of_rank.state_dict() == pytest.approx(function.state_dict(), rel=1e-12)
+
+
+@pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_what_stands_at_other_tokens_is_not_seen(make_function: Callable[[], Function]) -> None:
+    samples = make()
+    spoilt = {}
+    for key in PER_TOKEN:
+        spoilt[key] = [x.where(mask == 1, math.nan) for x, mask in zip(samples[key], samples["mask"], strict=True)]
+    # the critic's word on what follows a response that was cut does count
+    for i, value in enumerate(spoilt["values"]):
+        if not samples["finished"][i]:
+            value[-1] = samples["values"][i][-1]
+    whole = make_function()(samples, alone)
+    found = make_function()(samples.updated(Samples(samples.ids, spoilt)), alone)
+    for key in whole.values:
+        torch.testing.assert_close(found[key], whole[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_no_samples_and_no_response_tokens(make_function: Callable[[], Function]) -> None:
+    assert not len(make_function()(make().of(()), alone))
+    samples = make()
+    silent = samples.updated(Samples(samples.ids, {"mask": [torch.zeros_like(mask) for mask in samples["mask"]]}))
+    for key, values in make_function()(silent, alone).values.items():
+        assert all(value.isfinite().all() for value in values)
+        assert key in ("reward", "weights", "kl_coefficient", "informative") or not any(map(torch.any, values))

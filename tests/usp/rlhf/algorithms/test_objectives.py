@@ -1,0 +1,281 @@
+"""Losses, their gradients and metrics against loops written from the papers' formulas, on one rank and on several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.usp.rlhf.simulate import alone, minimise
+from usp.rlhf.algorithms.kl import kl_estimate
+from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken
+from usp.rlhf.algorithms.pairs import DirectPreference, PreferredScore
+from usp.rlhf.algorithms.weights import PairWeights
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Objective
+
+LENGTHS = (5, 2, 7, 4, 3, 6)  # prompts of 1 token at least: the second sample has one response token
+Oracle = Callable[[Samples, list[float], list[float]], dict[str, float]]
+
+
+def make(seed: int = 0) -> Samples:
+    """Six samples in float64, whose first response token comes after one to three prompt tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = []
+    for number, length in enumerate(LENGTHS):
+        mask = torch.zeros(length, dtype=torch.float64)
+        mask[min(number % 3, length - 2) : length - 1] = 1
+        masks.append(mask)
+    tokens = sum(float(mask.sum()) for mask in masks)
+
+    def numbers(scale: float = 1.0) -> list[Tensor]:
+        return [scale * torch.randn(n, generator=draw, dtype=torch.float64) for n in LENGTHS]
+
+    values = {
+        "tokens": [torch.zeros(n, dtype=torch.int64) for n in LENGTHS],
+        "mask": masks,
+        "token_weights": [mask / tokens for mask in masks],
+        "weights": [mask / (2 + n) for n, mask in enumerate(masks)],
+        "advantages": numbers(),
+        "old_logprobs": numbers(0.3),
+        "ref_logprobs": numbers(0.3),
+        "values": numbers(0.3),
+        "returns": numbers(),
+    }
+    values["weights"][4] = torch.zeros(3, dtype=torch.float64)  # counts in metrics, not in the loss
+    return Samples(tuple(range(len(LENGTHS))), values)
+
+
+def make_pairs() -> Samples:
+    samples = make()
+    weights = PairWeights(mini_batches=1)(samples, alone)
+    return samples.updated(
+        Samples(samples.ids, {"weights": [(weight != 0).double() / 3 for weight in weights["weights"]]})
+    )
+
+
+def said(seed: int = 1, tokens: int = sum(LENGTHS)) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    output, entropy = 0.3 * torch.randn(2, tokens, generator=draw, dtype=torch.float64)
+    return output, entropy.abs()
+
+
+def tokens_of(samples: Samples, output: list[float], entropy: list[float]) -> list[tuple[int, int, float, float]]:
+    """(sample, token, output, entropy) along the row."""
+    places = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
+    return [(i, t, o, e) for (i, t), o, e in zip(places, output, entropy, strict=True)]
+
+
+def next_token(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+    return {
+        "loss": sum(-float(samples["weights"][i][t]) * o for i, t, o, _ in tokens_of(samples, output, entropy)),
+    }
+
+
+def clipped_policy(
+    low: float = 0.2, high: float = 0.2, kl: float = 0.0, estimator: str = "k3", bonus: float = 0.0
+) -> Oracle:
+    def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+        names = ("importance_ratio", "clip_fraction", "approx_kl", "entropy", "policy_loss", "loss")
+        totals = dict.fromkeys((*names, *(("ref_kl",) if kl else ())), 0.0)
+        for i, t, new, e in tokens_of(samples, output, entropy):
+            if not samples["mask"][i][t]:
+                continue
+            old, ref, a, w, mean = (
+                float(samples[key][i][t])
+                for key in ("old_logprobs", "ref_logprobs", "advantages", "weights", "token_weights")
+            )
+            ratio = math.exp(new) / math.exp(old)
+            clipped = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
+            surrogate = min(ratio * a, clipped * a)  # PPO, equation 7, which is maximised
+            log_r = ref - new
+            divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[estimator]
+            totals["policy_loss"] -= w * surrogate
+            totals["loss"] += w * (-surrogate + kl * divergence - bonus * e)
+            totals["importance_ratio"] += mean * ratio
+            totals["clip_fraction"] += mean * (clipped * a < ratio * a)
+            totals["approx_kl"] += mean * (ratio - 1 - math.log(ratio))
+            totals["entropy"] += mean * e
+            if kl:
+                totals["ref_kl"] += mean * divergence
+        return totals
+
+    return oracle
+
+
+def clipped_value(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+    totals = dict.fromkeys(("loss", "clip_fraction", "value"), 0.0)
+    for i, t, v, _ in tokens_of(samples, output, entropy):
+        w, old, target = (float(samples[key][i][t]) for key in ("weights", "values", "returns"))
+        free, bound = (v - target) ** 2, (min(max(v, old - 0.2), old + 0.2) - target) ** 2
+        totals["loss"] += 0.5 * w * max(free, bound)
+        totals["clip_fraction"] += w * (bound > free)
+        totals["value"] += w * v
+    return totals
+
+
+def of_pairs(chosen: list[float], rejected: list[float], smoothing: float, what: str) -> dict[str, float]:
+    count = len(chosen)
+    margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
+    right, wrong = ([math.log(1 / (1 + math.exp(-sign * m))) for m in margins] for sign in (1, -1))
+    return {
+        "loss": -sum((1 - smoothing) * r + smoothing * w for r, w in zip(right, wrong, strict=True)) / count,
+        "accuracy": sum(m > 0 for m in margins) / count,
+        "margin": sum(margins) / count,
+        f"chosen_{what}": sum(chosen) / count,
+        f"rejected_{what}": sum(rejected) / count,
+    }
+
+
+def preferred_score(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+    scores = [o for i, t, o, _ in tokens_of(samples, output, entropy) if t == LENGTHS[i] - 1]
+    return of_pairs(scores[::2], scores[1::2], 0.0, "score")
+
+
+def direct_preference(beta: float, smoothing: float) -> Oracle:
+    def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+        rewards = [0.0] * len(LENGTHS)
+        for i, t, o, _ in tokens_of(samples, output, entropy):
+            if samples["mask"][i][t]:
+                rewards[i] += beta * (o - float(samples["ref_logprobs"][i][t]))
+        return of_pairs(rewards[::2], rewards[1::2], smoothing, "reward")
+
+    return oracle
+
+
+CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
+    "next_token": (NextToken(), make, next_token),
+    "ppo": (ClippedPolicy(), make, clipped_policy()),
+    "dapo": (ClippedPolicy(0.1, 0.3), make, clipped_policy(0.1, 0.3)),
+    "k1": (ClippedPolicy(kl=0.7, kl_estimator="k1"), make, clipped_policy(kl=0.7, estimator="k1")),
+    "k2": (ClippedPolicy(kl=0.7, kl_estimator="k2"), make, clipped_policy(kl=0.7, estimator="k2")),
+    "k3": (ClippedPolicy(kl=0.7), make, clipped_policy(kl=0.7)),
+    "entropy": (ClippedPolicy(entropy_bonus=0.3), make, clipped_policy(bonus=0.3)),
+    "value": (ClippedValue(0.2), make, clipped_value),
+    "reward_model": (PreferredScore(), make_pairs, preferred_score),
+    "dpo": (DirectPreference(0.5), make_pairs, direct_preference(0.5, 0.0)),
+    "cdpo": (DirectPreference(0.5, 0.2), make_pairs, direct_preference(0.5, 0.2)),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+Case = tuple[Objective, Callable[[], Samples], Oracle]
+
+
+@each_case
+def test_the_papers_formula(case: Case) -> None:
+    objective, samples, oracle = case
+    for seed in range(5):
+        output, entropy = said(seed)
+        loss, metrics = minimise(objective, samples(), output, entropy)
+        assert {"loss": loss.item(), **metrics} == pytest.approx(
+            oracle(samples(), output.tolist(), entropy.tolist()), rel=1e-9, abs=1e-12
+        )
+
+
+@each_case
+def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
+    objective, samples, oracle = case
+    output, entropy = (x.requires_grad_() for x in said())
+    loss, _ = minimise(objective, samples(), output, entropy)
+    loss.backward()
+    step = 1e-6
+    for x in (output, entropy):
+        gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        for index in range(len(x)):
+            sides = []
+            for sign in (1, -1):
+                moved = x.detach().clone()
+                moved[index] += sign * step
+                both = (moved, entropy.detach()) if x is output else (output.detach(), moved)
+                sides.append(oracle(samples(), both[0].tolist(), both[1].tolist())["loss"])
+            assert gradient[index].item() == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-8)
+
+
+@each_case
+def test_ranks_and_padding_change_nothing(case: Case) -> None:
+    objective, samples, _ = case
+
+    def all_of(degree: int, padding: int) -> tuple[Tensor, dict[str, float], Tensor]:
+        output, entropy = (x.requires_grad_() for x in said())
+        loss, metrics = minimise(objective, samples(), output, entropy, degree, padding)
+        loss.backward()
+        assert output.grad is not None
+        return loss.detach(), metrics, output.grad
+
+    loss, metrics, gradient = all_of(1, 0)
+    for degree, padding in ((1, 3), (3, 0), (4, 5), (40, 13)):  # of 40 ranks some have no token
+        other_loss, other_metrics, other_gradient = all_of(degree, padding)
+        torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-12, atol=1e-12)
+        assert other_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-12)
+
+
+@each_case
+def test_what_stands_at_other_tokens_is_not_seen(case: Case) -> None:
+    objective, make_samples, _ = case
+    samples, (output, entropy) = make_samples(), said()
+    whole = minimise(objective, samples, output, entropy)
+    # The reward model reads the value at the last token, which predicts nothing.
+    counts = [
+        weight != 0 if isinstance(objective, PreferredScore) else mask != 0
+        for weight, mask in zip(samples["weights"], samples["mask"], strict=True)
+    ]
+    row = torch.cat(counts)
+    for garbage in (math.nan, math.inf, 1e30):
+        spoilt = {
+            key: [x.where(c, garbage) for x, c in zip(samples[key], counts, strict=True)]
+            for key in objective.keys
+            if key not in ("weights", "token_weights", "mask")
+        }
+        spoilt_output = output.where(row, garbage).requires_grad_()
+        spoilt_samples = samples.updated(Samples(samples.ids, spoilt))
+        loss, metrics = minimise(objective, spoilt_samples, spoilt_output, entropy.where(row, garbage))
+        loss.backward()
+        assert loss.item() == whole[0].item() and metrics == whole[1]
+        assert spoilt_output.grad is not None and spoilt_output.grad.isfinite().all()
+        assert not spoilt_output.grad[~row].any()
+
+
+@each_case
+def test_a_rank_without_sequences(case: Case) -> None:
+    objective = case[0]
+    nothing = Samples((), {key: [] for key in ("tokens", *objective.keys)})
+    output, entropy = (x.requires_grad_() for x in said(tokens=0))
+    loss, metrics = minimise(objective, nothing, output, entropy, padding=4)
+    loss.backward()
+    assert loss.item() == 0 and not any(metrics.values())
+    assert metrics.keys() == minimise(objective, case[1](), *said())[1].keys()
+
+
+def test_micro_batches_of_whole_pairs_add_up() -> None:
+    samples, (output, entropy) = make_pairs(), said()
+    for objective in (PreferredScore(), DirectPreference()):
+        loss, metrics = minimise(objective, samples, output, entropy)
+        cut = sum(LENGTHS[:2])
+        parts = (
+            minimise(objective, samples.of((0, 1)), output[:cut], entropy[:cut], degree=2),
+            minimise(objective, samples.of((2, 3, 4, 5)), output[cut:], entropy[cut:], degree=3),
+        )
+        torch.testing.assert_close(parts[0][0] + parts[1][0], loss, rtol=1e-12, atol=1e-12)
+        assert {name: parts[0][1][name] + parts[1][1][name] for name in metrics} == pytest.approx(metrics, abs=1e-12)
+
+
+def test_a_ratio_of_one_gives_the_policy_gradient() -> None:
+    """At the first optimiser step the gradient is that of REINFORCE: -advantage * weight at each token."""
+    samples, (output, entropy) = make(), said()
+    old = list(output.split(LENGTHS))
+    samples = samples.updated(Samples(samples.ids, {"old_logprobs": old}))
+    output.requires_grad_()
+    loss, metrics = minimise(ClippedPolicy(), samples, output, entropy)
+    loss.backward()
+    expected = -torch.cat(list(samples["weights"])) * torch.cat(list(samples["advantages"]))
+    torch.testing.assert_close(output.grad, expected)
+    assert metrics["importance_ratio"] == pytest.approx(1) and metrics["clip_fraction"] == metrics["approx_kl"] == 0
+
+
+def test_k3_keeps_its_digits_where_policies_are_close() -> None:
+    difference = torch.linspace(-1e-4, 1e-4, 21)
+    k3 = kl_estimate(difference, torch.zeros(21), "k3")
+    torch.testing.assert_close(k3, difference.square() / 2, rtol=0, atol=2e-11)

@@ -1,0 +1,136 @@
+"""Rewards from people's functions: what they are given, and what is kept of a sample for which they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.usp.rlhf.simulate import alone, on_ranks
+from usp.rlhf.algorithms.rewards import RewardFailed, RewardShape, ScoreWith
+from usp.rlhf.data.samples import Samples
+
+ANSWERS = ("a", "bb", "ccc")
+
+
+def make() -> Samples:
+    """Three samples: prompts of 1, 2 and 3 tokens, responses of 2, 1 and none."""
+    tokens = ([1, 11, 12], [2, 3, 13], [4, 5, 6])
+    return Samples(
+        (4, 5, 9),
+        {
+            "tokens": [torch.tensor(ids) for ids in tokens],
+            "prompt_length": [torch.tensor(length) for length in (1, 2, 3)],
+            "prompt_index": [torch.tensor(index) for index in (2, 0, 1)],
+        },
+    )
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def score_with(reward: Callable[[Any, Any, Any], Any], **options: Any) -> ScoreWith:
+    return ScoreWith(reward, options.pop("decode", text), ANSWERS.__getitem__, **options)
+
+
+def test_it_is_given_prompt_response_and_answer() -> None:
+    seen = []
+
+    def reward(prompt: str, response: str, answer: str) -> float:
+        seen.append((prompt, response, answer))
+        return len(response) / 2
+
+    result = score_with(reward)(make(), alone)
+    assert seen == [("1", "11 12", "ccc"), ("2 3", "13", "a"), ("4 5 6", "", "bb")]
+    assert result.ids == (4, 5, 9) and [float(x) for x in result["score"]] == [2.5, 1.0, 0.0]
+    assert all(x.dtype == torch.float32 and x.shape == () for x in result["score"])
+    assert not len(score_with(reward)(make().of(()), alone))
+
+    seen.clear()
+    greedy = {f"greedy_{key}": make()[key] for key in ("tokens", "prompt_length")}
+    samples = Samples((4, 5, 9), {**greedy, "prompt_index": make()["prompt_index"]})
+    function = score_with(reward, decode=list, prefix="greedy_")
+    assert function(samples.only(function.inputs), alone).values.keys() == {function.output} == {"greedy_score"}
+    assert seen[0] == ([1], [11, 12], "ccc")
+
+
+@pytest.mark.parametrize("number", [True, 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
+def test_numbers_of_all_kinds(number: Any) -> None:
+    result = score_with(lambda *_: number)(make(), alone)
+    assert [float(x) for x in result["score"]] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "said", [math.nan, math.inf, -math.inf, 1e300, None, "1", [1.0], 1j, torch.tensor(1.0)], ids=repr
+)
+def test_what_is_not_a_finite_number(said: Any) -> None:
+    function = score_with(lambda prompt, response, answer: said if answer == "a" else 0.0)
+    with pytest.raises(
+        RewardFailed, match=r"failed for sample 5 \(prompt_index 0\): it returned .*; it must"
+    ) as failed:
+        function(make(), alone)
+    record = json.loads(json.dumps(failed.value.record))
+    assert record == {
+        "sample": 5,
+        "prompt_index": 0,
+        "prompt_ids": [2, 3],
+        "response_ids": [13],
+        "prompt": "2 3",
+        "response": "13",
+        "answer": "a",
+        "error": f"it returned {said!r}",
+        "traceback": "",
+    }
+
+
+def test_an_exception_is_kept_with_its_sample() -> None:
+    def reward(prompt: str, response: str, answer: str) -> float:
+        return 1 / (len(answer) - 2)
+
+    with pytest.raises(RewardFailed, match=r"sample 9 .*it raised ZeroDivisionError: ") as failed:
+        score_with(reward)(make(), alone)
+    record = failed.value.record
+    assert "1 / (len(answer) - 2)" in record["traceback"] and "ZeroDivisionError" in record["error"]
+    assert json.loads(json.dumps(record))["prompt_ids"] == [4, 5, 6]
+
+
+def test_numbers_too_large_for_a_float() -> None:
+    with pytest.raises(RewardFailed, match="it raised OverflowError"):
+        score_with(lambda *_: 10**400)(make(), alone)
+
+
+def test_the_rank_that_sees_it_raises() -> None:
+    function = score_with(lambda prompt, response, answer: 1 / 0 if answer == "bb" else 0.0)
+    with pytest.raises(RewardFailed, match="sample 9"):
+        on_ranks([function, function], make(), [(4, 5), (9,)])
+
+
+def test_an_interruption_is_no_reward() -> None:
+    def reward(prompt: str, response: str, answer: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_with(reward)(make(), alone)
+
+
+def test_the_shape_of_rewards() -> None:
+    score = [torch.tensor(x) for x in (0.0, 1.0, 2.0, 30.0, -30.0)]
+    finished = [torch.tensor(x) for x in (True, True, False, True, False)]
+    lengths = torch.tensor([1, 6, 8, 10, 12])
+
+    def shaped(shape: RewardShape) -> list[float]:
+        return shape(score, finished, lengths).tolist()
+
+    assert shaped(RewardShape()) == [0, 1, 2, 20, -20]
+    assert shaped(RewardShape(bias=1, scaling=2, max_clip=5)) == [-2, 0, 2, 5, -5]
+    assert shaped(RewardShape(zero_unfinished=True)) == [0, 1, 0, 20, 0]
+    # of 10 tokens the last 4 cost more and more (DAPO, equation 13)
+    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10)) == [0, 1, 1.5, 19, -21]
+    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10, overlong_penalty=2)) == [0, 1, 1, 18, -22]

@@ -1,0 +1,273 @@
+"""Generated tokens on every grid are those of transformers' `generate`, whoever shares a batch with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+import attention.decode
+from parallel import ParallelDims, ParallelMesh, stage_layers
+from parallel.testing import RankPool
+from tests.usp.tiny import CONFIGS, SIZES, VOCAB, drawn_model
+from usp.hf.initialise import initialise
+from usp.hf.integrate import apply_unified_sp
+from usp.hf.models import empty_model, materialise
+from usp.hf.prune import prune_to_stage
+from usp.hf.tensor_parallel import apply_tp
+from usp.rlhf.generation.batching import Slots
+from usp.rlhf.generation.generate import Generated, Generator
+from usp.rlhf.graph.calls import Generate
+
+CONTEXT = SIZES["max_position_embeddings"]
+LENGTHS = (40, 1, 3, 248, 65, 2, 33, 150, 9)  # the longest meets the end of the context
+GREEDY = Generate(max_new_tokens=12, temperature=0)
+SAMPLED = Generate(max_new_tokens=6, temperature=0.8, top_k=30, top_p=0.9)
+GRIDS = (
+    ParallelDims(),
+    ParallelDims(tp=2),
+    ParallelDims(ulysses=2),
+    ParallelDims(ring=2),
+    ParallelDims(ring=2, ulysses=2),
+    ParallelDims(tp=2, ulysses=2),
+    ParallelDims(tp=2, ring=2, ulysses=2),
+    ParallelDims(pp=2),
+    ParallelDims(pp=2, tp=2, ulysses=2),
+)
+LAYOUTS = {5: "contiguous", 3: "striped"}  # by the grid's number; zigzag elsewhere
+ON_GRIDS = {"llama": range(9), "qwen3": (0, 2, 6, 8), "mistral": (1, 3, 4, 5, 7)}
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots: int = 4) -> Generator:
+    """A generator with this rank's part of `drawn_model(config)`."""
+    rank, stages = mesh.rank("pp"), mesh.size("pp")
+    first, last = rank == 0, rank == stages - 1
+    model = empty_model(config)
+    prune_to_stage(model, stage_layers(config.num_hidden_layers, stages)[rank], first, last)
+    apply_unified_sp(model, mesh, layout)
+    apply_tp(model, mesh, sequence_parallel=False)
+    materialise(model, torch.device("cpu"))
+    initialise(model, 0)
+    return Generator(model, mesh, first=first, last=last, slots=slots)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has: the numbers of its prompts, and the responses."""
+
+    numbers: range
+    responses: list[Generated]
+
+
+def on_every_grid(works: dict[str, tuple[Generate, ...]]) -> list[dict[str, list[Found]]]:
+    """Per grid and family, what each call gave. The prompts are dealt out to data-parallel groups."""
+    found = []
+    for number, dims in enumerate(GRIDS):
+        mesh = ParallelMesh.create(dims)
+        own = range(mesh.rank("batch"), len(LENGTHS), mesh.size("batch"))
+        given, seeds = [prompts()[index] for index in own], [7 + index for index in own]
+        found.append({})
+        for family in (family for family in works if number in ON_GRIDS[family]):
+            generator = built(CONFIGS[family](), mesh, LAYOUTS.get(number, "zigzag"))
+            found[-1][family] = [Found(own, generator.generate(given, work, seeds)) for work in works[family]]
+    return found
+
+
+def expected(model: PreTrainedModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' greedy response, and its log-probabilities by a forward over the whole sequence."""
+    ids = prompt.unsqueeze(0)
+    new = min(GREEDY.max_new_tokens, CONTEXT - len(prompt))
+    options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    whole = model.generate(ids, max_new_tokens=new, **options)
+    with torch.no_grad():
+        logprobs = model(whole).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
+    return whole[0, len(prompt) :], logprobs[len(prompt) - 1 :]
+
+
+def stopped(response: Tensor, stop: int) -> Tensor:
+    places = (response == stop).nonzero()
+    return response[: int(places[0]) + 1] if len(places) else response
+
+
+def test_every_grid_generates_what_transformers_does(ranks: RankPool) -> None:
+    wanted = {}
+    for family in ON_GRIDS:
+        model = drawn_model(CONFIGS[family]())
+        wanted[family] = [expected(model, prompt) for prompt in prompts()]
+    stop = int(wanted["llama"][0][0][4])
+    stopping = replace(GREEDY, stop_ids=(stop, VOCAB + 5))
+    works = {"llama": (stopping, SAMPLED), "qwen3": (GREEDY,), "mistral": (GREEDY,)}
+    per_rank = ranks.run(on_every_grid, 8, works, timeout=300)
+    for family in ON_GRIDS:
+        for where, index, response in responses(per_rank, family, 0):
+            tokens, logprobs = wanted[family][index]
+            if family == "llama":
+                tokens = stopped(tokens, stop)
+            assert response.tokens.tolist() == tokens.tolist(), where
+            assert (response.logprobs - logprobs[: len(tokens)]).abs().max() <= 1e-5, where
+            assert response.finished == (family == "llama" and int(tokens[-1]) == stop), where
+    sampled: dict[int, list[int]] = {}
+    for where, index, response in responses(per_rank, "llama", 1):
+        assert sampled.setdefault(index, response.tokens.tolist()) == response.tokens.tolist(), where
+
+
+def responses(per_rank: list, family: str, call: int) -> Iterator[tuple[str, int, Generated]]:
+    """(where, number of the prompt, response) of every rank."""
+    for rank, grids in enumerate(per_rank):
+        for dims, families in zip(GRIDS, grids, strict=True):
+            if family not in families:
+                continue
+            found = families[family][call]
+            for index, response in zip(found.numbers, found.responses, strict=True):
+                yield f"{family}, {dims}, rank {rank}, prompt {index}", index, response
+
+
+def alone(slots: int, order: tuple[int, ...]) -> dict[int, list[int]]:
+    generator = built(CONFIGS["qwen3"](), ParallelMesh.create(ParallelDims()), slots=slots)
+    given = [prompts()[index] for index in order]
+    return dict(zip(order, [r.tokens.tolist() for r in generator.generate(given, SAMPLED, order)], strict=True))
+
+
+def test_slots_and_order_change_nothing_and_equal_prompts_differ_by_seed(ranks: RankPool) -> None:
+    order = tuple(range(len(LENGTHS)))
+    few, many = (ranks.run(alone, 1, slots, order)[0] for slots in (1, 64))
+    assert few == many == ranks.run(alone, 1, 4, order[::-1])[0]
+    repeated = ranks.run(responses_to_one_prompt, 2)[0]
+    assert repeated[0] == repeated[1] and repeated[0] != repeated[2] and repeated[3] == few[2]
+
+
+def responses_to_one_prompt() -> list[list[int]]:
+    """Of prompt 0 with seeds 7, 7 and 8, which share a prefill, and of prompt 2."""
+    generator = built(CONFIGS["qwen3"](), ParallelMesh.create(ParallelDims(ring=2)), slots=4)
+    given = [prompts()[index] for index in (0, 0, 0, 2)]
+    return [r.tokens.tolist() for r in generator.generate(given, SAMPLED, [7, 7, 8, 2])]
+
+
+def cache_bytes(grids: tuple[ParallelDims, ...]) -> list[int]:
+    found = []
+    for dims in grids:
+        generator = built(CONFIGS["llama"](), ParallelMesh.create(dims))
+        generator.generate([torch.arange(65), torch.arange(3)], Generate(max_new_tokens=8, temperature=0), [0, 0])
+        found.append(generator.cache_bytes)
+    return found
+
+
+def test_cache_memory_falls_with_every_axis(ranks: RankPool) -> None:
+    per_rank = ranks.run(cache_bytes, 8, GRIDS, timeout=120)
+    # two slots, layers, KV heads; keys and values of 64 prompt tokens and 8 more, 4 float32 a head
+    whole = 2 * 2 * 2 * 2 * (64 + 8) * 4 * 4
+    wanted = [whole // (dims.tp * dims.ring * dims.ulysses * dims.pp) for dims in GRIDS]
+    assert per_rank == [wanted] * 8
+
+
+LONG = LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=33000,
+)
+
+
+def long_prompt() -> Tensor:
+    return torch.randint(VOCAB, (32768,), generator=torch.Generator().manual_seed(1))
+
+
+def continue_long_prompt() -> list[int]:
+    generator = built(LONG, ParallelMesh.create(ParallelDims(ring=2, ulysses=2)))
+    work = Generate(max_new_tokens=4, temperature=0)
+    return generator.generate([long_prompt()], work, [0])[0].tokens.tolist()
+
+
+def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
+    ids = long_prompt().unsqueeze(0)
+    options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    whole = drawn_model(LONG).generate(ids, max_new_tokens=4, **options)
+    assert ranks.run(continue_long_prompt, 4, timeout=120) == [whole[0, 32768:].tolist()] * 4
+
+
+def broken(kind: str) -> float:
+    """The largest error of a log-probability on a ring of two."""
+    if kind == "merge":
+        attention.decode.merge_parts = lambda out, lse: out.mean(0)
+    if kind == "owner":
+        step = Slots.step
+        Slots.step = lambda self, ranks, rank: step(self, ranks, 0)
+    generator = built(CONFIGS["llama"](), ParallelMesh.create(ParallelDims(ring=2)))
+    found = generator.generate(prompts()[:3], Generate(max_new_tokens=4, temperature=0), [0] * 3)
+    model = drawn_model(CONFIGS["llama"]())
+    errors = [torch.zeros(1)]
+    for prompt, response in zip(prompts(), found, strict=False):
+        whole = torch.cat((prompt, response.tokens))
+        with torch.no_grad():
+            logprobs = model(whole.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, whole[1:, None]).squeeze(1)
+        errors.append((logprobs[len(prompt) - 1 :] - response.logprobs).abs())
+    return float(torch.cat(errors).max())
+
+
+@pytest.mark.parametrize("kind", ["", "merge", "owner"])
+def test_a_wrong_merge_and_a_wrong_owner_are_seen(kind: str) -> None:
+    with RankPool(preload=("usp.hf.integrate", "transformers.models.llama.modeling_llama")) as own:  # patched ranks
+        errors = own.run(broken, 2, kind)
+    assert all(error > 1e-4 for error in errors) if kind else all(error <= 1e-5 for error in errors)
+
+
+def refusals() -> dict[str, str]:
+    mesh = ParallelMesh.create(ParallelDims(ulysses=2))
+    generator = built(CONFIGS["llama"](), mesh)
+    experts = apply_unified_sp(empty_model(CONFIGS["mixtral"]()), mesh)
+    sharded = ParallelMesh.create(ParallelDims(dp_shard=2, ep=2))
+    rank = torch.distributed.get_rank()
+    bad = Generate(max_new_tokens=0, temperature=-1, top_k=-1, top_p=0)
+    cases = {
+        "none": lambda: generator.generate([], GREEDY, []),
+        "long": lambda: generator.generate([torch.arange(3), torch.arange(CONTEXT)], GREEDY, [0, 0]),
+        "empty": lambda: generator.generate([torch.arange(0)], GREEDY, [0]),
+        "floats": lambda: generator.generate([torch.ones(2)], GREEDY, [0]),
+        "numbers": lambda: generator.generate([torch.arange(1)], bad, [0]),
+        "differ": lambda: generator.generate([torch.tensor([rank])], GREEDY, [0]),
+        "plain": lambda: Generator(torch.nn.Linear(1, 1), mesh, slots=0),
+        "experts": lambda: Generator(experts, sharded),
+        "gradients": lambda: generator._forward(torch.ones(1, 1).long(), torch.ones(1, 1).long(), object()),
+    }
+    messages = {}
+    for name, call in cases.items():
+        try:
+            messages[name] = str(call())
+        except (ValueError, RuntimeError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    with torch.no_grad():
+        next(generator._model.parameters()).fill_(torch.nan)
+    try:
+        generator.generate([torch.arange(3)], GREEDY, [0])
+    except RuntimeError as error:
+        messages["nan"] = str(error)
+    return messages
+
+
+def test_what_cannot_be_honoured_is_refused_on_every_rank(ranks: RankPool) -> None:
+    wanted = {
+        "none": "[]",
+        "long": f"ValueError: prompt 1 has {CONTEXT} tokens, and must have at least 1 and leave room for one more",
+        "empty": "ValueError: prompt 0 has 0 tokens",
+        "floats": "ValueError: prompt 0 is torch.float32 of shape (2,), and must be 1-D integers",
+        "numbers": "ValueError: max_new_tokens=0 must be at least 1; temperature=-1 must be positive",
+        "differ": "RuntimeError: the call of generate must be the same on all ranks",
+        "plain": "ValueError: the model's attention is not sharded: call apply_unified_sp(model, mesh) first; slots=0",
+        "experts": "ValueError: ep=2 lets tokens of different data-parallel ranks meet",
+        "gradients": "ValueError: kv_cache keeps no gradients",
+        "nan": "the model's logits are not finite after 3 tokens",
+    }
+    for found in ranks.run(refusals, 2):
+        assert {name: text in found[name] for name, text in wanted.items()} == dict.fromkeys(wanted, True), found

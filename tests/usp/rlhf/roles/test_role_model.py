@@ -1,0 +1,329 @@
+"""In every layout a role's model says and learns what one plain process does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from parallel.reallocation.boxes import local_box, local_part
+from parallel.testing import RankPool
+from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, drawn_model
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config, scalar_config
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.generation.responses import responses, sample_seed
+from usp.rlhf.graph.calls import Generate, Inference, TrainStep
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.spec import RoleSpec
+from usp.run.failures import TrainingDiverged
+from usp.train.engines.base import AdamW
+
+LENGTHS = [41, 1, 3, 19, 7, 2, 30, 5, 11, 23, 4, 13]
+MINI_BATCHES = (range(6), range(6, 12))
+TEMPERATURE, CLIP = 0.7, 0.2
+ADAM = AdamW(0.1, eps=ADAM_EPS)  # its first steps are no signs of rounding
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A clipped policy loss with an entropy bonus, or a value loss, and a loss of pairs of whole sequences."""
+
+    head: Literal["logprobs", "values"] = "logprobs"
+    keys: tuple[str, ...] = ("old", "advantages", "weights")
+    unit: int = 2
+    temperature: float = TEMPERATURE
+
+    @property
+    def entropy(self) -> bool:
+        return self.head == "logprobs"
+
+    def __call__(self, output: Tensor, entropy: Tensor | None, given: Any, sequences: Any) -> Any:
+        old, advantages, weights = (given[key] for key in self.keys)
+        ratio = (output - old).exp()
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        if self.head == "values":
+            loss = (output - advantages).square()
+        if entropy is not None:
+            loss = loss - 0.1 * entropy
+        first, second = sequences.sums(output * (weights > 0)).view(-1, 2).unbind(1)
+        pairs = sequences.share(-0.02 * torch.nn.functional.logsigmoid(first - second).sum())
+        metrics = {"pairs": pairs.detach(), "away": (weights * (output - old)).sum().detach()}
+        return (weights * loss).sum() + pairs, metrics
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """All sequences in one process, one after the other in one row."""
+
+    lengths: list[int]
+
+    def sums(self, x: Tensor) -> Tensor:
+        return torch.stack([part.sum() for part in x[0].split(self.lengths)])
+
+    def share(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def all_samples() -> Samples:
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(length: int) -> dict[str, Tensor]:
+        normal = partial(torch.randn, length, generator=generator)
+        counted = (torch.rand(length, generator=generator) < 0.7) * (torch.arange(length) < length - 1)
+        return {
+            "tokens": torch.randint(0, VOCAB, (length,), generator=generator),
+            "old": 0.2 * normal() - 4.6,
+            "advantages": normal(),
+            "weights": counted / 40,
+        }
+
+    drawn = [draw(length) for length in LENGTHS]
+    return Samples(tuple(range(len(LENGTHS))), {key: [values[key] for values in drawn] for key in drawn[0]})
+
+
+def config_of(family: str, head: str) -> Any:
+    return scalar_config(CONFIGS[family]()) if head == "values" else CONFIGS[family]()
+
+
+# One plain process
+
+
+def said(model: Any, tokens: Tensor, head: str) -> tuple[Tensor, Tensor | None]:
+    """Per token: log-probability of the next and entropy (0 at the last token), or value."""
+    hidden = model.base_model(input_ids=tokens.unsqueeze(0)).last_hidden_state[0]
+    if head == "values":
+        return model.score(hidden).squeeze(-1), None
+    logs = torch.log_softmax(model.lm_head(hidden) / TEMPERATURE, dim=-1)[:-1]
+    chosen = logs.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
+    zero = torch.zeros(1)
+    return torch.cat((chosen, zero)), torch.cat((-(logs.exp() * logs).sum(1), zero))
+
+
+def train_alone(family: str, head: Literal["logprobs", "values"]) -> dict[str, Any]:
+    """What is said before two steps and after, the metrics, and the weights."""
+    model, samples, objective = drawn_model(config_of(family, head)), all_samples(), Pairs(head)
+    optimizer = ADAM.over(model.parameters())
+    with torch.no_grad():
+        before = [said(model, tokens, head)[0] for tokens in samples["tokens"]]
+    history = []
+    for ids in MINI_BATCHES:
+        part = samples.of(ids)
+        outputs, entropies = zip(*(said(model, tokens, head) for tokens in part["tokens"]), strict=True)
+        given = {key: torch.cat(list(part[key])).unsqueeze(0) for key in objective.keys}
+        entropy = torch.cat(entropies).unsqueeze(0) if head == "logprobs" else None
+        sequences = WholeSequences([len(tokens) for tokens in part["tokens"]])
+        loss, metrics = objective(torch.cat(outputs).unsqueeze(0), entropy, given, sequences)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append({**metrics, "loss": loss.detach(), "grad_norm": norm})
+    with torch.no_grad():
+        after = [said(model, tokens, head)[0] for tokens in samples["tokens"]]
+    means = {name: float(sum(one[name] for one in history)) / len(history) for name in history[0]}
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return {"before": before, "after": after, "metrics": means, "weights": weights}
+
+
+# On ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    dims: ParallelDims
+    zero: int = 0
+    budget: int = 0
+    shared: bool = False  # tokens over tp
+    family: str = "llama"
+    head: Literal["logprobs", "values"] = "logprobs"
+
+    @property
+    def layout(self) -> CallLayout:
+        options = {"zero": self.zero, "micro_batch_tokens": self.budget, "tp_sequence_parallel": self.shared}
+        return CallLayout(tuple(range(8)), self.dims.resolve(8), **options)  # type: ignore[arg-type]
+
+
+CASES = [
+    Case(ParallelDims(dp_shard=8), zero=3, budget=16),
+    Case(ParallelDims(tp=2, pp=2, dp_shard=2)),
+    Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
+    Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3"),
+    Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
+    Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24),
+    Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
+    Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
+]
+
+
+def spec_of(case: Case) -> RoleSpec:
+    config = config_of(case.family, case.head)
+    training = {"optimizer": ADAM, "learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM}
+    return RoleSpec("actor", "tiny", config, **training, loss_chunk=5)
+
+
+def own_part(samples: Samples, mesh: ParallelMesh) -> Samples:
+    """Pairs go around: with eight data-parallel ranks, two have none of six."""
+    return samples.of([i for i in samples.ids if i // 2 % mesh.size("batch") == mesh.rank("batch")])
+
+
+def apart(found: Samples, wanted: list[Tensor], key: str) -> float:
+    errors = [(value - wanted[i]).abs().max() for i, value in zip(found.ids, found.values.get(key, ()), strict=False)]
+    return float(torch.stack(errors).amax()) if errors else 0.0
+
+
+def weights_apart(model: RoleModel, wanted: dict[str, Tensor]) -> float:
+    errors = []
+    for name, weight in model.weights().items():
+        errors.append((local_part(weight) - wanted[name][local_box(weight).slices()]).flatten().norm())
+    return float(torch.stack(errors).amax())
+
+
+def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[str, float]:
+    """How far each thing is from what one process found."""
+    mesh = ParallelMesh.create(case.layout.dims, groups=groups)
+    mine = own_part(all_samples(), mesh)
+    work = Inference(case.head, TEMPERATURE)
+    spec, found = spec_of(case), {}
+    before, after = ([*wanted[when]] for when in ("before", "after"))
+    still = RoleModel(spec, case.layout, mesh)
+    still.fill()
+    boxes = {name: local_box(weight) for name, weight in still.weights().items()}
+    found["before"] = apart(still.inference(mine, work, "said"), before, "said")
+    model = RoleModel(spec, case.layout, mesh, trained=True)
+    model.fill()
+    found["before, trained"] = apart(said := model.inference(mine, work, "said"), before, "said")
+    leads = mesh.rank("pp") == mesh.size("pp") - 1 and mesh.rank("sp") == mesh.rank("tp") == 0
+    assert said.ids == (mine.ids if leads else ()) and set(said.values) == ({"said"} if leads else set())
+    parts = [mine.of(own) if (own := [i for i in ids if i in mine.ids]) else Samples((), {}) for ids in MINI_BATCHES]
+    metrics = model.train_step(parts, TrainStep(Pairs(case.head), mini_batches=2))
+    assert metrics.pop("optimizer_steps") == 2 and metrics.keys() == wanted["metrics"].keys()
+    found["metrics"] = float(
+        torch.tensor([value - wanted["metrics"][name] for name, value in metrics.items()]).abs().amax()
+    )
+    found["weights"] = weights_apart(model, wanted["weights"])
+    found["after"] = apart(model.inference(mine, work, "said"), after, "said")
+    assert {name: local_box(weight) for name, weight in still.weights().items()} == boxes, "what is gathered is kept"
+    # weights that come and go, and change in between
+    still.release()
+    assert all(local_part(weight).untyped_storage().nbytes() == 0 for weight in still.weights().values())
+    still.allocate()
+    for name, weight in still.weights().items():
+        local_part(weight).copy_(wanted["weights"][name][local_box(weight).slices()])
+    still.offload()
+    still.load()
+    found["after, again"] = apart(still.inference(mine, work, "said"), after, "said")
+    if case.zero == 0:
+        alias = RoleModel(spec, case.layout, mesh)
+        alias.share(model.weights())
+        alias.release()
+        found["after, shared"] = apart(alias.inference(mine, work, "said"), after, "said")
+    if case.head == "values":
+        scores = [value[-1] for value in wanted["after"]]
+        found["scores"] = apart(still.inference(mine, Inference("score"), "score"), scores, "score")
+    assert len(still.inference(Samples((), {}), work, "said")) == 0
+    return found
+
+
+def run_cases(wanted: dict[tuple[str, str], Any]) -> list[dict[str, float]]:
+    groups = ProcessGroups()
+    return [run_case(case, wanted[case.family, case.head], groups) for case in CASES]
+
+
+def stop_and_fail(folder: str) -> list[Any]:
+    """A pipeline that stops early; data that break it; then, from a causal LM's folder, a critic that is saved."""
+    dims = ParallelDims(pp=2, dp_shard=2)
+    layout, mesh = CallLayout(tuple(range(4)), dims, micro_batch_tokens=32), ParallelMesh.create(dims)
+    spec = replace(spec_of(CASES[0]), source=folder, config=load_model_config(folder))
+    model = RoleModel(spec, layout, mesh, trained=True)
+    model.fill()
+    mine = own_part(all_samples(), mesh)
+    before = {name: local_part(weight).clone() for name, weight in model.weights().items()}
+
+    def untouched() -> bool:
+        return all(torch.equal(local_part(weight), before[name]) for name, weight in model.weights().items())
+
+    parts = [mine.of([i for i in ids if i in mine.ids]) for ids in MINI_BATCHES]
+    metrics = model.train_step(parts, TrainStep(Pairs(), mini_batches=2, epochs=3, stop_above=("pairs", 0.0)))
+    found: list[Any] = [metrics["optimizer_steps"], metrics["pairs"] > 0, untouched()]
+    with pytest.raises(ValueError, match="stop_above names kl, and the objective gives away, loss, pairs"):
+        model.train_step(parts, TrainStep(Pairs(), mini_batches=2, stop_above=("kl", 0.1)))
+    if mesh.rank("batch") == 0:
+        mine["advantages"][0][3] = torch.nan
+    with pytest.raises(TrainingDiverged, match=r"actor, epoch 1, mini-batch 1 of 2: \{'loss': nan\} must"):
+        model.train_step(parts, TrainStep(Pairs(), mini_batches=2))
+    found.append(untouched())
+    with pytest.raises(ValueError, match="no sample on any rank"):
+        model.train_step([mine.of([])], TrainStep(Pairs()))
+    with pytest.raises(ValueError, match="actor was asked for values, and has a causal LM's head"):
+        model.inference(mine, Inference("score"), "score")
+    critic = replace(spec, config=load_model_config(folder, "scalar", new_head=True), new_head=True, seed=5)
+    scalar = RoleModel(critic, layout, mesh)
+    scalar.fill()
+    save_weights(scalar.weights(), Path(f"{folder}-critic"), config=critic.config)
+    return found
+
+
+def test_early_stop_and_nan_change_nothing_and_a_critic_begins_at_a_causal_lm(ranks: RankPool, tmp_path: Path) -> None:
+    model = drawn_model(CONFIGS["llama"](), 3)
+    save_weights(dict(model.named_parameters()), tmp_path / "lm", config=model.config)
+    assert ranks.run(stop_and_fail, 4, str(tmp_path / "lm")) == [[0.0, True, True, True]] * 4
+    folder = str(tmp_path / "lm-critic")
+    critic = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    head = drawn_model(scalar_config(model.config), 5).score.weight
+    wanted = {**dict(model.named_parameters()), "score.weight": head}
+    assert critic.num_labels == 1 and wanted.keys() - dict(critic.named_parameters()).keys() == {"lm_head.weight"}
+    assert all(torch.equal(weight, wanted[name]) for name, weight in critic.named_parameters())
+    assert load_model_config(folder, "scalar").architectures == ["LlamaForSequenceClassification"]
+    with pytest.raises(ValueError, match="has a scalar head, which is no next-token model's"):
+        load_model_config(folder)
+    with pytest.raises(ValueError, match="is a causal LM without a scalar head: ask for a new head"):
+        load_model_config(str(tmp_path / "lm"), "scalar")
+
+
+@dataclass(frozen=True)
+class Response:
+    tokens: Tensor
+    logprobs: Tensor
+    finished: bool
+
+
+class Echo:
+    """Responds with the seed, as often as the prompt has tokens but one."""
+
+    def generate(self, prompts: Any, work: Generate, seeds: Any) -> list[Response]:
+        lengths = [len(prompt) - 1 for prompt in prompts]
+        return [
+            Response(torch.full((n,), seed % 97), torch.full((n,), -0.5), n > 0)
+            for n, seed in zip(lengths, seeds, strict=True)
+        ]
+
+
+def test_responses_are_samples_aligned_with_their_tokens() -> None:
+    prompts = Samples((2, 5), {"prompt_ids": [torch.tensor([7, 8, 9]), torch.tensor([6])]})
+    made = responses(prompts, Generate(group_size=2), 11, Echo())
+    assert made.ids == (4, 5, 10, 11)
+    first, second = (sample_seed(11, sample) % 97 for sample in (4, 5))
+    assert made["tokens"][0].tolist() == [7, 8, 9, first, first] and made["tokens"][1].tolist()[3:] == [second] * 2
+    assert made["mask"][0].tolist() == [0, 0, 1, 1, 0] and made["logprobs"][0].tolist() == [0, 0, -0.5, -0.5, 0]
+    assert made["mask"][2].tolist() == [0] and [bool(f) for f in made["finished"]] == [True, True, False, False]
+    assert [int(n) for n in made["prompt_length"]] == [3, 3, 1, 1]
+    assert first != second and len(responses(Samples((), {}), Generate(), 11, Echo())) == 0
+
+
+def test_every_layout_says_and_learns_what_one_process_does(ranks: RankPool) -> None:
+    wanted = {(case.family, case.head): train_alone(case.family, case.head) for case in CASES}
+    found = ranks.run(run_cases, 8, wanted, timeout=400)
+    for rank, cases in enumerate(found):
+        for case, errors in zip(CASES, cases, strict=True):
+            assert all(error <= 1e-5 for error in errors.values()), (rank, case, errors)

@@ -1,0 +1,225 @@
+"""Steps under several plans are those of one process; what must overlap overlaps; what is wrong is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from parallel.testing import RankPool
+from tests.usp.rlhf.toy import Alone, SharingModel, ToyModel, ppo, prompts
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.operations import Copy
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.runtime.copies import Moving
+from usp.rlhf.runtime.executor import Executor, StepResult
+from usp.rlhf.runtime.step_run import call_seed
+from usp.rlhf.runtime.timeline import Event, Traffic
+
+STEPS, PROMPTS = 3, 5
+COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
+FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
+
+
+def one_rank(graph: DataflowGraph) -> ExecutionPlan:
+    return ExecutionPlan("one rank", {c.name: CallLayout((0,), ParallelDims(dp_shard=1)) for c in graph.calls})
+
+
+def mixed(graph: DataflowGraph) -> ExecutionPlan:
+    def layout(ranks: range | tuple[int, ...], zero: int = 0, **degrees: int) -> CallLayout:
+        return CallLayout(tuple(ranks), replace(ParallelDims(), **degrees).resolve(len(ranks)), zero)  # type: ignore[arg-type]
+
+    calls = {
+        "actor_generate": layout(range(4), tp=2),
+        "ref_inference": layout((4, 5)),
+        "reward_inference": layout((6, 7), tp=2),
+        "critic_inference": layout(range(8), tp=4),
+        "actor_inference": layout(range(2, 8), ulysses=2),
+        "advantages": layout((1, 3, 5)),
+        "actor_train": layout(range(8), zero=3, ulysses=2, tp=2),
+        "critic_train": layout(range(4, 8), pp=2, tp=2),
+    }
+    return ExecutionPlan("mixed", calls, frozenset({"ref"}))
+
+
+def plans(graph: DataflowGraph) -> list[ExecutionPlan]:
+    tp2 = ParallelDims(tp=2)
+    return [
+        one_rank(graph),
+        heuristic(graph, FACTS),
+        flattening(graph, replace(FACTS, dims=ParallelDims(), zero=3)),
+        interleaving(graph, replace(FACTS, dims=tp2)),
+        separation(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), rollout_dims=tp2, zero=3)),
+        mixed(graph),
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank saw of some steps. Attributes: weights: of trained roles of which it has a part."""
+
+    metrics: list[dict[str, float]]
+    samples: list[Samples | None]
+    events: list[tuple[Event, ...]]
+    weights: dict[str, dict[str, Tensor]]
+
+
+def executor(graph: DataflowGraph, plan: ExecutionPlan, groups: ProcessGroups, **options: object) -> Executor:
+    build_role = options.pop("build_role", SharingModel)
+    moving = Moving(ranks_per_host=8)
+    return Executor(graph, plan, groups, build_role, torch.device("cpu"), moving=moving, **options)  # type: ignore[arg-type]
+
+
+def steps(made: Executor, number: int = STEPS) -> list[StepResult]:
+    return [made.run_step(prompts(PROMPTS, n), number=n, seed=n) for n in range(1, number + 1)]
+
+
+def weights(made: Executor) -> dict[str, dict[str, Tensor]]:
+    return {role: model.full() for role, model in made.trained.items()}  # type: ignore[attr-defined]
+
+
+def run_plans(folder: Path) -> list[Run]:
+    graph, groups, runs = ppo(), ProcessGroups(), []
+    for plan in plans(graph):
+        made = executor(graph, plan, groups, collect=COLLECTED, folder=folder / plan.name)
+        results = steps(made)
+        metrics, samples, events = ([getattr(r, key) for r in results] for key in ("metrics", "samples", "events"))
+        runs.append(Run(metrics, samples, events, weights(made)))
+    return runs
+
+
+def test_every_plan_makes_the_steps_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    graph, alone = ppo(), Alone()
+    wanted = [alone.step(graph, prompts(PROMPTS, n), call_seed(n, "actor_generate")) for n in range(1, STEPS + 1)]
+    found = ranks.run(run_plans, 8, tmp_path, timeout=240)
+    for number, plan in enumerate(plans(graph)):
+        runs = [of_rank[number] for of_rank in found]
+        for n, (metrics, values) in enumerate(wanted):
+            for run in runs:
+                assert {key: run.metrics[n][key] for key in metrics} == pytest.approx(metrics, abs=1e-5), plan.name
+                assert run.metrics[n]["logprob_difference_max"] < 1e-5
+                assert run.metrics[n]["tokens_length"] == sum(map(len, values["tokens"])) / len(values["tokens"])
+            collected = runs[0].samples[n]
+            assert collected is not None
+            for key in COLLECTED:
+                for mine, theirs in zip(collected[key], values[key], strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5, msg=f"{plan.name}: {key}")
+        held = [(role, of_role) for run in runs for role, of_role in run.weights.items()]
+        assert {role for role, _ in held} == {"actor", "critic"}
+        for role, of_role in held:
+            for name, value in of_role.items():
+                torch.testing.assert_close(value, alone.weights[role][name], rtol=0, atol=1e-6, msg=plan.name)
+        _check_events(plan, [event for run in runs for event in run.events[-1]])
+
+
+def _check_events(plan: ExecutionPlan, events: list[Event]) -> None:
+    """What each plan is for is seen in its timeline, and bytes that leave arrive."""
+    kinds = {event.kind for event in events}
+    assert sum(e.sent for e in events) == sum(e.received for e in events) == sum(e.minimum for e in events)
+    assert ("offload" in kinds) == ("load" in kinds) == bool(plan.offload)
+    moves = plan.name in ("flattening", "separation", "mixed")  # the others have the boxes of the trained copy
+    assert ("reallocate" in kinds) == ("release" in kinds) == moves
+    assert ("transfer" in kinds) == (plan.name != "one rank")
+
+
+class Meeting(ToyModel):
+    """A model whose inference ends only when other calls have begun: each says so with a file."""
+
+    def __init__(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, folder: Path) -> None:
+        super().__init__(call, layout, mesh)
+        self._folder = folder
+
+    def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
+        (self._folder / output).touch()
+        deadline = time.monotonic() + 60
+        while not all((self._folder / key).exists() for key in ("ref_logprobs", "score", "values")):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{output} is alone")
+            time.sleep(0.01)
+        return super().inference(samples, work, output)
+
+
+def run_meeting(folder: Path) -> None:
+    graph = ppo()
+    plan = interleaving(graph, FACTS)
+    apart = [plan[name].ranks for name in ("ref_inference", "reward_inference", "critic_inference", "actor_inference")]
+    assert apart == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    made = executor(graph, plan, ProcessGroups(), build_role=partial(Meeting, folder=folder))
+    made.run_step(prompts(PROMPTS, 1), number=1, seed=1)
+
+
+def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(run_meeting, 8, tmp_path, timeout=120)
+
+
+def run_stale() -> list[dict[str, float]]:
+    graph = ppo()
+    plan = separation(graph, replace(FACTS, world_size=4))
+    made = executor(graph, plan, ProcessGroups(), build_role=partial(ToyModel, stale=True))
+    copies = made._setting.copies
+
+    def forget(copy: Copy, traffic: Traffic) -> None:
+        if dist.get_rank() in copy.layout.ranks:
+            copies.model(copy).allocate()
+
+    first = made.run_step(prompts(PROMPTS, 1), number=1, seed=1)
+    copies.reallocate = forget  # type: ignore[method-assign]
+    return [first.metrics, made.run_step(prompts(PROMPTS, 2), number=2, seed=2).metrics]
+
+
+def test_weights_of_the_step_before_are_noticed(ranks: RankPool) -> None:
+    alone = Alone()
+    wanted = [alone.step(ppo(), prompts(PROMPTS, n), call_seed(n, "actor_generate"))[0] for n in (1, 2)]
+    first, second = ranks.run(run_stale, 4)[0]
+    assert {key: first[key] for key in wanted[0]} == pytest.approx(wanted[0], abs=1e-5)
+    assert abs(second["actor/loss"] - wanted[1]["actor/loss"]) > 1e-2
+    assert abs(second["critic/loss"] - wanted[1]["critic/loss"]) > 1e-2
+
+
+def scores(samples: Samples, reduce: Reduce) -> Samples:
+    return Samples(samples.ids, {"score": [torch.zeros(2) for _ in samples.ids]})
+
+
+def run_refusals() -> list[str]:
+    """Every message on this rank, in order; after each, the next begins on all ranks alike."""
+    call = ModelCall("rewards", "", Compute(scores), ("prompt_ids",), ("score",))
+    graph, groups, said = DataflowGraph((call,), ("prompt_ids",)), ProcessGroups(), []
+    everywhere = CallLayout((0, 1), ParallelDims(dp_shard=2))
+
+    def attempt(make: Callable[[], object]) -> None:
+        try:
+            make()
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    missing = ExecutionPlan("mine", {"rewards": CallLayout((0, 1, 2), ParallelDims(dp_shard=3))})
+    attempt(lambda: executor(graph, missing, groups))
+    own = ExecutionPlan(f"of rank {dist.get_rank()}", {"rewards": everywhere})
+    attempt(lambda: executor(graph, own, groups))
+    made = executor(graph, ExecutionPlan("mine", {"rewards": everywhere}), groups)
+    attempt(lambda: made.run_step(Samples((), {"prompt_ids": []}), 1, 0))
+    attempt(lambda: made.run_step(prompts(2 + dist.get_rank(), 1), 1, 0))
+    attempt(lambda: made.run_step(prompts(2, 1), 1, 0))
+    return said
+
+
+def test_what_is_refused_is_refused_on_every_rank(ranks: RankPool) -> None:
+    for said in ranks.run(run_refusals, 2):
+        missing, own, empty, different, shape = said
+        assert "ValueError: plan 'mine': rewards: ranks 2 are missing from the world of 2 ranks (0-1)" in missing
+        assert "RuntimeError: the hash of the graph and the plan must be the same on all ranks, but differs" in own
+        assert empty == "ValueError: an empty batch: a step needs at least one sample"
+        assert "RuntimeError: number, seed and samples of a step must be the same on all ranks" in different
+        assert "call rewards gave 'score' of sample" in shape
+        assert "torch.float32 of shape (2,), but it must be torch.float32 of shape (): one number" in shape

@@ -1,0 +1,180 @@
+"""Records, the run's log, and what a step costs."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+
+from usp.model.facts import ModelFacts, training_flops, visible_pairs
+from usp.run.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
+
+RECORD = StepRecord(
+    step=1,
+    loss=2.5,
+    grad_norm=0.5,
+    learning_rate=1e-3,
+    tokens=4096,
+    seconds=0.5,
+    tokens_per_second=8192.0,
+    mfu=None,
+    memory_bytes=3 * 2**30,
+    attention_sent_bytes=2**20,
+    fsdp_sent_bytes=512,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_says_it_all() -> None:
+    line = RECORD.line()
+    for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "1.0 MiB attention", "512 B FSDP"):
+        assert part in line
+    assert "MFU" not in line
+    assert "MFU 41.3%" in replace(RECORD, mfu=0.4132).line()
+
+
+def test_lines_come_every_so_many_steps(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with RunLog(tmp_path, steps=25, log_every=10, out=out) as log:
+        for step in range(1, 26):
+            log.record(replace(RECORD, step=step))
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/25", "10/25", "20/25", "25/25"]
+
+
+def test_a_terminal_shows_a_bar_below_the_lines(tmp_path: Path) -> None:
+    shown = []
+    for out in (Terminal(), io.StringIO()):
+        with RunLog(tmp_path, steps=2, log_every=1, out=out) as log:
+            log.record(RECORD)
+            log.record(replace(RECORD, step=2, loss=1.25))
+        assert "step 2/2  loss 1.2500" in out.getvalue()
+        shown.append("━" in out.getvalue())
+    assert shown == [True, False]
+
+
+def test_every_step_is_kept(tmp_path: Path) -> None:
+    with RunLog(tmp_path, steps=2, log_every=1, out=io.StringIO()) as log:
+        log.record(RECORD)
+        log.record(replace(RECORD, step=2, loss=1.25))
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [StepRecord(**record) for record in kept] == [RECORD, replace(RECORD, step=2, loss=1.25)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
+
+
+def test_a_continued_run_tells_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps after the checkpoint were told, and half of a third, when the run was killed."""
+    # TensorBoard orders files of one second by a process-wide number as text, so that 10 would come before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    out = io.StringIO()
+    with RunLog(tmp_path, steps=6, log_every=1, out=out) as log:
+        for step in range(1, 5):
+            log.record(replace(RECORD, step=step, loss=float(step)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    with RunLog(tmp_path, steps=6, log_every=1, out=out, after=2) as log:
+        for step in range(3, 7):
+            log.record(replace(RECORD, step=step, loss=10.0 * step))
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in kept] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60)]
+    events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60),
+    ]  # fmt: skip
+
+
+FAKE_WANDB = """
+told = []
+
+class _Run:
+    def log(self, numbers, step):
+        told.append((step, numbers))
+    def finish(self, exit_code):
+        told.append(("finish", exit_code))
+
+def init(**arguments):
+    told.append(("init", arguments))
+    return _Run()
+"""
+
+
+def test_a_named_project_is_told_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: sys.modules.pop("wandb", None))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert wandb_problem("attention") is None and open_wandb("", folder, {}) is None
+    for after in (0, 1):
+        board = open_wandb("attention", folder, {"seed": 3})
+        with RunLog(folder, steps=2, log_every=1, out=io.StringIO(), after=after, wandb=board) as log:
+            log.record(replace(RECORD, step=after + 1))
+    (first, step_1, finish, second, step_2, _) = importlib.import_module("wandb").told
+    assert first == second and first[1]["id"] == (folder / "wandb-id").read_text()
+    assert (first[1]["project"], first[1]["name"], first[1]["config"]) == ("attention", "run", {"seed": 3})
+    assert (step_1[0], step_2[0], finish) == (1, 2, ("finish", 0))
+    assert step_1[1]["loss"] == 2.5 and "step" not in step_1[1] and "mfu" not in step_1[1]
+
+
+def test_a_project_without_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wandb").mkdir()  # what an earlier run left; it is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert wandb_problem("") is None
+    assert "--wandb-project = attention needs the package wandb, which is not installed" in str(
+        wandb_problem("attention")
+    )
+
+
+def test_sizes_and_counts_are_short() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536, 5 * 2**30, 3 * 2**40)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "3.0 TiB",
+    ]  # fmt: skip
+    assert [count(n) for n in (12.4, 999, 1000, 836736, 8.03e9)] == ["12", "999", "1.0k", "836.7k", "8.0G"]
+
+
+def test_this_process_takes_some_memory() -> None:
+    assert peak_memory(torch.device("cpu")) > 2**20
+
+
+def pairs_by_hand(borders: list[int], window: int) -> int:
+    return sum(
+        1
+        for begin, end in itertools.pairwise(borders)
+        for query in range(begin, end)
+        for key in range(begin, query + 1)
+        if not window or query - key < window
+    )
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+def test_visible_pairs_are_those_of_the_mask(window: int) -> None:
+    rows = [[0, 1, 7, 7, 20], [0, 20, 20, 20, 20]]
+    expected = sum(pairs_by_hand(borders, window) for borders in rows)
+    assert visible_pairs(torch.tensor(rows, dtype=torch.int32), window) == expected
+
+
+def test_flops_count_a_causal_mask_once() -> None:
+    facts = ModelFacts("m", num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=10, windows=(0, 16))
+    length = 64
+    full, windowed = length * (length + 1) // 2, 16 * 17 // 2 + (length - 16) * 16
+    flops = training_flops(
+        facts, matmul_parameters=1000, tokens=length, cu_seqlens=torch.tensor([[0, length]], dtype=torch.int32)
+    )
+    assert flops == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)

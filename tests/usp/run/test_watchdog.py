@@ -1,0 +1,224 @@
+"""Hangs on real ranks, and what is said about them; the board; signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.e2e.processes import Run
+from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
+from usp.run.launch import Launch, meet
+from usp.run.signals import StopRequest
+from usp.run.stacks import unfinished_on_gpu, whereabouts
+from usp.run.watchdog import Answer, Watchdog, describe, named
+
+HANGS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from usp.launch import Launch, meet, outlast, process_group
+from usp.watchdog import Watchdog
+
+def load_data(): time.sleep(1000)
+def sum_of_loss(x): dist.all_reduce(x)
+def exchange(x): dist.all_to_all_single(torch.empty_like(x), x)
+
+launch = meet(Launch.from_environment(os.environ))
+attempt, rank = launch.attempt, launch.rank
+if rank == 0 and attempt == 0:
+    launch.remember("folder", "kept")
+with process_group(launch, torch.device("cpu"), 3.0), Watchdog(launch, 3.0) as watchdog:
+    outlast(3.0)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    watchdog.progress(1, "data")
+    if attempt == 0 and rank == 1:
+        load_data()
+    watchdog.progress(1, "step")
+    if attempt == 2 and rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if attempt != 1 or rank != 2:
+        exchange(x)
+    sum_of_loss(x)
+    print(f"rank {rank} done, folder {launch.recall('folder')}", flush=True)
+"""
+
+
+def processes(run: Run, state: str) -> list[int]:
+    """Ranks of a run that are in `state` (T is stopped)."""
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in run.workers()}
+    return [pid for pid, path in stats.items() if path.exists() and path.read_text().rpartition(") ")[2][0] == state]
+
+
+def test_every_hang_is_named_and_the_ranks_start_again(tmp_path: Path) -> None:
+    """One launch: a rank stuck in its data, one that leaves out a collective, one that is stopped, then a good one."""
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    with Run([], tmp_path, ranks=3, script=script, torchrun=("--standalone", "--max-restarts", "3")) as run:
+        run.wait_for(lambda: "no answer" in run.err.read_text())
+        for pid in processes(run, "T"):
+            os.kill(pid, signal.SIGKILL)
+        ended = run.end()
+    assert ended.exit_code == 0, ended.err
+    # The ranks share one pipe, so a line's end may come after the next line.
+    assert sorted(re.findall(r"rank \d done, folder kept", ended.out)) == [
+        f"rank {rank} done, folder kept" for rank in range(3)
+    ]
+    said = re.findall(r"error: no progress for 3 seconds[^\n]*\n(?:  ranks? [^\n]*\n)+look first at [^\n]*", ended.err)
+    sleeps, skips, stopped = said  # one message for each
+    assert re.search(r"ranks 0, 2: in all_to_all_single \(step 1, step\), at \S*hangs.py:\d+ exchange < ", sleeps)
+    assert re.search(r"rank 1: in no collective \(step 1, data\), at \S*hangs.py:\d+ load_data < ", sleeps)
+    assert sleeps.endswith("look first at rank 1")
+    assert "ranks 0-1: in all_to_all_single" in skips and "rank 2: in all_reduce" in skips
+    assert re.search(r"hangs.py:\d+ sum_of_loss", skips) and skips.endswith("look first at rank 2")
+    assert "ranks 1-2: in all_to_all_single" in stopped
+    assert "rank 0: no answer" in stopped and stopped.endswith("look first at rank 0")
+
+
+def test_progress_and_the_end_keep_it_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    with Watchdog(Launch(), 0.4, leave=left.append) as watchdog:
+        for step in range(8):
+            watchdog.progress(step, "step")
+            time.sleep(0.1)
+        watchdog.progress(8, "checkpoint", long=True)
+        time.sleep(0.8)
+    with Watchdog(Launch(), 0.0, leave=left.append):
+        pass
+    assert left == [] and capsys.readouterr().err == ""
+
+
+def test_without_a_board_a_rank_speaks_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = threading.Event()
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        left.set()
+
+    error_file = tmp_path / "error.json"
+    with Watchdog(Launch(rank=3, world_size=8), 0.1, str(error_file), leave) as watchdog:
+        watchdog.progress(7, "data")
+        assert left.wait(60)
+    said = capsys.readouterr().err
+    assert codes == [HUNG] and "rank 3: in no collective (step 7, data), at " in said
+    assert "test_without_a_board_a_rank_speaks_for_itself" in said and "look first" not in said
+    assert "rank 3" in error_file.read_text()
+
+
+def test_a_thread_counts_while_the_main_one_waits_for_it() -> None:
+    message = torch.futures.Future()  # its wait() is a call into C++, as that of a collective
+    idents: list[int] = []
+
+    def backward() -> None:
+        idents.append(threading.get_ident())
+        message.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(backward)
+        main = pool.submit(lambda: (idents.append(threading.get_ident()), waiting.result()))
+        while True:
+            seen = [whereabouts(sys._current_frames(), ident) for ident in (*idents[1:], threading.get_ident())]
+            if len(seen) == 2 and seen[0].collective:
+                break
+            time.sleep(0.01)
+        message.set_result(None)
+        main.result()
+    assert seen[0].collective == "wait" and "backward" in seen[0].at  # the main thread waits for another one
+    assert seen[1].collective == ""  # it is busy itself
+
+
+def test_the_oldest_collective_of_the_gpu_is_named() -> None:
+    record = """{"entries": [
+        {"profiling_name": "nccl:broadcast", "state": "completed", "retired": true, "input_sizes": [[1]],
+         "process_group": ["0", "default_pg"]},
+        {"profiling_name": "nccl:all_to_all", "state": "started", "retired": false, "input_sizes": [[64]],
+         "process_group": ["5", "mesh_ulysses"]},
+        {"profiling_name": "nccl:all_reduce", "state": "scheduled", "retired": false, "input_sizes": [[2]],
+         "process_group": ["0", "default_pg"]}]}"""
+    assert unfinished_on_gpu(record.encode()) == "nccl:all_to_all of [[64]] in group mesh_ulysses"
+    assert unfinished_on_gpu(b"") == ""
+
+
+@pytest.mark.parametrize(
+    ("places", "suspects"),
+    [
+        (["a", "a", "a", ""], "rank 3"),
+        (["a", "b", "a", "a"], "rank 1"),
+        (["a", "", None, "a"], "ranks 1-2"),
+        (["a", "a", "b", "b"], None),
+        (["a", "a", "a", "a"], None),
+    ],
+)
+def test_whom_to_look_at_first(places: list[str | None], suspects: str | None) -> None:
+    answers = {rank: Answer(2, "step", c, f"x.py:1 {c}") for rank, c in enumerate(places) if c is not None}
+    told = describe(answers, 4, 60.0)
+    assert told.partition("look first at ")[2] == (suspects or "")
+
+
+def test_ranks_are_named_in_runs() -> None:
+    assert [named(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5, 7, 8])] == ["rank 3", "ranks 0-1", "ranks 0-2, 5, 7-8"]
+
+
+def test_ranks_agree_on_the_start_whatever_torchrun_counts() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def launch(rank: int, attempt: int) -> Launch:
+        return Launch(rank, 3, agent_store=("localhost", store.port), run_id="run", attempt=attempt)
+
+    dead = launch(2, 0).board()
+    assert dead is not None
+    dead.add("tickets", 1)  # a rank that was killed before rank 0 came
+    with ThreadPoolExecutor(3) as pool:
+        for start, counted in enumerate(((0, 0, 0), (1, 0, 0), (1, 1, 0))):
+            met = list(pool.map(meet, (launch(rank, attempt) for rank, attempt in enumerate(counted))))
+            assert [one.attempt for one in met] == [start] * 3
+    launch(1, 0).remember("folder", "runs/a")
+    assert launch(2, 5).recall("folder") == "runs/a" and launch(0, 0).recall("other") is None
+    other = Launch(0, 1, agent_store=("localhost", store.port), run_id="another")
+    assert other.recall("folder") is None and meet(other).attempt == 0
+    assert Launch().recall("folder") is None and meet(Launch()) == Launch()
+
+
+def test_a_signal_sets_a_flag_and_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+    with stop.listening():
+        assert not stop.requested
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)  # at once after the first: the same wish
+        assert stop.requested and stop.signal_number == signal.SIGUSR1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("os._exit", left.append)
+    monkeypatch.setattr("usp.run.signals.ECHO_SECONDS", 0.0)
+    with StopRequest().listening():
+        signal.raise_signal(signal.SIGTERM)
+        assert left == []
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [143]
+
+
+def test_a_stopped_run_says_how_to_go_on() -> None:
+    ending = ending_of(Stopped(signal.SIGTERM, 7, Path("run/checkpoints/7")), rank=0)
+    assert ending.exit_code == 143
+    assert ending.message == "stopped by SIGTERM after step 7; checkpoint run/checkpoints/7: continue with --resume"
+    assert ending_of(Stopped(signal.SIGUSR1, 1, None), rank=1).exit_code == 138
+
+
+def test_a_rank_that_lost_its_peer_leaves_when_the_launcher_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert end(Ending("lost", 1, consequence=True), Launch(1, 2), None, asked_to_stop=True) == 1
+    assert capsys.readouterr().err == "" and time.monotonic() - begin < 5

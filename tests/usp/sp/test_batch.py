@@ -1,0 +1,90 @@
+"""Sharding a batch: positions and labels from the whole sequence, every token once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import LAYOUTS
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from usp import shard_batch, shard_sequence, unshard_sequence
+from usp.sp.batch import document_starts
+
+IDS = torch.arange(48).view(2, 24)
+BORDERS = torch.tensor([[0, 5, 6, 24, 24], [0, 8, 16, 20, 20]], dtype=torch.int32)
+
+
+def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    mesh = ParallelMesh.create(dims)
+    local = shard_batch(batch, mesh, layout)
+    return {key: local[key] if key == "cu_seqlens" else unshard_sequence(local[key], mesh, layout) for key in local}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_and_labels_are_those_of_the_whole_sequence(ranks: RankPool, layout: str) -> None:
+    labels = IDS.clone()
+    labels[0, 3] = -100
+    batch = {"input_ids": IDS, "labels": labels, "cu_seqlens": BORDERS}
+    for whole in ranks.run(gathered, 4, layout, ParallelDims(ring=2, ulysses=2), batch):
+        assert torch.equal(whole["input_ids"], IDS)
+        assert whole["position_ids"][0].tolist() == [*range(5), 0, *range(18)]
+        assert whole["position_ids"][1].tolist() == [*range(8), *range(8), *range(4), *range(4)]
+        # The last token of a document has no target; nor have tokens before an ignored label or behind the last border.
+        assert whole["shift_labels"][0].tolist() == [1, 2, -100, 4, -100, -100, *range(7, 24), -100]
+        second = [*range(25, 32), -100, *range(33, 40), -100, 41, 42, 43, -100]
+        assert whole["shift_labels"][1].tolist() == [*second, *[-100] * 4]
+        assert torch.equal(whole["cu_seqlens"], BORDERS)
+
+
+def test_without_documents_a_row_is_one(ranks: RankPool) -> None:
+    whole = ranks.run(gathered, 2, "striped", ParallelDims(ring=2), {"input_ids": IDS, "labels": IDS})[0]
+    assert whole["position_ids"].tolist() == [list(range(24))] * 2
+    assert whole["shift_labels"][0].tolist() == [*range(1, 24), -100]
+    assert "cu_seqlens" not in whole
+
+
+def refusals() -> list[str]:
+    mesh, messages = ParallelMesh.create(ParallelDims(ring=2)), []
+    for batch in (
+        {"labels": IDS},
+        {"input_ids": IDS, "attention_mask": IDS, "position_ids": IDS, "pixels": IDS},
+        {"input_ids": IDS, "labels": IDS[:, 1:]},
+        {"input_ids": IDS[:, :22]},
+        {"input_ids": IDS, "cu_seqlens": torch.tensor([0, 48])},
+        {"input_ids": IDS, "cu_seqlens": torch.tensor([0.0, 24.0])},
+    ):
+        with pytest.raises(ValueError) as caught:
+            shard_batch(batch, mesh, "zigzag")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
+    missing, unknown, shapes, length, borders, floats = ranks.run(refusals, 2)[0]
+    assert "input_ids is missing" in missing
+    assert "attention_mask is not a key of shard_batch: drop padding and pack documents" in unknown
+    assert "position_ids is not a key" in unknown and "pixels is not a key" in unknown
+    assert "labels (2, 23) must have the shape of input_ids (2, 24)" in shapes
+    assert "seq_len=22 cannot be divided by layout='zigzag' over ring=2" in length and "use 20 or 24" in length
+    assert "cu_seqlens ends at 48, behind the 24 tokens of a row" in borders
+    assert "cu_seqlens must be integers" in floats
+
+
+def test_document_starts_by_row() -> None:
+    starts = document_starts(torch.tensor([0, 0, 3, 5]), rows=2, seq_len=7)
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5]] * 2
+
+
+def unshard_gradient() -> tuple[Tensor, Tensor]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    x = shard_sequence(torch.arange(16.0).view(1, 16), mesh).requires_grad_()
+    weight = torch.arange(16.0) + 100 * mesh.rank("sp")
+    (unshard_sequence(x, mesh) * weight).sum().backward()
+    return x.grad, shard_sequence((4 * torch.arange(16.0) + 100 * (0 + 1 + 2 + 3)).view(1, 16), mesh)
+
+
+def test_the_gradient_of_unshard_sums_over_ranks(ranks: RankPool) -> None:
+    for found, wanted in ranks.run(unshard_gradient, 4):
+        assert torch.equal(found, wanted)

@@ -1,0 +1,177 @@
+"""The layer's own checks, the meshes it takes, and its checkpoints through autograd."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankError, RankPool
+from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
+from usp.sp.sp_attention import _reach
+
+
+def refusals() -> dict[str, str]:
+    mesh = ParallelMesh.create(ParallelDims(ring=2))
+    q, k, odd = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 2, 8), torch.randn(1, 3, 4, 8)
+    calls = {
+        "dims": lambda: UnifiedSPAttention(mesh)(q[0], k[0], k[0]),
+        "tokens": lambda: UnifiedSPAttention(mesh)(q, k[:, :2], k[:, :2]),
+        "dtype": lambda: UnifiedSPAttention(mesh)(q, k.double(), k.double()),
+        "heads": lambda: UnifiedSPAttention(mesh)(q[:, :, :3], k, k),
+        "length": lambda: UnifiedSPAttention(mesh)(odd, odd, odd),
+        "sinks": lambda: UnifiedSPAttention(mesh)(q, k, k, sinks=torch.zeros(2)),
+        "kernel": lambda: UnifiedSPAttention(mesh, kernel="sdpa")(q, k, k, softcap=2.0),
+        "layout": lambda: UnifiedSPAttention(mesh, "strip"),
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages[name] = str(caught.value)
+    with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, not str"):
+        UnifiedSPAttention("cuda")
+    return messages
+
+
+def test_calls_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+    found = ranks.run(refusals, 2)[0]
+    assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
+    assert "share batch, tokens and head_dim" in found["tokens"]
+    assert "share dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
+    assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
+    assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
+    assert "sinks (2,) must hold one logit for each query head" in found["sinks"]
+    assert "kernel='sdpa' cannot compute this call" in found["kernel"]
+    assert "layout='strip' must be one of" in found["layout"]
+
+
+def with_heads_inside_out() -> float:
+    """The largest difference that the strides of q, k and v make, to the output and the gradients."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims()))
+    plain = [torch.randn(1, 200, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    turned = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in plain]
+    outs = [attention(*plain), attention(*turned)]
+    for out in outs:
+        out.sum().backward()
+    pairs = [outs, *([x.grad, y.grad] for x, y in zip(plain, turned, strict=True))]
+    return max(float((x - y).abs().max()) for x, y in pairs)
+
+
+def test_strides_make_no_difference(ranks: RankPool) -> None:
+    assert ranks.run(with_heads_inside_out, 1) == [0.0]
+
+
+@pytest.mark.parametrize("window", [0, (), [4.5, 0], "ab", (1, 2, 3)])
+def test_windows_that_are_none(window: object) -> None:
+    with pytest.raises(ValueError, match=r"must be \(left, right\)"):
+        _reach(window)  # type: ignore[arg-type]
+    assert _reach([4, 0]) == (4, 0)  # type: ignore[arg-type]
+
+
+def gradient_of_sinks() -> list[float]:
+    """With more ulysses ranks than heads, where nothing but the sinks asks for a gradient."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=4)))
+    q, sinks = torch.ones(1, 2, 2, 8), torch.zeros(2, requires_grad=True)
+    attention(q, q, q, causal=False, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+    dist.all_reduce(sinks.grad)
+    return sinks.grad.tolist()
+
+
+def test_idle_ranks_have_a_gradient_of_the_sinks_too(ranks: RankPool) -> None:
+    # Every output is 8 w / (1 + 8 w), where w = exp(8 / sqrt(8)): its derivative by the sink is -8 w / (1 + 8 w)^2.
+    w = 8 * math.exp(8**0.5)
+    expected = -8 * 8 * w / (1 + w) ** 2  # over 8 queries of 8 elements
+    for found in ranks.run(gradient_of_sinks, 4):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def unequal_calls() -> None:
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ring=2, ulysses=2)))
+    x = torch.randn(1, 8, 4, 8)
+    attention(x, x, x, causal=dist.get_rank() != 3)
+
+
+def test_ranks_whose_calls_differ_get_one_error_instead_of_a_hang(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(unequal_calls, 4, timeout=30)
+    assert sorted(caught.value.failures) == [0, 1, 2, 3]
+    assert all("the attention call must be the same on all ranks" in text for text in caught.value.failures.values())
+
+
+def on_a_device_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> float:
+    """The largest difference to one process."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 16, 4, 8, dtype=torch.float64) for _ in range(3))
+    parts = [shard_sequence(x, mesh, "striped") for x in (q, k, v)]
+    out = unshard_sequence(UnifiedSPAttention(mesh, "striped")(*parts), mesh, "striped")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    alone = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return float((out - alone).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"), [(("ring", "ulysses"), (2, 2)), (("dp", "ring"), (2, 2)), (("ulysses",), (4,))]
+)
+def test_a_torch_device_mesh_does_as_well(ranks: RankPool, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    assert all(difference < 1e-14 for difference in ranks.run(on_a_device_mesh, 4, names, shape))
+
+
+def wrong_axes() -> None:
+    UnifiedSPAttention(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+
+
+def test_a_device_mesh_must_name_an_axis(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"it must name at least one of ring and ulysses"):
+        ranks.run(wrong_axes, 2)
+
+
+def several_meshes_and_checkpointing() -> float:
+    """Two layers on two meshes in one graph, the second under activation checkpointing; against one process."""
+    first, second = (ParallelMesh.create(ParallelDims(**axes)) for axes in ({"ring": 4}, {"ulysses": 2, "ring": 2}))
+    torch.manual_seed(0)
+    x = torch.randn(1, 32, 4, 8, dtype=torch.float64)
+    part = shard_sequence(x, first).requires_grad_()
+    one, two = UnifiedSPAttention(first), UnifiedSPAttention(second)
+    middle = shard_sequence(unshard_sequence(one(part, part, part), first), second)
+    out = checkpoint(two, middle, middle, middle, use_reentrant=False)
+    out.square().sum().backward()
+    whole = x.clone().requires_grad_()
+    y = whole.transpose(1, 2)
+    for _ in range(2):
+        y = torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+    y.square().sum().backward()
+    return float((part.grad - shard_sequence(whole.grad, first)).abs().max())
+
+
+def test_several_meshes_live_side_by_side(ranks: RankPool) -> None:
+    assert all(difference < 1e-12 for difference in ranks.run(several_meshes_and_checkpointing, 4))
+
+
+def log_lines() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("usp.sp.sp_attention")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=4)))
+    x = torch.randn(1, 2, 3, 8)
+    attention(x, x, x)
+    attention(x, x, x)
+    return lines
+
+
+def test_the_pick_is_logged_once_on_one_rank_and_idle_ranks_are_warned_of(ranks: RankPool) -> None:
+    first, *others = ranks.run(log_lines, 4)
+    assert len(first) == 2 and not any(others)
+    assert first[0].startswith("attention kernel: sdpa; flash-attn refused: ")
+    assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks attend with no head" in first[1]

@@ -1,0 +1,168 @@
+"""Every sensible mixture of parallelisms trains as one process does: ten steps, losses and gradient norms."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import ParallelMesh
+from parallel.testing import RankPool, run_ranks
+from tests.usp.tiny import (
+    ADAM_EPS,
+    LEARNING_RATE,
+    MAX_NORM,
+    ROWS,
+    SEQ_LEN,
+    STEPS,
+    packed_batch,
+    tiny_model,
+    train_alone,
+)
+from usp import shard_batch
+from usp.config import TrainConfig
+from usp.data.tokenizer import BYTES
+from usp.hf.models import load_model_config, model_facts
+from usp.losses.cross_entropy import global_token_count
+from usp.losses.output_heads import NextToken
+from usp.sp.batch import split_rows
+from usp.train.build import build_engine
+from usp.train.prepare import Prepared
+from usp.train.resume import Start
+from usp.train.validate import parallel_dims, violations
+
+AUX_LOSS = 0.02
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mixture on 8 ranks: the flags that differ from their defaults."""
+
+    name: str
+    flags: dict[str, Any]
+    family: str = "llama"
+
+
+def row(name: str, family: str = "llama", **flags: Any) -> Row:
+    return Row(name, flags, family)
+
+
+U2_R2 = {"sp_ulysses": 2, "sp_ring": 2}
+MATRIX = [
+    # tensor parallel
+    row("tp2 u2 r2", tp=2, **U2_R2),
+    row("tp2 u2 r2, tokens shared", "qwen3", tp=2, tp_sequence_parallel=True, **U2_R2),
+    row("dp2 tp2 u2", "mistral", tp=2, sp_ulysses=2),
+    row("dp2 tp2 r2, tokens shared", "qwen2", tp=2, tp_sequence_parallel=True, sp_ring=2),
+    # pipeline
+    row("pp2 u2 r2", pp=2, micro_batches=4, **U2_R2),
+    row("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
+    row("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
+    row("pp2 dp2 r2, interleaved", "llama-deep", pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
+    row("pp2 u2 r2, zero bubble", "llama-deep", pp=2, pp_schedule="zero-bubble", micro_batches=4, zero=1, **U2_R2),
+    row("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
+    # experts
+    row("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
+    row("ep2 u2 r2 dp2", "qwen3_moe", ep=2, **U2_R2),
+    row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
+    # ZeRO and engines
+    *(row(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
+    *(  # accumulation in the other stages: test_deepspeed.py
+        row(f"dp2 u2 r2, zero {zero}, deepspeed", zero=zero, engine="deepspeed", micro_batches=parts, **U2_R2)
+        for zero, parts in enumerate((1, 1, 2, 1))
+    ),
+    row("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
+    # long sequences in little memory
+    row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", ac="attention-saved", mlp_tile=5, **U2_R2),
+    row("pp2 tp2 u2, all recomputed, offloaded", pp=2, tp=2, sp_ulysses=2, ac="full", ac_offload=True, micro_batches=2),
+    row("u4 r2, accumulation 2", sp_ulysses=4, sp_ring=2, micro_batches=2),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each family a folder with its first weights, and (loss, gradient norm) of each step of one process."""
+    found: dict[str, Any] = {}
+    for family, aux_loss, parts in sorted({reference(case) for case in MATRIX}):
+        folder = tmp_path_factory.mktemp(family)
+        tiny_model(family).save_pretrained(folder)
+        found[family, aux_loss, parts] = folder, ranks.run(train_alone, 1, family, aux_loss, parts)[0]
+    return found
+
+
+def reference(case: Row) -> tuple[str, float, int]:
+    """What one process needs to know of a row: its balance loss is a mean over micro-batches."""
+    experts = case.family in ("mixtral", "qwen3_moe")
+    return case.family, AUX_LOSS if experts else 0.0, case.flags.get("micro_batches", 1) if experts else 1
+
+
+def prepared_for(config: TrainConfig) -> Prepared:
+    """What `prepare` makes, without data."""
+    model_config = load_model_config(config.model)
+    facts = model_facts(config.model, model_config)
+    assert violations(config, dist.get_world_size(), facts) == []
+    dims = parallel_dims(config, config.ep).resolve(dist.get_world_size())
+    return Prepared(config, dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "", Start(), None)
+
+
+def train(config: TrainConfig) -> list[tuple[float, float]]:
+    """Ten steps: (loss, gradient norm) of each."""
+    prepared = prepared_for(config)
+    mesh = ParallelMesh.create(prepared.dims)
+    engine = build_engine(prepared, mesh)
+    share, history = ROWS // mesh.size("batch"), []
+    rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
+    for step in range(STEPS):
+        whole = {key: value[rows] for key, value in packed_batch(step).items()}
+        local = shard_batch(whole, mesh, config.sp_layout)
+        tokens = int(global_token_count(local["shift_labels"], mesh))
+        loss = engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
+        for axis in ("pp", "loss"):
+            dist.all_reduce(loss, group=mesh.group(axis))
+        history.append((loss.item(), engine.step(LEARNING_RATE, MAX_NORM)))
+    return history
+
+
+def config_of(case: Row, folder: Path) -> TrainConfig:
+    return TrainConfig(
+        model=str(folder),
+        seq_len=SEQ_LEN,
+        adam_eps=ADAM_EPS,
+        dtype="float32",
+        loss_chunk=24,
+        router_aux_loss_coef=reference(case)[1] or -1.0,
+        **{"batch_size": ROWS} | case.flags,
+    )
+
+
+@pytest.fixture(scope="module")
+def with_deepspeed(alone: dict[str, Any]) -> dict[str, list[list[tuple[float, float]]]]:
+    """What every rank found in the rows of DeepSpeed, which keeps process groups for good: in processes of its own."""
+    rows = [case for case in MATRIX if case.flags.get("engine") == "deepspeed"]
+    configs = [config_of(case, alone[reference(case)][0]) for case in rows]
+    found = run_ranks(train_each_with_deepspeed, 8, configs, timeout=400)
+    return {case.name: [histories[number] for histories in found] for number, case in enumerate(rows)}
+
+
+def train_each_with_deepspeed(configs: list[TrainConfig]) -> list[list[tuple[float, float]]]:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does
+    return [train(config) for config in configs]
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: f"{case.family}: {case.name}")
+def test_ten_steps_are_those_of_one_process(
+    ranks: RankPool, alone: dict[str, Any], case: Row, request: pytest.FixtureRequest
+) -> None:
+    folder, wanted = alone[reference(case)]
+    if case.flags.get("engine") == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+        histories = request.getfixturevalue("with_deepspeed")[case.name]
+    else:
+        histories = ranks.run(train, 8, config_of(case, folder), timeout=240)
+    difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
+    assert difference.max() <= 1e-5, difference.amax(dim=0)

@@ -1,0 +1,173 @@
+"""A run continues from its checkpoint as if it had never stopped, on the ranks and layout it had or on others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import latest
+from parallel.testing import RankPool
+from usp.config import TrainConfig
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.prepare import prepare
+from usp.train.resume import CHECKPOINTS, Start, find_start
+from usp.train.trainer import Trainer
+
+# 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
+RUN = TrainConfig(seq_len=256, steps=6, warmup_steps=2, checkpoint_every=3, adam_eps=1e-4, device="cpu", zero=3)
+SAVED_ON = {"sp_ulysses": 2, "sp_ring": 2, "batch_size": 2}  # dp2 u2 r2
+LAYOUTS = [
+    (8, SAVED_ON),
+    (8, {"tp": 2, "pp": 2, "sp_ulysses": 2, "batch_size": 4, "micro_batches": 2}),
+    (4, {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "batch_size": 4, "zero": 1}),
+    (4, {"dp_replicate": 2, "sp_ulysses": 2, "batch_size": 2, "sp_layout": "striped"}),
+    (1, {"batch_size": 4}),
+]
+
+
+def run(config: TrainConfig) -> None:
+    ranks = dist.get_world_size()
+    Trainer(prepare(config, Launch(rank=dist.get_rank(), world_size=ranks, local_world_size=ranks))).run()
+
+
+def metrics_of(folder: Path) -> torch.Tensor:
+    """(loss, gradient norm) of each step."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(records[0]["step"], RUN.steps + 1))
+    return torch.tensor([(record["loss"], record["grad_norm"]) for record in records], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps that was never stopped, with checkpoints of steps 3 and 6."""
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    ranks.run(run, 8, replace(RUN, **SAVED_ON, output=str(folder)), timeout=180)
+    assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000003", "step-00000006"]
+    return folder
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+def test_it_continues_on_any_layout(
+    ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, int]
+) -> None:
+    checkpoint = whole / CHECKPOINTS / "step-00000003"
+    config = replace(RUN, **layout, output=str(tmp_path / "on"), resume=str(checkpoint))
+    ranks.run(run, world_size, config, timeout=180)
+    found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[3:]
+    assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
+
+
+def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, tmp_path: Path) -> None:
+    alone = replace(RUN, batch_size=4, output=str(tmp_path / "run"), resume=str(whole), steps=8, checkpoint_every=2)
+    prepared = prepare(alone, Launch())
+    assert prepared.start.checkpoint == latest(whole / CHECKPOINTS) == whole / CHECKPOINTS / "step-00000006"
+    assert prepare(replace(alone, output=""), Launch()).start.folder == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "qwen3-tiny"}, "--model = qwen3-tiny is not the model of the checkpoint: .*model_type"),
+        ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
+        ({"seq_len": 512}, "seq_len = 512, but the stream to continue has seq_len = 256"),
+        ({"seed": 1}, "seed = 1, but the stream to continue has seed = 0"),
+    ],
+)
+def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    old = str(whole / CHECKPOINTS / "step-00000003")
+    config = replace(RUN, batch_size=4, resume=old, output=str(tmp_path), **changes)
+    with pytest.raises(ConfigurationError, match=said):
+        prepare(config, Launch())
+
+
+def test_an_old_checkpoint_needs_another_folder(whole: Path) -> None:
+    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"))
+    with pytest.raises(
+        ConfigurationError, match=r"is not the newest checkpoint of .*: give the run .* another --output"
+    ):
+        prepare(config, Launch())
+
+
+def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no whole checkpoint: name a run's folder"):
+        prepare(replace(RUN, resume=str(tmp_path)), Launch())
+    with pytest.raises(ConfigurationError, match="--resume auto continues the run in --output: name that folder"):
+        prepare(replace(RUN, resume="auto"), Launch())
+    assert prepare(replace(RUN, resume="auto", output=str(tmp_path)), Launch()).start.checkpoint is None
+
+
+def folder_of_a_run(path: Path, *steps: int) -> Path:
+    """What `find_start` looks at of a run that has checkpoints of these steps."""
+    path.mkdir()
+    for step in steps:
+        (path / CHECKPOINTS / f"step-{step:08d}").mkdir(parents=True)
+    (path / "metrics.jsonl").touch()
+    return path
+
+
+def start_of(attempt: int = 0, **changes: str) -> Start:
+    return find_start(replace(RUN, **changes), Launch(attempt=attempt))
+
+
+def test_a_run_is_not_continued_in_the_folder_of_another(tmp_path: Path) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    only_metrics, only_checkpoints = folder_of_a_run(tmp_path / "a"), folder_of_a_run(tmp_path / "b", 1)
+    (only_checkpoints / "metrics.jsonl").unlink()
+    for other in (only_metrics, only_checkpoints):
+        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+            start_of(resume=str(run), output=str(other))
+        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+            start_of(output=str(other))
+    assert start_of(resume=str(run), output=str(only_metrics), attempt=1).checkpoint == latest(run / CHECKPOINTS)
+    assert start_of(resume=str(run), output=str(tmp_path / "run/../run")).checkpoint == latest(run / CHECKPOINTS)
+
+
+def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    restarted = Launch(attempt=1, agent_store=("localhost", 1))
+    monkeypatch.setattr(Launch, "recall", lambda self, key: None)
+    with pytest.raises(ValueError, match="holds a run already"):
+        find_start(replace(RUN, output=str(run)), restarted)
+    monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))
+    assert find_start(replace(RUN, output=str(run)), restarted).checkpoint == latest(run / CHECKPOINTS)
+
+
+def test_an_old_checkpoint_is_refused_however_its_run_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder_of_a_run(tmp_path / "run", 2, 4)
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    old = f"{CHECKPOINTS}/step-00000002"
+    for resume, output in ((f"run/{old}", str(run)), (f"link/{old}", "run"), (f"link/{old}", ""), (f"run/{old}", "")):
+        with pytest.raises(ValueError, match="is not the newest checkpoint"):
+            start_of(resume=resume, output=output)
+
+
+def test_a_run_may_be_called_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = folder_of_a_run(tmp_path / "step-test", 3)
+    assert start_of(resume=str(run)) == Start(run, run / CHECKPOINTS / "step-00000003")
+    monkeypatch.chdir(run / CHECKPOINTS)
+    assert start_of(resume="step-00000003").folder == run
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
+    run = folder_of_a_run(tmp_path / "run", 3)
+    (run / CHECKPOINTS).rename(tmp_path / "elsewhere")
+    (run / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
+    for resume in (run, run / CHECKPOINTS, run / CHECKPOINTS / "step-00000003"):
+        for output in ("", str(run)):
+            assert start_of(resume=str(resume), output=output) == Start(run, run / CHECKPOINTS / "step-00000003")
+
+
+@pytest.mark.parametrize("output", ["file", "file/below/it"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, output: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output = .* cannot be written: .*/file is no folder"):
+        start_of(output=str(tmp_path / output))

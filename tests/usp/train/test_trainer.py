@@ -1,0 +1,244 @@
+"""Training runs: their folder, their numbers on every mesh, and how they stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from parallel.testing import RankPool, count_sent_bytes
+from tests.usp.tiny import drawn_model
+from usp.commands.train import parse, prepare_run
+from usp.config import TrainConfig
+from usp.data.stream import PackedBatch
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
+from usp.run.failures import ConfigurationError, RanksDisagree, TrainingDiverged
+from usp.run.launch import Launch
+from usp.train.prepare import prepare
+from usp.train.trainer import Trainer, learning_rate, train
+
+SMALL = TrainConfig(seq_len=256, steps=4, warmup_steps=2, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays_open() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=4, steps=20)
+    rates = [learning_rate(step, config) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert all(after < before for before, after in pairwise(rates[3:]))
+    assert rates[-1] == pytest.approx(0.1)
+    assert learning_rate(1, replace(config, warmup_steps=0)) < 1.0
+
+
+# One process
+
+
+def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(SMALL, steps=12, output=str(tmp_path / "run"), log_every=5)
+    train(prepare(config, Launch()), Launch())
+    records = metrics_of(tmp_path / "run")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == replace(config, dp_shard=1, dtype="float32")
+    shown = capsys.readouterr().out
+    assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
+
+
+def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
+    train(prepare(replace(SMALL, output=str(tmp_path / "a")), Launch()), Launch())
+    again = parse(["--config", str(tmp_path / "a" / "config.yaml"), "--output", str(tmp_path / "b")])
+    train(prepare(again, Launch()), Launch())
+    first, second = metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b")
+    assert [r["loss"] for r in first] == [r["loss"] for r in second]
+    assert [r["grad_norm"] for r in first] == [r["grad_norm"] for r in second]
+
+
+def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    weights = dict(drawn_model(config).named_parameters())
+    save_weights(weights, tmp_path / "model", config=config)
+    # As published with well-known models: a temperature that transformers warns of, for nothing is sampled.
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    asked = replace(SMALL, model=str(tmp_path / "model"), output=str(tmp_path / "run"), steps=1)
+    train(prepare(asked, Launch()), Launch())
+    train(prepare(replace(asked, steps=2, resume="auto"), Launch()), Launch())
+    assert GenerationConfig.from_pretrained(tmp_path / "run" / "model").temperature == 0.6
+
+
+def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigurationError, match="holds a run already"):
+        train(prepare(replace(SMALL, output=str(tmp_path)), Launch()), Launch())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> None:
+    config = replace(SMALL, learning_rate=1e30, warmup_steps=0, output=str(tmp_path))
+    with pytest.raises(TrainingDiverged) as stop:
+        train(prepare(config, Launch()), Launch())
+    said = str(stop.value)
+    assert "step 2 has loss = " in said and "gradient norm = nan, and both must be finite" in said
+    assert f"The last good step is 1, and its weights are in {tmp_path / 'last-good'}" in said
+    assert "Lower --learning-rate (now 1e+30)" in said
+    assert [record["step"] for record in metrics_of(tmp_path)] == [1]
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "last-good")
+    assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
+    model_config = load_model_config("tiny")
+    model = drawn_model(model_config)
+    torch.nn.init.constant_(model.lm_head.weight[0], torch.nan)
+    save_weights(dict(model.named_parameters()), tmp_path / "broken", config=model_config)
+    config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
+    with pytest.raises(TrainingDiverged, match=r"step 1 has loss = nan.*No step came before, so nothing was saved"):
+        train(prepare(config, Launch()), Launch())
+    assert not (tmp_path / "run" / "last-good").exists()
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    config = replace(SMALL, model="tinny", data=str(tmp_path / "nothing"), sp_ring=3, tokenizer="nowhere", seq_len=100)
+    with pytest.raises(ConfigurationError) as refused:
+        prepare(config, Launch())
+    for part in ("5 things to change", "did you mean 'tiny'", "world size 1", "102", "does not exist", "tokenizer="):
+        assert part in str(refused.value)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    model_config = load_model_config("tiny")
+    model_config.vocab_size = 100
+    model = drawn_model(model_config)
+    save_weights(dict(model.named_parameters()), tmp_path, config=model_config)
+    with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
+        prepare(replace(SMALL, model=str(tmp_path)), Launch())
+
+
+# Many ranks
+
+
+def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, PackedBatch]:
+    """Loss and gradient norm of step 1, and the global batch that it saw."""
+    prepared = prepare(replace(config, output=folder), launch_of_pool())
+    batch = next(prepared.batches)
+    record = Trainer(replace(prepared, batches=iter([batch]))).step(1)
+    return record.loss, record.grad_norm, batch
+
+
+def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    """Each document alone through the unchanged model; the mean over all their targets."""
+    config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
+    loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
+    model = drawn_model(load_model_config("tiny"), config.seed)
+    targets, total = 0, torch.zeros(())
+    for begin, end in pairwise(batch.cu_seqlens[0].tolist()):
+        document = batch.ids[:, begin:end]
+        logits = model(input_ids=document).logits[:, :-1].flatten(0, 1)
+        total = total + torch.nn.functional.cross_entropy(logits, document[:, 1:].flatten(), reduction="sum")
+        targets += end - begin - 1
+    (total / targets).backward()
+    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close((loss, grad_norm), (total.item() / targets, expected.item()), rtol=1e-5, atol=0.0)
+
+
+def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step on this rank."""
+    trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
+    records = [trainer.step(number) for number in range(1, config.steps + 1)]
+    return [(record.loss, record.grad_norm) for record in records]
+
+
+def launch_of_pool() -> Launch:
+    return Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+
+
+MESHES = [
+    pytest.param(4, {"sp_ulysses": 2, "sp_ring": 2}, id="u2 r2"),
+    pytest.param(4, {"sp_ring": 2, "sp_layout": "striped", "batch_size": 2}, id="r2 dp2"),
+    pytest.param(4, {"sp_ulysses": 2, "dp_replicate": 2, "dp_shard": 1, "batch_size": 2}, id="u2 replicate2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), MESHES)
+def test_every_mesh_trains_as_one_process(
+    ranks: RankPool, tmp_path: Path, world_size: int, degrees: dict[str, int]
+) -> None:
+    sequences = 4
+    many = replace(SMALL, **degrees)
+    dp = world_size // (many.sp_ulysses * many.sp_ring)
+    many = replace(many, batch_size=sequences // dp)
+    (alone,) = ranks.run(steps_on, 1, replace(SMALL, batch_size=sequences), str(tmp_path))
+    for own in ranks.run(steps_on, world_size, many, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(alone), rtol=1e-5, atol=0.0)
+
+
+def sent_in_steps(configs: list[TrainConfig], folder: str) -> list[tuple[int, int, int, int]]:
+    """What a step of each says it sent (attention, FSDP), and what was counted on the wire."""
+    return [sent_in_a_step(config, folder) for config in configs]
+
+
+def sent_in_a_step(config: TrainConfig, folder: str) -> tuple[int, int, int, int]:
+    trainer = Trainer(prepare_run(replace(config, output=folder), launch_of_pool()))
+    with count_sent_bytes() as sent:
+        record = trainer.step(1)
+    # With sequence parallelism over tp, no functional all-reduce but that of partial gradients.
+    fsdp = sum(sent.by_op[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "all_reduce"))
+    if config.dp_replicate > 1:
+        fsdp += sent.by_group[tuple(dist.get_process_group_ranks(trainer.mesh.group("dp_replicate"))), "allreduce_"]
+    attention = sum(sent.by_op[name] for name in ("alltoall_base_", "send"))
+    return record.attention_sent_bytes, record.fsdp_sent_bytes, attention, fsdp
+
+
+SENDING = [
+    {"sp_ulysses": 2, "sp_ring": 2},
+    {"dp_replicate": 2, "sp_ring": 2, "zero": 2, "micro_batches": 2, "batch_size": 2},
+    {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "zero": 1},
+    {"pp": 2, "sp_ulysses": 2, "micro_batches": 2, "batch_size": 2},
+]
+
+
+def test_the_bytes_in_a_record_are_those_on_the_wire(ranks: RankPool, tmp_path: Path) -> None:
+    configs = [replace(SMALL, **flags) for flags in SENDING]
+    counted = ranks.run(sent_in_steps, 4, configs, str(tmp_path), timeout=120)
+    for flags, *own in zip(SENDING, *counted, strict=True):
+        for said_attention, said_fsdp, _, fsdp in own:
+            assert said_fsdp == fsdp > 0, flags
+            if "pp" not in flags:  # a pipeline sends hidden states too
+                assert said_attention == round(sum(sent for _, _, sent, _ in own) / 4) > 0, flags
+
+
+def meet_other_data(config: TrainConfig, folder: str) -> str:
+    """A step in which rank 1 reads other data than the rest."""
+    prepared = prepare(replace(config, output=folder), launch_of_pool())
+    if dist.get_rank() == 1:
+        batch = next(prepared.batches)
+        other = PackedBatch(batch.ids + 1, batch.cu_seqlens)
+        prepared = replace(prepared, batches=iter([other]))
+    try:
+        Trainer(prepared).step(1)
+    except RanksDisagree as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_read_different_data_all_stop(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(meet_other_data, 2, replace(SMALL, sp_ring=2), str(tmp_path)):
+        assert "the data of step 1 must be the same on all ranks" in said and "rank 1: " in said

@@ -1,0 +1,136 @@
+"""One process as any rank of any world: a process group that never communicates, and what stands in for a GPU there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import _disable_current_modes
+
+import usp.model.recompute
+import usp.sp.sp_attention
+from attention import AttentionSpec, select_kernel
+from attention.kernels.base import Kernel
+from usp.sp.axes import SpAxes
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """Be `rank` of a default process group of `world_size` ranks, whose collectives return at once and move nothing.
+
+    Raises:
+        RuntimeError: in a process that has a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor keeps what it worked out by mesh, and takes this world's meshes for equal ones of the next.
+        _clear_sharding_prop_cache()
+
+
+class HostMemory:
+    """What `--ac-offload` keeps on the host while the step runs.
+
+    Attributes:
+        peak_bytes: the most at one time.
+    """
+
+    def __init__(self) -> None:
+        self.current_bytes = self.peak_bytes = 0
+
+    def hooks(self, pin_memory: bool = False) -> saved_tensors_hooks:
+        """In place of `torch.autograd.graph.save_on_cpu` for tensors that only stand for a GPU's."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> _Away:
+        away = _Away(x)
+        self._add(x.nbytes)
+        weakref.finalize(away, self._add, -x.nbytes)
+        return away
+
+    def _unpack(self, away: _Away) -> Tensor:
+        return torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=away.device)
+
+    def _add(self, nbytes: int) -> None:
+        self.current_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+
+class _Away:
+    """A tensor that has gone to the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
+
+
+def kernel_for(
+    device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int
+) -> tuple[Kernel, str]:
+    """`select_kernel`, from those that ship with torch: flash-attn's has the launches and the results of torch's own.
+
+    Raises:
+        ValueError: as `select_kernel`.
+    """
+    return select_kernel("sdpa" if name in ("auto", "flash") else name, spec, device, dtype, head_dim)
+
+
+@contextmanager
+def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterator[None]:
+    """Inside, the product takes the decisions that it would take on `device`, with tensors on the CPU.
+
+    What ranks agree on once in a run, when they first meet, is left out: a step has none of it.
+    """
+
+    def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
+        return kernel_for(device, name, spec, dtype, head_dim)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(usp.sp.sp_attention, "select_kernel", choose))
+        stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
+        stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
+        if device.type == "cuda":
+            stack.enter_context(patch.object(usp.model.recompute, "save_on_cpu", host.hooks))
+        if pipeline:
+            stack.enter_context(_stages_know_their_shapes())
+        yield
+
+
+def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor works shapes out on fake tensors of the global size, which would count as the rank's."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return run
+
+
+@contextmanager
+def _stages_know_their_shapes() -> Iterator[None]:
+    """In their first step torch's pipelines vote whether to look for shapes; ours are given, so all vote against."""
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    def vote(_: Any, stages: list[Any], *__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with patch.object(_PipelineSchedule, "_warmup_p2p", vote):
+        yield

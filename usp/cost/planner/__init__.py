@@ -1,0 +1,4 @@
+"""The search for the fastest layout that fits. Each file imports only earlier ones:
+
+layouts, search, advice, predictor, choice, plan_report.
+"""

@@ -1,0 +1,255 @@
+"""Generation by a causal LM that is spread over pp, ring, ulysses and tp ranks.
+
+prefill    the prompts, sharded over sp as in training; each rank keeps its own tokens' keys and values
+step       one token of every slot, the same on all sp ranks: stages hand hidden states down the pp axis, attention
+           merges what the sp ranks hold; then
+           logits -> gathered over tp -> one rank samples -> its tokens go to all ranks of the data-parallel group
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from attention import DecodeStep, KVCache, Prefill, SequenceLayout
+from parallel import ParallelMesh
+from usp.hf.expert_parallel import expert_modules
+from usp.hf.integrate import decode_stage, decoder_layers
+from usp.rlhf.graph.calls import Generate
+from usp.sp.sp_attention import UnifiedSPAttention
+
+from .batching import Group, Rollout, Slots, capacity
+from .sampling import noise, sample, work_violations
+
+_PREFILL_TOKENS = 16384  # of one call, on all ranks of a sequence together, unless one prompt has more
+_ROW_MULTIPLE = 16  # prompts are padded to a multiple of it: few shapes
+_READ_MULTIPLE = 64  # and so much of the cache is read: few shapes
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """A response.
+
+    Attributes:
+        tokens: int64, on the CPU.
+        logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
+        finished: whether it ends with a stop id.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    finished: bool
+
+
+class Generator:
+    """Generates with this rank's stage of a model.
+
+    Args:
+        model: a transformers causal LM, or a pipeline stage of it, after `apply_unified_sp` and `apply_tp`, its weights
+            plain or DTensors over tp.
+        first, last: whether the stage takes ids, and whether it has the head.
+        slots: sequences that are decoded together.
+
+    Raises:
+        ValueError: naming everything about the model or the mesh that forbids this.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, *, first: bool = True, last: bool = True, slots: int = 32
+    ) -> None:
+        violations = _model_violations(model, mesh)
+        if slots < 1:
+            violations.append(f"slots={slots} must be at least 1")
+        if violations:
+            raise ValueError("; ".join(violations))
+        self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
+        self._attention = cast(UnifiedSPAttention, model.unified_sp)
+        self._layers = [cast(Any, layer).self_attn.layer_idx for layer in decoder_layers(self._model)]
+        self._head = self._model.get_output_embeddings()
+        weight = next(model.parameters())
+        self._dtype, self._device = weight.dtype, weight.device
+        sizes = {axis: mesh.size(axis) for axis in ("tp", "sp", "pp")}
+        self._sp, self._sp_rank = sizes["sp"], mesh.rank("sp")
+        self._groups = {axis: mesh.group(axis) for axis, size in sizes.items() if size > 1}
+        self._samples = last and self._sp_rank == 0 and mesh.rank("tp") == 0
+        self._multiple = SequenceLayout.multiple_of(
+            self._attention.layout, self._attention.axes.ring, self._attention.axes.ulysses
+        )
+        self._multiple *= -(-_ROW_MULTIPLE // self._multiple)
+        self.cache_bytes = 0
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[Generated]:
+        """A response to each prompt, in their order, the same on every rank of the data-parallel group.
+
+        Collective over that group (pp, ring, ulysses, tp), whose ranks must give the same arguments; other groups
+        generate on their own. Which sequences share a batch does not change what comes out, but for rounding.
+        `cache_bytes` is afterwards what keys and values took on this rank.
+
+        Args:
+            prompts: 1-D integers, each of at least one token. `group_size` is not read: repeat a prompt.
+            seeds: one per prompt: responses with equal prompts and seeds are equal.
+
+        Raises:
+            ValueError: before any communication, naming every prompt that leaves no room in the model's context, and
+                numbers that cannot be honoured.
+            RuntimeError: on every rank, if their arguments differ, or if the model's logits are not finite.
+        """
+        context = self._model.config.max_position_embeddings
+        violations = work_violations(work) + _prompt_violations(prompts, context)
+        if violations:
+            raise ValueError("; ".join(violations))
+        rollouts = [
+            Rollout(prompt.tolist(), seed, min(work.max_new_tokens, context - len(prompt)))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        self._agree(rollouts, work)
+        if rollouts:
+            self._run(rollouts, work)
+        return [
+            Generated(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
+            for r in rollouts
+        ]
+
+    def _agree(self, rollouts: Sequence[Rollout], work: Generate) -> None:
+        digest = hashlib.blake2b(repr([(r.prompt, r.seed) for r in rollouts]).encode(), digest_size=8).hexdigest()
+        self._mesh.agree((len(rollouts), digest, work, self._slots), "the call of generate", tuple(self._groups))
+
+    def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
+        config = self._model.config
+        slots, stop_ids = Slots(rollouts, self._slots), frozenset(work.stop_ids)
+        cache = KVCache.allocate(
+            self._layers,
+            len(slots.active),
+            capacity(rollouts, self._sp, self._multiple),
+            kv_heads=config.num_key_value_heads // self._mesh.size("tp"),
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self.cache_bytes = cache.nbytes
+        while slots.pending:
+            admitted = slots.admit()
+            if admitted:
+                cache.clear(torch.tensor(admitted, device=self._device))
+            for group in slots.groups(admitted, self._multiple, _PREFILL_TOKENS):
+                self._prefill(cache, group, slots.active)
+            slots.take(*self._step(cache, slots, work), stop_ids)
+
+    def _prefill(self, cache: KVCache, group: Group, active: Sequence[Rollout | None]) -> None:
+        """Put the prompts of a group into the cache.
+
+        Padding stands behind each prompt, where causal attention hides it from the prompt's tokens.
+        """
+        ids = torch.zeros(len(group.prompts), group.padded, dtype=torch.int64)
+        for row, prompt in enumerate(group.prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        axes = self._attention.axes
+        own = axes.positions(axes.layout(self._attention.layout, group.padded))
+        lengths = torch.tensor([len(group.prompts[row]) for row in group.rows])
+        for slot, kept in zip(group.slots, (own < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
+            rollout = active[slot]
+            assert rollout is not None
+            rollout.kept = kept
+        slots, rows, lengths, own_there = (
+            x.to(self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, own)
+        )
+        prefill = Prefill(cache, own_there, slots, rows, lengths)
+        self._forward(ids[:, own].to(self._device), own_there.expand(len(ids), -1), prefill)
+
+    def _step(self, cache: KVCache, slots: Slots, work: Generate) -> tuple[list[int], list[float]]:
+        """Feed every slot its token: the next tokens and their log-probabilities."""
+        step = slots.step(self._sp, self._sp_rank)
+        token, position, place, own = step.columns.to(self._device)
+        length = min(-(-step.length // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
+        group = self._groups.get("sp")
+        kept = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
+        hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), kept)
+        logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
+        chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
+        if logits is not None and self._samples:
+            drawn = [noise(r.seed, len(r.tokens)) if r is not None and work.temperature else 0.0 for r in slots.active]
+            noise_B = torch.tensor(drawn, dtype=torch.float64, device=self._device)
+            chosen[0], chosen[1] = sample(logits, noise_B, work)
+        # From the one rank that sampled, over one axis after the other: no rank can drift away from the others.
+        for axis, group in self._groups.items():
+            dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
+        ids, logprobs = chosen.tolist()
+        for rollout, logprob in zip(slots.active, logprobs, strict=True):
+            if rollout is not None and logprob != logprob:
+                raise RuntimeError(
+                    f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens of a "
+                    f"sequence: its weights, or its numbers in {self._dtype}, have overflowed"
+                )
+        return [int(token) for token in ids], logprobs
+
+    def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
+        """Hidden states of this stage (rows, tokens, hidden); those of the stage before come in over the pp axis."""
+        pp, x = self._groups.get("pp"), ids
+        if not self._first:
+            x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
+            dist.recv(x, group=pp, group_src=dist.get_rank(pp) - 1)
+        if isinstance(kv_cache, DecodeStep):
+            hidden = decode_stage(self._model, x, position_ids, kv_cache)
+        else:
+            inputs: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": x, "use_cache": False}
+            if hasattr(self._model.config, "output_router_logits"):
+                inputs["output_router_logits"] = False
+            stage = self._model.base_model
+            hidden = stage(**inputs, position_ids=position_ids, kv_cache=kv_cache).last_hidden_state
+        if not self._last:
+            dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
+        return hidden
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        """(B, V). Collective over tp, whose ranks have rows of the vocabulary each."""
+        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self._head.weight, self._head.bias))
+        logits = nn.functional.linear(hidden_BH, weight, bias)
+        tp = self._groups.get("tp")
+        if tp is None:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(tp.size())]
+        dist.all_gather(parts, logits, group=tp)
+        return torch.cat(parts, 1)
+
+
+def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
+    violations = []
+    for index, prompt in enumerate(prompts):
+        if prompt.dim() != 1 or prompt.dtype == torch.bool or prompt.is_floating_point():
+            violations.append(
+                f"prompt {index} is {prompt.dtype} of shape {tuple(prompt.shape)}, and must be 1-D integers"
+            )
+        elif not 0 < len(prompt) < context:
+            violations.append(
+                f"prompt {index} has {len(prompt)} tokens, and must have at least 1 and leave room for one more in the "
+                f"model's context of {context}"
+            )
+    return violations
+
+
+def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
+    violations = []
+    if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
+        violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        violations.append("the weights are sharded by FSDP, and would be gathered for every token: leave FSDP out")
+    if mesh.dims.ep > 1:
+        violations.append(
+            f"ep={mesh.dims.ep} lets tokens of different data-parallel ranks meet, which generate at their own pace: "
+            f"use ep=1"
+        )
+    if mesh.size("tp") > 1 and expert_modules(model):
+        violations.append(f"tp={mesh.size('tp')} shards the tokens of experts, and a step has one a sequence: use tp=1")
+    rope = (getattr(getattr(model, "config", None), "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        violations.append(f"rope_type={rope!r} turns keys by the longest position of a call, and kept ones stay behind")
+    return violations

@@ -1,0 +1,4 @@
+"""What a step calls, and how outputs of one call are inputs of another. Each file imports only earlier ones:
+
+calls, dataflow, keys.
+"""

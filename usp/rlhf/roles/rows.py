@@ -1,0 +1,163 @@
+"""A data-parallel rank's samples as micro-batches: rows of packed sequences, alike in number and length on every rank.
+
+    samples  --pack-->  which of them make up each row  --agree-->  RowPlan  --micro_batches-->  this rank's tokens
+    what the model says of this rank's tokens  --unpack-->  one tensor per sample, on the CPU
+
+A micro-batch is one row. Behind a row's sequences is padding: tokens behind the last border of `cu_seqlens`, which see
+nothing and are seen by nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import SequenceLayout
+from parallel import ParallelMesh
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.plan.plan import CallLayout
+from usp.sp.batch import IGNORED_LABEL, shard_batch
+from usp.sp.sequence import shard_sequence, unshard_sequence
+
+SEQUENCE = "sequence"  # the key of a micro-batch that says which sequence of its row each token is of
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which samples make up each row.
+
+    Attributes:
+        rows: for each micro-batch the indices of its samples, ascending, maybe none.
+        row_len: tokens of a row, padding included, over all sequence-parallel ranks.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    row_len: int
+
+
+def pack(samples: Samples, *, unit: int = 1, budget: int = 0, at_least: int = 1) -> tuple[tuple[int, ...], ...]:
+    """The indices of the samples of each row: `at_least` rows, and more where they would exceed `budget` tokens.
+
+    The longest unit first, each into the emptiest row (worst-fit decreasing). A unit longer than the budget has a row
+    of its own; budget 0 is no limit. Pure.
+
+    unit: so many samples with consecutive ids, the first one's a multiple of it, share a row.
+
+    Raises:
+        ValueError: naming samples without tokens, and units of which some are missing.
+    """
+    lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
+    empty = [sample for sample, length in zip(samples.ids, lengths, strict=True) if not length]
+    units: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples.ids):
+        units.setdefault(sample // unit, []).append(index)
+    broken = [samples.ids[members[0]] for members in units.values() if len(members) != unit]
+    if empty or broken:
+        without = [f"samples {empty} have no tokens"] if empty else []
+        alone = [f"samples {broken} lack others of their {unit} consecutive ones"] if broken else []
+        raise ValueError("; ".join(without + alone))
+    rows: list[list[int]] = [[] for _ in range(at_least)]
+    loads = [0] * at_least
+    sizes = {number: sum(lengths[index] for index in members) for number, members in units.items()}
+    for number in sorted(units, key=lambda number: (-sizes[number], number)):
+        row = loads.index(min(loads))
+        if budget and loads[row] and loads[row] + sizes[number] > budget:
+            row = len(rows)
+            rows.append([])
+            loads.append(0)
+        rows[row] += units[number]
+        loads[row] += sizes[number]
+    return tuple(tuple(sorted(row)) for row in rows)
+
+
+def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: int = 1) -> RowPlan | None:
+    """Pack this data-parallel rank's samples, and agree with the others on the number of rows and their length.
+
+    Collective over the batch axis, on every rank of the mesh. None where no rank has a sample.
+    """
+    rows = pack(samples, unit=unit, budget=layout.micro_batch_tokens, at_least=mesh.size("pp"))
+    longest = max(sum(len(samples["tokens"][index]) for index in row) for row in rows)
+    shape = torch.tensor([len(rows), longest], device=mesh.device_type)
+    dist.all_reduce(shape, dist.ReduceOp.MAX, group=mesh.group("batch"))
+    number, longest = shape.tolist()
+    if not longest:
+        return None
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, mesh.size("ring"), mesh.size("ulysses"))
+    if layout.tp_sequence_parallel:
+        multiple *= mesh.size("tp")
+    return RowPlan(rows + ((),) * (number - len(rows)), -(-longest // multiple) * multiple)
+
+
+def micro_batches(
+    samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Iterable[str] = ()
+) -> list[dict[str, Tensor]]:
+    """This rank's tokens of each row, on the mesh's device; no communication.
+
+    Gives `input_ids`, `position_ids`, `shift_labels` and `cu_seqlens` as `shard_batch`; `SEQUENCE`: the number, in its
+    row, of the sequence that a token is of, their count for padding; and each of `keys` as float32, 0 in padding. All
+    but `cu_seqlens` are (1, this rank's tokens).
+
+    Raises:
+        ValueError: naming a value that is not one number per token of its sample.
+    """
+    keys = tuple(keys)
+    _check(samples, keys)
+    return [_micro_batch(samples, row, plan.row_len, layout, mesh, keys) for row in plan.rows]
+
+
+def unpack(
+    parts: Sequence[Tensor], plan: RowPlan, samples: Samples, layout: CallLayout, mesh: ParallelMesh
+) -> list[Tensor]:
+    """For each sample its tokens' values, on the CPU, from the (1, this rank's tokens) of each micro-batch.
+
+    Collective over the sp axis; every rank of it gets all.
+    """
+    whole = unshard_sequence(torch.cat(list(parts)), mesh, layout.sp_layout).cpu()
+    values: dict[int, Tensor] = {}
+    for row, content in zip(plan.rows, whole, strict=True):
+        lengths = [len(samples["tokens"][index]) for index in row]
+        cut = content.split([*lengths, plan.row_len - sum(lengths)])
+        values.update(zip(row, (part.clone() for part in cut), strict=False))
+    return [values[index] for index in range(len(samples))]
+
+
+def _micro_batch(
+    samples: Samples, row: Sequence[int], row_len: int, layout: CallLayout, mesh: ParallelMesh, keys: Sequence[str]
+) -> dict[str, Tensor]:
+    def joined(values: Iterable[Tensor], padding: int, dtype: torch.dtype) -> Tensor:
+        whole = torch.full((1, row_len), padding, dtype=dtype)
+        if row:
+            content = torch.cat([value.to(dtype) for value in values])
+            whole[0, : len(content)] = content
+        return whole.to(mesh.device_type)
+
+    tokens = [samples["tokens"][index] for index in row]
+    borders = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    whole = {
+        "input_ids": joined(tokens, 0, torch.int64),
+        "labels": joined(tokens, IGNORED_LABEL, torch.int64),
+        "cu_seqlens": borders.unsqueeze(0),
+    }
+    batch = shard_batch(whole, mesh, layout.sp_layout)
+    numbers = joined([torch.full((len(ids),), n) for n, ids in enumerate(tokens)], len(tokens), torch.int64)
+    others = {key: joined([samples[key][index] for index in row], 0, torch.float32) for key in keys}
+    for key, value in {SEQUENCE: numbers, **others}.items():
+        batch[key] = shard_sequence(value, mesh, layout.sp_layout)
+    return batch
+
+
+def _check(samples: Samples, keys: Sequence[str]) -> None:
+    if not samples.ids:  # then keys may be missing
+        return
+    violations = [
+        f"{key} of sample {sample} is {tuple(value.shape)}"
+        for key in keys
+        for sample, tokens, value in zip(samples.ids, samples["tokens"], samples[key], strict=True)
+        if value.shape != tokens.shape
+    ]
+    if violations:
+        raise ValueError(f"{'; '.join(violations[:5])}: it must hold one number for each token of its sample")

@@ -1,0 +1,116 @@
+"""What a rank knows of the step that runs: samples that it holds, all lengths, and who has which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from usp.rlhf.data.partition import batch_violation, partition
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Generate, ModelCall, TrainStep
+from usp.rlhf.graph.dataflow import DataflowGraph, unit
+from usp.rlhf.graph.keys import KeyKind, canonical
+from usp.rlhf.plan.plan import ExecutionPlan
+
+from .transfer import Part, Store
+
+PROMPTS = "prompt_ids"
+
+
+def step_violations(graph: DataflowGraph, given: Samples) -> list[str]:
+    """Why a step cannot begin with what is given."""
+    if not len(given):
+        return ["an empty batch: a step needs at least one sample"]
+    violations = []
+    if given.ids != tuple(range(len(given))):
+        violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank gives all samples of the step")
+    if set(given.values) != set(graph.given):
+        violations.append(f"keys {sorted(given.values)} must be those of the graph: {sorted(graph.given)}")
+    return violations + batch_violations(graph, len(given) * graph.group_size)
+
+
+def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
+    """Why a step of so many samples cannot be divided."""
+    violations = []
+    for call in graph.calls:
+        mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
+        if violation := batch_violation(samples, mini_batches, unit(call)):
+            violations.append(f"{call.name}: {violation}")
+    return violations
+
+
+class Step:
+    """A step on this rank.
+
+    Attributes:
+        samples: how many there are in all.
+        lengths: key of sequences -> tokens of each sample, by id; the same on every rank.
+        store: values that this rank holds, those given among them.
+    """
+
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> None:
+        self._graph, self._plan, self._kinds = graph, plan, kinds
+        self._partitions: dict[str, tuple[tuple[tuple[int, ...], ...], ...]] = {}
+        group = graph.group_size
+        self.samples = len(given) * group
+        self.store: Store = {
+            key: {i: values[i // group] for i in range(self.samples)} for key, values in given.values.items()
+        }
+        self.lengths: dict[str, Sequence[int]] = {
+            key: [len(self.store[key][i]) for i in range(self.samples)]
+            for key in given.values
+            if key == PROMPTS or canonical(key) == "tokens"
+        }
+
+    def parts(self, call: ModelCall) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each data-parallel index of a call, its ids of each mini-batch, balanced by tokens."""
+        if call.name not in self._partitions:
+            keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
+            weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
+            parts = self._plan[call.name].dims.batch
+            mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
+            self._partitions[call.name] = partition(weights, parts, mini_batches, unit(call))
+        return self._partitions[call.name]
+
+    def part(self, call: ModelCall, keys: tuple[str, ...]) -> Part:
+        """A call's side of a transfer."""
+        ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.parts(call))
+        return Part(self._plan[call.name], ids, keys)
+
+    def take(self, call: ModelCall, ids: Sequence[int]) -> Samples:
+        """A call's inputs of some samples. A generate call's are those of the prompts, numbered as prompts."""
+        if isinstance(call.work, Generate):
+            group = call.work.group_size
+            prompts = sorted({i // group for i in ids})
+            return Samples(tuple(prompts), {k: [self.store[k][p * group] for p in prompts] for k in call.inputs})
+        ids = sorted(ids)
+        return Samples(tuple(ids), {key: [self.store[key][i] for i in ids] for key in call.inputs})
+
+    def put(self, call: ModelCall, ids: Sequence[int], result: Samples) -> None:
+        """Keep a call's outputs.
+
+        Raises:
+            ValueError: if they are not what the graph says of them, which other ranks rely on.
+        """
+        wanted = tuple(sorted(ids))
+        if result.ids != wanted:
+            raise ValueError(f"call {call.name} gave samples {result.ids}, but was asked for {wanted}")
+        if missing := [key for key in call.outputs if key not in result.values]:
+            raise ValueError(f"call {call.name} must give {', '.join(missing)}, but gave {', '.join(result.values)}")
+        for key in call.outputs:
+            self.store[key] = dict(zip(wanted, result[key], strict=True))
+        for key in call.outputs:
+            for i in wanted:
+                self._check(call, key, i, self.store[key][i])
+
+    def _check(self, call: ModelCall, key: str, i: int, value: Tensor) -> None:
+        kind = self._kinds[key]
+        own = self.store.get(kind.tokens, {})  # tokens just made, or read
+        shape = (self.lengths[kind.tokens][i] if kind.tokens in self.lengths else len(own[i]),) if kind.tokens else ()
+        if tuple(value.shape) != shape or value.dtype != kind.dtype:
+            what = f"one per token of {kind.tokens!r}" if kind.tokens else "one number (see `scalars`)"
+            raise ValueError(
+                f"call {call.name} gave {key!r} of sample {i} as {value.dtype} of shape {tuple(value.shape)}, but it "
+                f"must be {kind.dtype} of shape {shape}: {what}"
+            )

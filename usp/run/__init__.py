@@ -1,0 +1,5 @@
+"""The life of a process: launch, failures, signals, watchdog, profiling and metrics. Each file imports only earlier
+ones:
+
+launch, metrics, profiling, stacks, signals, failures, watchdog.
+"""

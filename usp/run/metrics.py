@@ -1,0 +1,184 @@
+"""What a run tells: one record a step, shown on screen and kept in the run's folder.
+
+    RUN/metrics.jsonl   every step, one JSON object a line
+    RUN/tensorboard/    the same numbers for TensorBoard
+    RUN/wandb/          the same for Weights & Biases, where a project is named; wandb-id keeps the run's name there
+
+Only rank 0 has a `RunLog`. It prints a line every so many steps, and on a terminal a progress bar below them. A run
+that continues after step N keeps the records up to N, so that each step is told once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Record(Protocol):
+    """One step of any kind of run."""
+
+    @property
+    def step(self) -> int:
+        """Counted from 1."""
+
+    def numbers(self) -> dict[str, float | None]:
+        """What is kept of it; None where nobody knows."""
+
+    def line(self) -> str:
+        """The record for a person."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. loss and grad_norm are global; attention's bytes are the mean over ranks, FSDP's (None where DeepSpeed
+    shards) and the peak of memory so far are this rank's."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+    attention_sent_bytes: int
+    fsdp_sent_bytes: int | None
+
+    def numbers(self) -> dict[str, float | None]:
+        return {name: value for name, value in asdict(self).items() if name != "step"}
+
+    def line(self) -> str:
+        """The record for a person."""
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
+        return (
+            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {count(self.tokens_per_second)} tokens/s{mfu}  "
+            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
+        )
+
+
+class RunLog:
+    """Keeps a run's records below `folder` and shows them on `out`, for as long as its `with` block runs.
+
+    after: the step whose checkpoint the run continues from; 0 for a run that begins. wandb: see `open_wandb`.
+    """
+
+    def __init__(
+        self, folder: Path, *, steps: int, log_every: int, out: TextIO, after: int = 0, wandb: Any = None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # a second to import, on rank 0 alone
+
+        self._steps = steps
+        self._log_every = log_every
+        keep_records(folder / METRICS_FILE, after)
+        self._file = (folder / METRICS_FILE).open("a")
+        self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=after + 1)
+        self._wandb = wandb
+        self._console = Console(file=out, highlight=False)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, refresh_per_second=2, disable=not out.isatty())
+        self._task = self._progress.add_task("", total=steps, completed=after)
+
+    def __enter__(self) -> RunLog:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._progress.stop()
+        self._tensorboard.close()
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if kind is None else 1)
+
+    def record(self, record: Record) -> None:
+        """Keep and show one step."""
+        self._file.write(json.dumps({"step": record.step, **record.numbers()}) + "\n")
+        self._file.flush()
+        numbers = {name: value for name, value in record.numbers().items() if value is not None}
+        for name, value in numbers.items():
+            self._tensorboard.add_scalar(name, value, record.step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record.step)
+        self._progress.update(self._task, completed=record.step)
+        if record.step in (1, self._steps) or record.step % self._log_every == 0:
+            self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
+
+
+def keep_records(file: Path, after: int) -> None:
+    """Cut the records of steps later than `after` from a metrics file, and a last line that was not written whole."""
+    kept = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            step = json.loads(line)["step"]
+        except json.JSONDecodeError:
+            break
+        if step <= after:
+            kept.append(line + "\n")
+    new = file.with_suffix(".new")
+    new.write_text("".join(kept))
+    new.replace(file)  # a run that is killed here still has the old records
+
+
+def wandb_problem(project: str) -> str | None:
+    """Why `--wandb-project` cannot be served; None where it can, or where nothing is asked."""
+    found = importlib.util.find_spec("wandb") if project else None
+    if not project or (found is not None and found.origin):  # a folder of that name has no origin
+        return None
+    return f"--wandb-project = {project} needs the package wandb, which is not installed: pip install wandb, or drop it"
+
+
+def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    """A Weights & Biases run of `project`, the same one each time `folder` is continued; None without a project.
+
+    Its files are in `folder`; WANDB_MODE=offline keeps them there. It ignores steps that it has been told already.
+    """
+    if not project:
+        return None
+    import wandb
+
+    name = folder / "wandb-id"
+    if not name.exists():
+        name.write_text(secrets.token_hex(4))
+    return wandb.init(
+        project=project, name=folder.name, id=name.read_text(), resume="allow", dir=str(folder), config=dict(config)
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that CUDA tensors took on `device`, or on a CPU the most that this process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def size(number_of_bytes: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number_of_bytes < 1024:
+            return f"{number_of_bytes:.0f} B" if unit == "B" else f"{number_of_bytes:.1f} {unit}"
+        number_of_bytes /= 1024
+    return f"{number_of_bytes:.1f} TiB"
+
+
+def count(number: float) -> str:
+    """`12345` as `12.3k`."""
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}G"

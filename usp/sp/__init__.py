@@ -1,0 +1,5 @@
+"""The sequence-parallel attention layer, and the sharding of sequences and batches. Each file imports only earlier
+ones:
+
+axes, sequence, sp_attention, batch.
+"""

@@ -1,0 +1,229 @@
+"""`UnifiedSPAttention`: the attention layer of a ring x ulysses mesh.
+
+B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from attention import (
+    LAYOUTS,
+    AttentionSpec,
+    Channel,
+    HeadPlan,
+    Keep,
+    RingProgram,
+    UnifiedPlan,
+    WireBytes,
+    check_kernel_name,
+    compute_now,
+    select_kernel,
+    unified_attention,
+)
+from parallel import ParallelMesh
+
+from .axes import SpAxes
+
+logger = logging.getLogger(__name__)
+
+
+class UnifiedSPAttention(nn.Module):
+    """Exact attention over sequences sharded on a ring x ulysses mesh, without parameters.
+
+    Ulysses trades tokens for heads inside the ulysses axis, the ring passes keys and values around the ring axis
+    (USP, arXiv 2405.07719). Every mask, head count and degree gives the result of one process, or is refused.
+
+    Args:
+        mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
+        layout: contiguous, zigzag or striped; `shard_sequence` and `shard_batch` must use the same.
+        kernel: auto, or a back end to hold to: reference, sdpa, cudnn, flash.
+
+    Raises:
+        ValueError: for an unknown layout or kernel.
+    """
+
+    def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto") -> None:
+        super().__init__()
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
+        check_kernel_name(kernel)
+        self._mesh, self.axes, self.layout, self.kernel = mesh, SpAxes.of(mesh), layout, kernel
+        self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
+        # Calls repeat from layer to layer and, without documents, from step to step.
+        self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
+        self._logged: set[str] = set()
+        self.calls = 0
+        self._keep: Keep = compute_now
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = True,
+        scale: float | None = None,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of this rank's queries over the whole sequence. Collective over both axes.
+
+        Args:
+            q: (B, S, N, H).
+            k, v: (B, S, K, H); K divides N.
+            causal: hide the future.
+            scale: factor on the scores; None is 1 / sqrt(H).
+            window: (left, right) reach in global tokens, -1 for no limit.
+            softcap: scores become softcap * tanh(scores / softcap).
+            cu_seqlens: global borders of packed documents, integers, (documents + 1,) for every row alike or
+                (B, documents + 1) padded by repeating the last. Tokens behind the last border see nothing: their
+                output is zero. Best kept on the CPU: it decides the plan, so a GPU tensor costs a synchronisation.
+            sinks: (N,) logits that join every softmax without a value. Their gradient is this rank's share.
+
+        Returns:
+            (B, S, N, H) in q's dtype.
+
+        Raises:
+            ValueError: on every rank before any communication, for shapes, lengths or documents that do not fit, or a
+                call that the kernel refuses.
+            RuntimeError: on every rank, if the ranks' calls differ and are new to all of them. A call that some rank
+                has made before is not compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
+        """
+        _check_tensors(q, k, v, sinks)
+        spec = AttentionSpec(causal, _reach(window), scale, softcap, documents_of(cu_seqlens))
+        heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
+        seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
+        self.calls += 1
+        call = (spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
+        plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
+        channels = {"ulysses": self._ulysses, "ring": self._ring}
+        return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
+        """For copies of models: the same, over the same process groups, which cannot be copied."""
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
+
+    @contextmanager
+    def keeping(self, keep: Keep) -> Iterator[None]:
+        """Inside, calls hand their steps to `keep`: `KeepResults` in a checkpoint's first pass, then its replay."""
+        outside, self._keep = self._keep, keep
+        try:
+            yield
+        finally:
+            self._keep = outside
+
+    def wire_bytes(
+        self,
+        *,
+        batch: int,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> WireBytes:
+        """What this rank will send to others in the forward and the backward of such a call (global `seq_len`)."""
+        spec = AttentionSpec(causal, _reach(window), documents=documents_of(cu_seqlens))
+        heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
+        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent to others through this module so far."""
+        return self._ulysses.sent_bytes + self._ring.sent_bytes
+
+    def extra_repr(self) -> str:
+        return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
+
+    def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
+        layout = self.axes.layout(self.layout, seq_len)
+        return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank)
+
+    def _prepare_uncached(
+        self,
+        spec: AttentionSpec,
+        heads: HeadPlan,
+        batch: int,
+        seq_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[UnifiedPlan, RingProgram]:
+        plan = self._plan(spec, heads, batch, seq_len)
+        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim)
+        call = (plan.layout, spec, heads, batch, head_dim, str(dtype), kernel.name)
+        self.axes.agree(call, "the attention call")
+        self._log(logging.INFO, choice)
+        if heads.num_heads < heads.ulysses:
+            idle = heads.ulysses - heads.num_heads
+            self._log(
+                logging.WARNING,
+                f"ulysses={heads.ulysses} exceeds the {heads.num_heads} query heads: {idle} of {heads.ulysses} ulysses "
+                f"ranks attend with no head; use ulysses={heads.num_heads} or less and move the rest to ring",
+            )
+        return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype)
+
+    def _log(self, level: int, line: str) -> None:
+        if line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._logged.add(line)
+            logger.log(level, line)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    violations = []
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        violations.append(
+            "q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)"
+        )
+    elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
+        violations.append("q, k and v must share batch, tokens and head_dim")
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+        violations.append("q, k and v must share dtype and device")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
+        violations.append(f"sinks {tuple(sinks.shape)} must hold one logit for each query head")
+    if violations:
+        shapes = ", ".join(
+            f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
+        )
+        raise ValueError(f"{'; '.join(violations)}; got {shapes}")
+
+
+def _reach(window: tuple[int, int] | None) -> tuple[int, int]:
+    """As `AttentionSpec.window` holds it."""
+    if window is None:
+        return (-1, -1)
+    whole = isinstance(window, Sequence) and len(window) == 2 and all(type(reach) is int for reach in window)
+    if not whole:
+        raise ValueError(
+            f"window={window!r} must be (left, right), each a number of tokens or -1 for no limit, or None"
+        )
+    return (window[0], window[1])
+
+
+def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+    """Borders as `AttentionSpec.documents` holds them."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be a tensor of integers, not a {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() not in (1, 2) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
+        raise ValueError(
+            f"cu_seqlens must be integers of shape (documents + 1,) or (batch, documents + 1), "
+            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    rows = cu_seqlens.tolist()
+    return tuple(map(tuple, rows)) if cu_seqlens.dim() == 2 else (tuple(rows),)

@@ -1,0 +1,260 @@
+"""Training with DeepSpeed: its ZeRO stages 0 to 3 over dp x sp, on NCCL and on gloo.
+
+All ranks of dp x sp are DeepSpeed's data-parallel world: it knows nothing of sequence parallelism, which the attention
+does by itself. DeepSpeed averages gradients over that world and this toolkit sums them, so every loss is multiplied by
+the number of ranks before its backward.
+
+Facts about DeepSpeed 0.19 that this file lives with:
+- It finds the accelerator by looking for one, and on a CPU compiles a shared-memory collective on first use. For the
+  CPU it is given an accelerator that compiles nothing, so that gloo does all communication.
+- It reads the environment variable LOCAL_RANK, which torchrun sets.
+- It keeps process groups in globals: one engine per process, over the world.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from parallel import ParallelMesh
+from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import Head
+
+from .base import AdamW, MicroBatch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LARGEST_BUCKET = 50_000_000  # gradients that are reduced together
+
+
+class DeepSpeedEngine:
+    """An `Engine` over one stage with plain parameters, the same on every rank or at least on rank 0.
+
+    Args:
+        stages: the one stage: DeepSpeed's ZeRO has no pipeline here.
+        zero: 0 shards nothing, 1 the optimiser, 2 gradients too, 3 parameters too.
+        param_dtype: dtype of forward and backward. Weights that the optimiser updates are fp32, as is the reduction.
+
+    Raises:
+        ValueError: for a mesh or dtype that DeepSpeed does not serve.
+        RuntimeError: where DeepSpeed is not installed.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[CausalLMStage],
+        mesh: ParallelMesh,
+        *,
+        zero: int,
+        optimizer: AdamW,
+        param_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check(mesh, zero, param_dtype)
+        self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
+        self.parameters = dict(self.stage.named_parameters())
+        self.deepspeed = load_deepspeed(mesh.device_type)
+        self.optimizer = optimizer.over(self.parameters.values())
+        with _own_errors_only():
+            self.engine, *_ = self.deepspeed.initialize(
+                model=self.stage,
+                optimizer=self.optimizer,
+                config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()]),
+                dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
+            )
+        if zero == 3:  # the loss takes the head's weight without calling the head
+            head = cast(nn.Linear, self.stage.model.get_output_embeddings())
+            self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
+        self._make_moments()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        share = torch.zeros((), device=self.mesh.device_type)
+        for number, batch in enumerate(micro_batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            inputs = {key: value for key, value in batch.items() if key != "input_ids"}
+            loss = self.engine(batch["input_ids"], **inputs, head=head)
+            self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+            share += loss.detach()
+        return share
+
+    def step(self, learning_rate: float, max_norm: float) -> float:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.zero == 0:
+            return self._whole_step(max_norm)
+        self.engine.optimizer.clip_grad = max_norm
+        self.engine.step()  # skips the update, and forgets the gradients, where the norm is not finite
+        return float(self.engine.get_global_grad_norm())
+
+    def _whole_step(self, max_norm: float) -> float:
+        """In stage 0 DeepSpeed only adds gradients up over ranks."""
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
+        if math.isfinite(norm):
+            self.engine.step()
+        self.engine.zero_grad()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """As `Engine` says: copies, sharded over all ranks. One parameter at a time is whole."""
+        step = next(iter(self.optimizer.state.values()))["step"]
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            bare = name.removeprefix("model.")
+            state[f"model.{bare}"] = self._sharded(self._whole(parameter))
+            for key in MOMENTS:
+                state[f"optimizer.{bare}.{key}"] = self._sharded(self._whole(parameter, key))
+            state[f"optimizer.{bare}.step"] = step.detach().clone().cpu()
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            bare = name.removeprefix("model.")
+            self._put(parameter, _full(state[f"model.{bare}"]))
+            for key in MOMENTS:
+                self._put(parameter, _full(state[f"optimizer.{bare}.{key}"]), key)
+            step = state[f"optimizer.{bare}.step"]
+        for kept in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have made as many steps
+            kept["step"].copy_(step)
+
+    def _flat_groups(self) -> list[Tensor]:
+        """What AdamW updates on this rank: parameters, or parts of all parameters of a group in one vector."""
+        if self.zero == 0:
+            return list(self.parameters.values())
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(self.engine.optimizer, name):
+                return list(getattr(self.engine.optimizer, name))
+        raise AssertionError(f"unknown ZeRO optimiser {type(self.engine.optimizer).__name__}")
+
+    def _make_moments(self) -> None:
+        """AdamW makes its state in the first step; then ZeRO 1 and 2 would find only the first group's parts of it."""
+        for flat in self._flat_groups():
+            kept = self.optimizer.state[cast(nn.Parameter, flat)]
+            kept["step"] = torch.zeros(())
+            kept.update({key: torch.zeros_like(flat.detach()) for key in MOMENTS})
+        if self.zero in (1, 2):
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
+        """The fp32 weight, or a moment, whole on every rank."""
+        if self.zero == 0:
+            return parameter.detach() if key is None else self.optimizer.state[parameter][key]
+        if key is None:
+            return self.deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+
+    def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+        """Write the fp32 weight and the copy that computes, or a moment."""
+        if self.zero == 0:
+            (parameter if key is None else self.optimizer.state[parameter][key]).copy_(value)
+            return
+        # ZeRO-3 cuts the flat value in equal parts, the last of which may reach over its end.
+        padded = nn.functional.pad(value.flatten(), (0, -value.numel() % dist.get_world_size()))
+        value_or_padded = padded if self.zero == 3 else value
+        if key is not None:
+            self.deepspeed.utils.safe_set_full_optimizer_state(parameter, value_or_padded, key)
+            return
+        self.deepspeed.utils.safe_set_full_fp32_param(parameter, value_or_padded)
+        if self.zero < 3:
+            parameter.copy_(value)
+            return
+        with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.copy_(value)
+
+    def _sharded(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's rows."""
+        ranks = self.mesh.device_mesh("loss")
+        parts = whole.chunk(ranks.size())
+        rank = ranks.get_local_rank()
+        local = (parts[rank] if rank < len(parts) else whole[:0]).clone()
+        return DTensor.from_local(local, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model whose parameters have `shapes`.
+
+    The sizes of batches are DeepSpeed's bookkeeping alone: the engine says which micro-batch is the last.
+    """
+    vectors = [shape.numel() for shape in shapes if len(shape) < 2]
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": param_dtype == torch.bfloat16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": zero,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(LARGEST_BUCKET, sum(shape.numel() for shape in shapes)),
+            # ZeRO-3 leaves what is smaller than this whole on every rank: vectors, never a matrix for their sake.
+            "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
+        },
+    }
+
+
+def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype) -> None:
+    violations = [
+        f"{axis}={mesh.size(axis)}: DeepSpeed's ZeRO spans dp_shard x sp alone, use {axis}=1 or the fsdp2 engine"
+        for axis in ("pp", "dp_replicate", "tp", "ep")
+        if mesh.size(axis) > 1
+    ]
+    if zero == 0 and param_dtype == torch.bfloat16:
+        violations.append("zero=0 with bfloat16: DeepSpeed would add gradients up in bfloat16, use zero=1 or float32")
+    if violations:
+        raise ValueError("; ".join(violations))
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@contextmanager
+def _own_errors_only() -> Iterator[None]:
+    """Keep DeepSpeed's warnings about what this file chose on purpose off the output."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def load_deepspeed(device_type: str) -> Any:
+    """The package deepspeed, set up for "cuda" or "cpu", where it then compiles nothing and communicates by gloo.
+
+    Raises:
+        RuntimeError: if it is not installed.
+    """
+    try:
+        with _own_errors_only():
+            import deepspeed
+    except ImportError as error:
+        raise RuntimeError(
+            "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
+        ) from error
+    # DeepSpeed calls torch's collectives by older names, once a rank and collective: nothing that a user could change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if device_type == "cpu":
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        class GlooAccelerator(CPU_Accelerator):
+            """A CPU without operators that would have to be compiled first."""
+
+            def create_op_builder(self, op_name: str) -> None:
+                return None
+
+        set_accelerator(GlooAccelerator())
+    return deepspeed

@@ -1,0 +1,80 @@
+"""Training with FSDP2, and with a pipeline of stages where the mesh has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
+from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import Head
+
+from .base import AdamW, MicroBatch
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from .pipeline_runner import PipelineRunner
+
+
+class Fsdp2Engine:
+    """An `Engine` over stages that `apply_fsdp` sharded.
+
+    Args:
+        stages: the pipeline stages that this rank holds, in order.
+        zero: the ZeRO stage that they were sharded with.
+        pipeline: runs the stages where the mesh has more than one.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[CausalLMStage],
+        mesh: ParallelMesh,
+        *,
+        zero: int,
+        optimizer: AdamW,
+        pipeline: PipelineRunner | None = None,
+    ) -> None:
+        self.stages, self.mesh, self.zero = stages, mesh, zero
+        self.pipeline = pipeline
+        self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+        self.optimizer = optimizer.over(self.parameters.values())
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, head)
+        (stage,) = self.stages
+        share = torch.zeros((), device=self.mesh.device_type)
+        for number, batch in enumerate(micro_batches, start=1):
+            before_micro_batch(stage, self.zero, last=number == len(micro_batches))
+            inputs = {key: value for key, value in batch.items() if key != "input_ids"}
+            loss = stage(batch["input_ids"], **inputs, head=head)
+            loss.backward()
+            share += loss.detach()
+        return share
+
+    def step(self, learning_rate: float, max_norm: float) -> float:
+        norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh)
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            kept = self.optimizer.state[parameter]
+            if not kept:  # AdamW makes its state in the first step
+                kept.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter.detach()))
+                kept["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            bare = name.removeprefix("model.")
+            state[f"model.{bare}"] = parameter.detach()
+            state.update({f"optimizer.{bare}.{key}": value for key, value in kept.items()})
+        return state
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to do: `state()` gives the live tensors."""

@@ -1,0 +1,90 @@
+"""A step's micro-batches through the pipeline of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from parallel import ParallelMesh
+from parallel.pipeline import Pipeline
+from usp.hf.stage import CausalLMStage
+from usp.losses.output_heads import Head
+
+from .base import MicroBatch
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What a stage gives the next.
+
+    Attributes:
+        hidden_size: of the model.
+        dtype: of hidden states.
+        token_parts: ranks over which a sequence-parallel rank's tokens are shared: tp under tp_sequence_parallel.
+        num_experts: of a model that balances them: their float32 counts (2, num_experts) travel with the hidden states.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+    token_parts: int = 1
+    num_experts: int = 0
+
+    def tensors(self, rows: int, tokens: int) -> tuple[Tensor, ...]:
+        """For a micro-batch of (rows, tokens) ids on each sequence-parallel rank, on the meta device."""
+        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
+        return (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
+
+
+class PipelineRunner:
+    """Runs the stages of this rank. Every rank calls it in the same order, with micro-batches of the same shapes.
+
+    Args:
+        stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
+    """
+
+    def __init__(
+        self, stages: Sequence[CausalLMStage], mesh: ParallelMesh, *, schedule: str, zero: int, handed: HandedOver
+    ) -> None:
+        self.stages, self.mesh, self.schedule, self.zero, self.handed = stages, mesh, schedule, zero, handed
+        # Shapes that vary from step to step must not pile up: a pipeline keeps what it receives into.
+        self._prepare = lru_cache(maxsize=4)(self._pipeline)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Adds up gradients; gives the loss share, float32, 0-dim, on the rank of the last stage, zero elsewhere."""
+        batch = joined(micro_batches)
+        ids = batch.pop("input_ids")
+        shape = (len(micro_batches), *micro_batches[0]["input_ids"].shape)
+        return self._prepare(*shape).step(ids, **batch, head=head)
+
+    def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
+        handed = self.handed.tensors(rows, tokens)
+        return Pipeline(
+            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, handed=handed, zero=self.zero
+        )
+
+
+def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Micro-batches of one shape as the batch that they are consecutive rows of.
+
+    `cu_seqlens` come out as (rows, documents + 1), where short rows repeat their last border.
+
+    Raises:
+        ValueError: if their `input_ids` differ in shape.
+    """
+    shapes = {tuple(batch["input_ids"].shape) for batch in micro_batches}
+    if len(shapes) != 1:
+        raise ValueError(f"micro-batches of input_ids {sorted(shapes)} must be of one shape to go through a pipeline")
+    keys = [key for key, value in micro_batches[0].items() if key != "cu_seqlens"]
+    whole = {key: torch.cat([batch[key] for batch in micro_batches]) for key in keys}
+    if micro_batches[0].get("cu_seqlens") is not None:
+        ((rows, _),) = shapes
+        borders = [torch.atleast_2d(batch["cu_seqlens"]).expand(rows, -1) for batch in micro_batches]
+        widest = max(part.shape[1] for part in borders)
+        whole["cu_seqlens"] = torch.cat(
+            [torch.cat([part, part[:, -1:].expand(-1, widest - part.shape[1])], dim=1) for part in borders]
+        )
+    return whole

@@ -1,0 +1,121 @@
+"""Which checkpoint a run continues from, and in which folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel import latest
+from usp.config import RunConfig
+from usp.run.launch import Launch
+from usp.run.metrics import METRICS_FILE
+
+AUTO = "auto"
+CHECKPOINTS = "checkpoints"
+RUNS = Path("runs")  # where a run goes that names no folder
+FOLDER_KEY = "run-folder"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        folder: the run's; None when it is to be named after the time.
+        checkpoint: what it continues from; None when it begins.
+        finished_too: whether that checkpoint may be of the last step, so that only the model is left to write.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    finished_too: bool = False
+
+
+def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,)) -> Start:
+    """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
+
+    traces: names in a folder that only a run leaves.
+
+    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or cannot be made.
+    """
+    start = _start(config, launch, traces)
+    folder = (start.folder or RUNS).resolve()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"--output = {start.folder or RUNS} cannot be written: {above} is no folder in which files can be made; "
+            f"name another"
+        )
+    return start
+
+
+def _start(config: RunConfig, launch: Launch, traces: Sequence[str]) -> Start:
+    folder = Path(config.output).expanduser() if config.output else None
+    remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
+    # Where a board would remember a folder and does not, no earlier start came as far as to write in one.
+    restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)
+    if restarted:
+        folder = Path(remembered) if remembered else folder
+        found = latest(folder / CHECKPOINTS) if folder else None
+        if found or not config.resume:
+            return Start(folder, found, finished_too=True)
+    if config.resume == AUTO:
+        if folder is None:
+            raise ValueError("--resume auto continues the run in --output: name that folder")
+        return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
+    start = _named(config.resume, folder) if config.resume else Start(folder)
+    continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
+    if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder, traces):
+        raise ValueError(
+            f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
+        )
+    return start
+
+
+def _holds_a_run(folder: Path, traces: Sequence[str]) -> bool:
+    return any((folder / name).exists() for name in traces) or latest(folder / CHECKPOINTS) is not None
+
+
+def _named(resume: str, folder: Path | None) -> Start:
+    """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them."""
+    path = Path(resume).expanduser().absolute()  # as it is spelled: `checkpoints` may be a link to another disk
+    if re.fullmatch(r"step-\d+", path.name):
+        found, run = (path if path.is_dir() else None), path.parent.parent
+    else:
+        run = path.parent if path.name == CHECKPOINTS else path
+        found = latest(run / CHECKPOINTS)
+    if found is None:
+        raise ValueError(
+            f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
+        )
+    newest = latest(run / CHECKPOINTS)
+    is_newest = newest is not None and found.resolve() == newest.resolve()
+    if not is_newest and (folder is None or folder.resolve() == run.resolve()):
+        raise ValueError(
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: "
+            f"give the run that continues from it another --output"
+        )
+    return Start(folder or run, found)
+
+
+def run_folder(start: Start, launch: Launch, name: str, device: torch.device) -> Path:
+    """Where the run is kept, found again by a later start of the same launch. Collective over all ranks.
+
+    A name made of the time and `name` is rank 0's, so that all ranks name the same folder.
+    """
+    folder = start.folder
+    if folder is None:
+        now = torch.tensor(int(time.time()), device=device)
+        dist.broadcast(now, src=0)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(int(now)))
+        folder = RUNS / f"{stamp}-{name}"
+    if dist.get_rank() == 0:
+        launch.remember(FOLDER_KEY, str(folder))
+    return folder

@@ -1,0 +1,355 @@
+"""Every rule that a training configuration must satisfy before any rank communicates.
+
+Pure: numbers in, messages out. Each message says what was asked, what must hold and what to change; all violations
+come together, so that a run is put right in one go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, micro_batch_violation, stages_per_rank
+from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
+from usp.model.facts import ModelFacts
+from usp.run.failures import nearest
+
+
+def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> list[str]:
+    """What is wrong with `config` on `world_size` ranks, one message each; empty when nothing is.
+
+    `facts` is None when the model itself could not be found: the rules about it are then left out.
+    """
+    config = settle_batch(config, world_size)
+    alone = dict((*_choices(config), *_numbers(config)))
+    found = list(alone.values())
+    for rule, reads in RULES:
+        if not set(reads) & set(alone):  # do no arithmetic with what is wrong by itself
+            found += rule(config, world_size)
+    for model_rule, reads in MODEL_RULES:
+        if facts is not None and not set(reads) & set(alone):
+            found += model_rule(config, facts)
+    return found
+
+
+def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
+    """`config` with the batch_size that its global_batch_size means; unchanged where it can mean none."""
+    ranks = _batch_ranks(config, world_size) if config.global_batch_size > 0 and config.batch_size == 1 else None
+    if ranks is None or config.global_batch_size % ranks:
+        return config
+    return replace(config, batch_size=config.global_batch_size // ranks, global_batch_size=0)
+
+
+def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
+    """The data-parallel ranks; None where the degrees do not fit the world."""
+    try:
+        return parallel_dims(config, config.ep).resolve(world_size).batch
+    except ValueError:
+        return None
+
+
+def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    for name, choices in (
+        ("sp_layout", LAYOUTS),
+        ("sp_order", SP_ORDERS),
+        ("pp_schedule", PP_SCHEDULES),
+        ("engine", ENGINES),
+        ("ac", AC_MODES),
+        ("attention_kernel", KERNEL_NAMES),
+        ("dtype", DTYPES),
+        ("device", DEVICES),
+        ("plan", PLANS),
+    ):
+        value = getattr(config, name)
+        if value not in choices:
+            yield name, f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
+    if config.zero not in ZERO_STAGES:
+        yield "zero", f"--zero = {config.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
+
+
+AT_LEAST_ONE = (
+    *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "batch_size", "micro_batches"),
+    *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
+)
+LONGEST_TIMEOUT = 86400.0  # of --hang-timeout: a day; groups wait a few times longer, which torch counts in int32 ms
+NOT_NEGATIVE = (
+    "global_batch_size",
+    "warmup_steps",
+    "weight_decay",
+    "seed",
+    "mlp_tile",
+    "checkpoint_every",
+    "hang_timeout",
+)
+
+
+def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Each number's own range."""
+    for name in AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 1"
+    if config.seq_len < 2:
+        yield "seq_len", f"--seq-len = {config.seq_len} must be at least 2: a token, and the next one to predict"
+    if config.dp_shard != -1 and config.dp_shard < 1:
+        yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the ranks that are left"
+    for name in NOT_NEGATIVE:
+        if not getattr(config, name) >= 0:
+            yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
+    if config.weight_decay == math.inf:
+        yield "weight_decay", "--weight-decay = inf must be finite"
+    if config.hang_timeout > LONGEST_TIMEOUT:
+        yield (
+            "hang_timeout",
+            f"--hang-timeout = {config.hang_timeout} must be at most {LONGEST_TIMEOUT:.0f} seconds; 0 waits for ever",
+        )
+    if not 0 < config.learning_rate < math.inf:
+        yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 0 and below 1"
+    if not 0 < config.adam_eps < math.inf:
+        yield "adam_eps", f"--adam-eps = {config.adam_eps} must be positive and finite"
+    if not config.max_grad_norm > 0:
+        yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
+    coefficient = config.router_aux_loss_coef
+    if coefficient != -1 and not 0 <= coefficient < math.inf:
+        yield (
+            "router_aux_loss_coef",
+            f"--router-aux-loss-coef = {coefficient} must not be negative, or -1 for the model's own",
+        )
+
+
+def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
+    try:
+        parallel_dims(config, config.ep).resolve(world_size)
+    except ValueError as error:
+        yield str(error)
+
+
+def parallel_dims(config: ParallelConfig, ep: int) -> ParallelDims:
+    """The degrees that `config` asks for, dp_shard still -1 where it is to take the rest."""
+    return ParallelDims(
+        pp=config.pp,
+        dp_replicate=config.dp_replicate,
+        dp_shard=config.dp_shard,
+        ring=config.sp_ring,
+        ulysses=config.sp_ulysses,
+        tp=config.tp,
+        ep=ep,
+        sp_order=config.sp_order,
+    )
+
+
+def _sequence(config: TrainConfig, world_size: int) -> Iterator[str]:
+    multiple = SequenceLayout.multiple_of(config.sp_layout, config.sp_ring, config.sp_ulysses)
+    if config.seq_len % multiple:
+        below = config.seq_len // multiple * multiple
+        lengths = " or ".join(str(length) for length in (below, below + multiple) if length)
+        yield (
+            f"--seq-len = {config.seq_len} must be a multiple of {multiple} for --sp-layout {config.sp_layout} over "
+            f"--sp-ring {config.sp_ring} x --sp-ulysses {config.sp_ulysses}: use {lengths}"
+        )
+
+
+def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
+    """What kept `settle_batch` from settling."""
+    if not config.global_batch_size:
+        return
+    ranks = _batch_ranks(config, world_size)
+    if config.batch_size != 1:
+        yield (
+            f"--global-batch-size = {config.global_batch_size} and --batch-size = {config.batch_size} both say how "
+            f"many sequences a step has: give one of them"
+        )
+    elif ranks is not None:
+        above = _above(config.global_batch_size, ranks)
+        sizes = " or ".join(str(size) for size in (above - ranks, above) if size)
+        yield (
+            f"--global-batch-size = {config.global_batch_size} must be a multiple of the {ranks} data-parallel ranks "
+            f"(dp_replicate x dp_shard): use {sizes}"
+        )
+
+
+def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.batch_size % config.micro_batches:
+        yield (
+            f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
+            f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
+            f"{_divisors(config.batch_size)}"
+        )
+    violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
+    if violation:
+        yield (
+            f"--micro-batches = {config.micro_batches} does not fill the pipeline: {violation}, and a --batch-size "
+            f"that it divides"
+        )
+    if config.pp == 1 and config.pp_schedule != "1f1b":
+        yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
+
+
+def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.pp == 1 or config.pp_schedule != "zero-bubble":
+        return
+    if config.zero > 1:
+        yield (
+            f"--zero = {config.zero} gives parameters or gradients up after each backward, but --pp-schedule "
+            f"zero-bubble comes back to them for the weights' half of it: use --zero 1, or --pp-schedule "
+            f"interleaved-1f1b"
+        )
+    for name, off in (("ac", "none"), ("mlp_tile", 0)):
+        if getattr(config, name) != off:
+            yield (
+                f"{flag(name)} = {getattr(config, name)} computes again in a backward, but --pp-schedule zero-bubble "
+                f"makes about ten of each, one for the inputs and one per weight: use {flag(name)} {off}, or "
+                f"--pp-schedule interleaved-1f1b"
+            )
+
+
+def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.plan == "auto":
+        yield "--plan auto is train.py's: python -m usp plan writes the file of a plan, for --config"
+    elif config.hardware != "auto":
+        yield f"--hardware = {config.hardware} is what --plan auto plans for, but --plan is none: give both or neither"
+    if config.ac_offload and config.ac == "none":
+        yield "--ac-offload moves what activation checkpointing keeps, but --ac is none: use --ac full"
+    if config.tp_sequence_parallel and config.tp == 1:
+        yield "--tp-sequence-parallel shares tokens over tensor-parallel ranks, but --tp is 1: give --tp, or drop it"
+
+
+def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.engine != "deepspeed":
+        return
+    for name in ("tp", "pp", "ep", "dp_replicate"):
+        if getattr(config, name) > 1:
+            yield (
+                f"{flag(name)} = {getattr(config, name)} is not served by --engine deepspeed, whose ZeRO spans "
+                f"--dp-shard x sp alone: use {flag(name)} 1, or --engine fsdp2"
+            )
+
+
+def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if config.tp == 1:
+        return
+    parts = {
+        "query heads": facts.num_heads,
+        "key-value heads": facts.num_kv_heads,
+        "MLP columns (intermediate_size)": 0 if facts.num_experts else facts.intermediate_size,
+        "ids (vocab_size)": facts.vocab_size,
+    }
+    for what, number in parts.items():
+        if number % config.tp:
+            yield (
+                f"--tp = {config.tp} must divide the {number} {what} of {facts.name}: use --tp "
+                f"{_divisors(number, most=config.tp)}"
+            )
+    local = config.seq_len // (config.sp_ring * config.sp_ulysses)
+    if config.tp_sequence_parallel and local % config.tp:
+        yield (
+            f"--tp = {config.tp} must divide the {local} tokens of a sequence-parallel rank (--seq-len "
+            f"{config.seq_len} / {config.sp_ring * config.sp_ulysses}), which --tp-sequence-parallel shares: change "
+            f"--seq-len"
+        )
+    if facts.num_experts and not config.tp_sequence_parallel:
+        yield (
+            f"--tp = {config.tp} with the mixture of experts {facts.name} needs --tp-sequence-parallel, so that every "
+            f"rank routes tokens of its own"
+        )
+
+
+def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if config.pp == 1:
+        return
+    stages = config.pp * stages_per_rank(config.pp_schedule)
+    layers = len(facts.windows)
+    if stages > layers:
+        yield (
+            f"--pp = {config.pp} with --pp-schedule {config.pp_schedule} makes {stages} stages, but {facts.name} has "
+            f"{layers} layers, and each stage needs one: use --pp {max(1, layers * config.pp // stages)} or less"
+        )
+    if facts.tied:
+        yield (
+            f"--pp = {config.pp} would put the embedding and the output head of {facts.name} on different ranks, but "
+            f"they are one matrix (tie_word_embeddings): use --pp 1"
+        )
+
+
+def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if not facts.num_experts:
+        if config.ep > 1:
+            yield f"--ep = {config.ep} spreads experts, and {facts.name} has none: use --ep 1"
+        if config.router_aux_loss_coef > 0:
+            yield (
+                f"--router-aux-loss-coef = {config.router_aux_loss_coef} balances experts, and {facts.name} has none: "
+                f"drop it"
+            )
+        return
+    if facts.num_experts % config.ep:
+        yield (
+            f"--ep = {config.ep} must divide the {facts.num_experts} experts of {facts.name}: use --ep "
+            f"{_divisors(facts.num_experts, most=config.ep)}"
+        )
+    if config.zero == 0 and config.ep * config.tp > 1:
+        yield (
+            f"--zero 0 keeps every expert on every rank, but --ep {config.ep} x --tp {config.tp} ranks share them: use "
+            f"--zero 1"
+        )
+    if config.mlp_tile:
+        yield f"--mlp-tile = {config.mlp_tile} cuts dense MLPs, and those of {facts.name} are experts: drop it"
+
+
+def _router(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    if facts.num_experts and facts.router_jitter:
+        yield (
+            f"router_jitter_noise = {facts.router_jitter} in the configuration of {facts.name} differs from rank to "
+            f"rank and layout to layout: set it to 0"
+        )
+
+
+def _above(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def _divisors(number: int, most: int | None = None) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, most or number) + 1) if number % d == 0)
+
+
+def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+    left = facts.num_heads // config.tp
+    if facts.num_heads % config.tp == 0 and config.sp_ulysses > left:
+        ranks = config.sp_ulysses * config.sp_ring
+        ulysses = max(degree for degree in range(1, left + 1) if ranks % degree == 0)
+        after = f"{left} query heads" if config.tp == 1 else f"{facts.num_heads} / tp {config.tp} = {left} query heads"
+        yield (
+            f"--sp-ulysses = {config.sp_ulysses} leaves a rank without a head: {facts.name} has {after}, and each "
+            f"Ulysses rank needs at least one. Use 1 to {left}; for the same {ranks} ranks, --sp-ulysses {ulysses} "
+            f"--sp-ring {ranks // ulysses}"
+        )
+    if facts.num_heads % facts.num_kv_heads:
+        yield (
+            f"{facts.name} has {facts.num_heads} query heads over {facts.num_kv_heads} key-value heads: every "
+            f"key-value head must serve the same number of query heads. Change the model's num_key_value_heads"
+        )
+
+
+_SP = ("sp_ring", "sp_ulysses")
+_DEGREES = (*_SP, "dp_shard", "dp_replicate", "tp", "pp", "ep")
+# Each rule with the fields that it reads.
+RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]], ...] = (
+    (_degrees, (*_DEGREES, "sp_order")),
+    (_sequence, (*_SP, "sp_layout", "seq_len")),
+    (_global_batch, (*_DEGREES, "batch_size", "global_batch_size")),
+    (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
+    (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
+    (_switches, ("ac", "tp", "plan")),
+    (_engine, (*_DEGREES, "engine")),
+)
+MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (
+    (_heads, (*_SP, "tp")),
+    (_tensor, (*_SP, "tp", "seq_len")),
+    (_pipeline, ("pp", "pp_schedule")),
+    (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "mlp_tile")),
+    (_router, ()),
+)
