@@ -1,20 +1,21 @@
 """Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
 
-wire, expert, dims, cluster, groups, stages, tensor, checkpoint, agree, memory, testing, reallocation, mesh, fsdp,
-grad_norm, pipeline.
+local, dims, stages, agree, groups, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
+memory, cluster, testing.
 """
 
 from __future__ import annotations
 
-from .agree import agree
+from .agree import RanksDisagree, agree
 from .checkpoint.checkpointer import Checkpointer, latest
 from .checkpoint.safetensors_storage import read_extra
 from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
 from .cluster.links import overlap_of, transfer_seconds
-from .dims import SP_ORDERS, ParallelDims
+from .dims import SP_ORDERS, ParallelDims, divisors
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
 from .groups import ProcessGroups
+from .local import local_tensor
 from .mesh import ParallelMesh
 from .reallocation.param_layout import ParamLayout, gather_layout
 from .reallocation.realloc_plan import ReallocPlan, plan_realloc
@@ -32,6 +33,7 @@ __all__ = [
     "ParallelMesh",
     "ParamLayout",
     "ProcessGroups",
+    "RanksDisagree",
     "ReallocPlan",
     "Reallocation",
     "Tier",
@@ -40,9 +42,11 @@ __all__ = [
     "before_micro_batch",
     "bubble_fraction",
     "clip_grad_norm",
+    "divisors",
     "gather_layout",
     "latest",
     "load_hardware",
+    "local_tensor",
     "micro_batch_violation",
     "node_names",
     "node_of",

@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 
 
+class RanksDisagree(RuntimeError):
+    """Ranks hold different values of something that must be the same; raised on every rank at the same point."""
+
+
 def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
     """Compare `repr(value)` over the grid that the groups of this rank span, with one small all-reduce each.
 
     Collective over every group; all ranks give the groups in the same order.
 
     Raises:
-        RuntimeError: on every rank of the grid alike, naming each rank's value, if they differ.
+        RanksDisagree: on every rank of the grid alike, naming each rank's value, if they differ.
     """
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     text = repr(value)
@@ -31,4 +35,4 @@ def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device:
         dist.all_gather_object(gathered, held, group=group)
         held = {rank: seen for part in gathered for rank, seen in part.items()}
     shown = "; ".join(f"rank {rank}: {held[rank]}" for rank in sorted(held))
-    raise RuntimeError(f"{what} must be the same on all ranks, but differs: {shown}")
+    raise RanksDisagree(f"{what} must be the same on all ranks, but differs: {shown}")

@@ -128,3 +128,8 @@ class ParallelDims:
     def __str__(self) -> str:
         degrees = {**self.degrees(), "ep": self.ep}
         return " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1) or "one rank"
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Return the divisors of `number`, ascending, up to `most`."""
+    return [part for part in range(1, min(number, most or number) + 1) if number % part == 0]

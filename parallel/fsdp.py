@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
+from .local import local_tensor
 from .mesh import ParallelMesh
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -63,7 +64,7 @@ def apply_fsdp(
         ranks = expert_shards.size(-1)
 
         def placement(parameter: nn.Parameter, ranks: int = ranks) -> Shard:
-            experts, rows = _local(parameter).shape[:2]
+            experts, rows = local_tensor(parameter).shape[:2]
             # Fewer experts than ranks: share an expert's rows, where FSDP2 can divide them evenly.
             return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
 
@@ -106,7 +107,3 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _shards(mesh: ParallelMesh, axis: str, view: Callable[..., DeviceMesh]) -> DeviceMesh:
     return view("dp_replicate", axis) if mesh.size("dp_replicate") > 1 else view(axis)
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .local import local_tensor
 from .mesh import ParallelMesh
 
 
@@ -22,7 +23,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Pa
     """
     ranks = mesh.size("loss") * mesh.size("tp")
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [local_tensor(grad) for grad in grads]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     for grad, norm in zip(grads, torch._foreach_norm(local, 2) if local else (), strict=True):
         total += norm.double().square() / _copies(grad, ranks)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..local import local_tensor
+
 
 @dataclass(frozen=True)
 class Box:
@@ -97,7 +99,7 @@ def local_box(tensor: Tensor) -> Box:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The values of `local_box`, sharing memory with the tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def _check(tensor: DTensor) -> None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, local_tensor
 
-from .expert_parallel import local, router_modules
+from .expert_parallel import router_modules
 
 
 def aux_loss_coefficient(config: PretrainedConfig, asked: float) -> float:
@@ -108,7 +108,7 @@ class RouterBalance:
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         # A recomputation in the backward must make the same tensors as the forward did, but adds nothing.
-        logits, _, chosen = map(local, output)
+        logits, _, chosen = map(local_tensor, output)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32).sum(dim=0)
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts).to(torch.float32)
         if self._seen is not None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, divisors, local_tensor
 from parallel.expert import grouped_linear, mix_experts
 
 NAME = "expert_parallel"
@@ -61,7 +61,7 @@ def ep_violations(config: PretrainedConfig, ep: int) -> list[str]:
         return [f"ep={ep} spreads experts, and model_type={config.model_type!r} has none: use ep=1"] if ep > 1 else []
     violations = []
     if experts % ep:
-        fitting = ", ".join(str(degree) for degree in range(1, experts + 1) if experts % degree == 0)
+        fitting = ", ".join(map(str, divisors(experts)))
         violations.append(f"ep={ep} must divide the {experts} experts of a layer: use ep={fitting}")
     noise = getattr(config, "router_jitter_noise", 0.0)
     if noise:
@@ -81,7 +81,7 @@ def router_modules(model: nn.Module) -> list[nn.Module]:
 
 def _experts_forward(module: nn.Module, hidden_TH: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
     """The registry's entry."""
-    gate_up_proj, down_proj = (local(getattr(module, name)) for name in PARAMETERS)
+    gate_up_proj, down_proj = (local_tensor(getattr(module, name)) for name in PARAMETERS)
 
     def experts(rows_GH: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
         gated_GI = module._apply_gate(grouped_linear(rows_GH, gate_up_proj, rows_of_expert))  # type: ignore[operator]
@@ -95,8 +95,3 @@ def _experts_forward(module: nn.Module, hidden_TH: Tensor, top_k_index_TK: Tenso
         group=module.ep_group,  # type: ignore[arg-type]
         experts=experts,
     )
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; other tensors as they are."""
-    return x.to_local() if isinstance(x, DTensor) else x

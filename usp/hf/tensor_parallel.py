@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh
+from parallel import ParallelMesh, divisors
 from parallel.tensor import apply_tensor_parallel, gather_output
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
@@ -25,7 +25,7 @@ def tp_violations(config: PretrainedConfig, tp: int, sequence_parallel: bool) ->
     if _has_dense_mlp(config):
         divided["intermediate_size"] = config.intermediate_size
     violations = [
-        f"tp={tp} must divide {name}={size}: use tp={_largest_divisor(size, tp)}"
+        f"tp={tp} must divide {name}={size}: use tp={divisors(size, tp)[-1]}"
         for name, size in divided.items()
         if size % tp
     ]
@@ -93,7 +93,3 @@ def _has_dense_mlp(config: PretrainedConfig) -> bool:
     if not _has_experts(config):
         return True
     return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) > 1
-
-
-def _largest_divisor(size: int, below: int) -> int:
-    return next(degree for degree in range(below, 0, -1) if size % degree == 0)

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from parallel import local_tensor
 
 from .cross_entropy import vocab_loss
 from .logprobs import vocab_logprobs
@@ -61,7 +62,7 @@ class LastHidden:
 
     def values(self) -> Tensor:
         """(B, S) of a scalar head, in fp32 (fp64 for fp64)."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = local_tensor(self.weight)
         dtype = torch.promote_types(self.hidden_BSH.dtype, torch.float32)
         return (self.hidden_BSH.to(dtype) @ weight.to(dtype).T).squeeze(-1)
 

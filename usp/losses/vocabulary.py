@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel import local_tensor
 from usp.sp.batch import IGNORED_LABEL
 
 
@@ -88,7 +89,7 @@ def head_inputs(
     outside = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= rows.vocabulary))
     if flat.device.type == "cpu" and bool(outside.any()):
         raise ValueError(f"labels {flat[outside][:5].tolist()} are not in the vocabulary of {rows.vocabulary}")
-    return weight.to_local() if isinstance(weight, DTensor) else weight, flat, outside
+    return local_tensor(weight), flat, outside
 
 
 def without_targets(labels_C: Tensor) -> bool:

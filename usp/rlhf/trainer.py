@@ -16,7 +16,6 @@ RUN/                          what a run leaves
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import sys
@@ -39,6 +38,7 @@ from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.rlhf.data.datasets import Example, chosen
 from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.plan.plan import CallLayout
@@ -46,7 +46,7 @@ from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor
-from usp.run.failures import ConfigurationError, RanksDisagree, Stopped, UserCodeFailed, lost_peer
+from usp.run.failures import ConfigurationError, Stopped, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import RunLog, count, open_wandb
 from usp.run.signals import StopRequest
@@ -189,16 +189,12 @@ class RlhfTrainer:
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * rate
         indices = chosen(self.taken, self.config.prompts, self.prepared.examples.size, self.config.seed)
-        seed = int.from_bytes(hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=7).digest(), "big")
+        seed = derived_seed(self.config.seed, number)
         try:
             result = self.executor.run_step(self._given(indices), number, seed)
         except RewardFailed as failed:
             file = self._keep_bad(number, failed)
             raise UserCodeFailed(f"step {number}: {failed}; the sample is in {file}") from failed
-        except RuntimeError as error:
-            if "must be the same on all ranks" in str(error) and not lost_peer(error):
-                raise RanksDisagree(str(error)) from error
-            raise
         self.done, self.taken = number, self.taken + self.config.prompts
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self._keep_samples(number, result.samples)

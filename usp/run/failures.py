@@ -30,6 +30,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from parallel import RanksDisagree
+
 from .launch import Launch
 
 LAUNCHER_SECONDS = 10.0
@@ -59,10 +61,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 class TrainingDiverged(RuntimeError):
     """Loss or gradient norm are no longer finite; every rank sees the same at the same step."""
-
-
-class RanksDisagree(RuntimeError):
-    """Ranks hold different values of what must be the same; every one of them found out at the same point."""
 
 
 class UserCodeFailed(RuntimeError):

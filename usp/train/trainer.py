@@ -26,9 +26,8 @@ from typing import NoReturn, Protocol, cast
 import torch
 import torch.distributed as dist
 import yaml
-from torch.distributed.tensor import DTensor
 
-from parallel import Checkpointer, ParallelMesh, latest, peak_flops
+from parallel import Checkpointer, ParallelMesh, latest, local_tensor, peak_flops
 from usp.config import config_to_mapping
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
@@ -37,7 +36,7 @@ from usp.hf.tokenizers import save_tokenizer
 from usp.losses.cross_entropy import global_token_count
 from usp.losses.output_heads import NextToken
 from usp.model.facts import training_flops
-from usp.run.failures import ConfigurationError, RanksDisagree, Stopped, TrainingDiverged, lost_peer
+from usp.run.failures import ConfigurationError, Stopped, TrainingDiverged
 from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import RunLog, StepRecord, count, open_wandb, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
@@ -109,7 +108,7 @@ class Trainer:
         self.device = prepared.device
         self.is_writer = dist.get_rank() == 0
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        self._agree((config, prepared.model_config.to_dict(), prepared.start), "the configuration")
+        self.mesh.agree((config, prepared.model_config.to_dict(), prepared.start), "the configuration")
         try:
             self.engine = build_engine(prepared, self.mesh)
         except ValueError as error:
@@ -144,7 +143,7 @@ class Trainer:
         begin, sent_before = time.perf_counter(), self._attention_sent()
         self.watchdog.progress(number, "data")
         batch = next(self.prepared.batches)
-        self._agree(batch.digest(), f"the data of step {number}")
+        self.mesh.agree(batch.digest(), f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
@@ -183,14 +182,6 @@ class Trainer:
 
     def _attention_sent(self) -> int:
         return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
-
-    def _agree(self, value: object, what: str) -> None:
-        try:
-            self.mesh.agree(value, what=what)
-        except RuntimeError as error:
-            if lost_peer(error):
-                raise
-            raise RanksDisagree(str(error)) from error
 
     def _sum(self, values: list[float]) -> list[float]:
         """The sums over all ranks; what tensor-parallel ranks hold alike counts once."""
@@ -234,8 +225,7 @@ class Trainer:
     def _diverged(self, number: int, loss: float, grad_norm: float) -> NoReturn:
         """Keep the weights that the last step left, if they are finite, and raise TrainingDiverged on every rank."""
         weights = (weight for stage in self.engine.stages for weight in stage.parameters())
-        local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights)
-        broken = sum(int((~torch.isfinite(part)).sum()) for part in local)
+        broken = sum(int((~torch.isfinite(local_tensor(weight))).sum()) for weight in weights)
         if number == 1:
             kept = "No step came before, so nothing was saved: the weights it started from or the data are broken"
         elif self._sum([broken])[0]:

@@ -7,11 +7,11 @@ come together, so that a run is put right in one go.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
-from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, micro_batch_violation, stages_per_rank
+from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
 from usp.model.facts import ModelFacts
 from usp.run.failures import nearest
@@ -177,7 +177,7 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
             f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
-            f"{_divisors(config.batch_size)}"
+            f"{_listed(divisors(config.batch_size))}"
         )
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
@@ -242,7 +242,7 @@ def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         if number % config.tp:
             yield (
                 f"--tp = {config.tp} must divide the {number} {what} of {facts.name}: use --tp "
-                f"{_divisors(number, most=config.tp)}"
+                f"{_listed(divisors(number, config.tp))}"
             )
     local = config.seq_len // (config.sp_ring * config.sp_ulysses)
     if config.tp_sequence_parallel and local % config.tp:
@@ -288,7 +288,7 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     if facts.num_experts % config.ep:
         yield (
             f"--ep = {config.ep} must divide the {facts.num_experts} experts of {facts.name}: use --ep "
-            f"{_divisors(facts.num_experts, most=config.ep)}"
+            f"{_listed(divisors(facts.num_experts, config.ep))}"
         )
     if config.zero == 0 and config.ep * config.tp > 1:
         yield (
@@ -312,15 +312,15 @@ def _above(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _divisors(number: int, most: int | None = None) -> str:
-    return ", ".join(str(d) for d in range(1, min(number, most or number) + 1) if number % d == 0)
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     left = facts.num_heads // config.tp
     if facts.num_heads % config.tp == 0 and config.sp_ulysses > left:
         ranks = config.sp_ulysses * config.sp_ring
-        ulysses = max(degree for degree in range(1, left + 1) if ranks % degree == 0)
+        ulysses = divisors(ranks, left)[-1]
         after = f"{left} query heads" if config.tp == 1 else f"{facts.num_heads} / tp {config.tp} = {left} query heads"
         yield (
             f"--sp-ulysses = {config.sp_ulysses} leaves a rank without a head: {facts.name} has {after}, and each "

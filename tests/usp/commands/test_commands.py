@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from parallel import RanksDisagree
 from usp.commands.train import main, parse
 from usp.config import TrainConfig, config_to_mapping
-from usp.run.failures import ConfigurationError, Ending, RanksDisagree, TrainingDiverged, end, ending_of
+from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device
 
 

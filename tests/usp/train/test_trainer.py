@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from parallel import RanksDisagree
 from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.tiny import drawn_model
 from usp.commands.train import parse, prepare_run
@@ -20,7 +21,7 @@ from usp.config import TrainConfig
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
-from usp.run.failures import ConfigurationError, RanksDisagree, TrainingDiverged
+from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
 from usp.train.trainer import Trainer, learning_rate, train

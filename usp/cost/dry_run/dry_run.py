@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from attention import AttentionSpec
-from parallel import ParallelMesh
+from parallel import ParallelMesh, local_tensor
 from parallel.wire import SentBytes
 from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, load_model_config, materialise, model_facts
@@ -197,7 +196,7 @@ def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: 
     memory.label_since(begin, ACTIVATIONS)
     tokens = int(global_token_count(local["shift_labels"], mesh))
     engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
-    memory.label((_local(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
+    memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
     engine.step(config.learning_rate, config.max_grad_norm)
 
 
@@ -209,13 +208,9 @@ def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:
 
 
 def _label_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
-    memory.label((_local(x) for name, x in engine.state().items() if name.startswith("optimizer.")), OPTIMIZER)
+    memory.label((local_tensor(x) for name, x in engine.state().items() if name.startswith("optimizer.")), OPTIMIZER)
     for stage in engine.stages:
-        memory.label((_local(x) for x in (*stage.parameters(), *stage.buffers())), PARAMETERS)
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+        memory.label((local_tensor(x) for x in (*stage.parameters(), *stage.buffers())), PARAMETERS)
 
 
 def _by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:

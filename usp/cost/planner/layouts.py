@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from parallel import PP_SCHEDULES, Hardware, Link, micro_batch_violation
+from parallel import PP_SCHEDULES, Hardware, Link, divisors, micro_batch_violation
 from usp.config import TrainConfig
 from usp.model.facts import ModelFacts
 from usp.train.validate import violations
@@ -31,11 +31,6 @@ class Question:
     sequences: int
     world_size: int
     ranks_per_host: int
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
 def layouts(question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
-from parallel import ParallelMesh
+from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import expert_modules
 from usp.hf.integrate import decode_stage, decoder_layers
 from usp.rlhf.graph.calls import Generate
@@ -211,7 +210,7 @@ class Generator:
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         """(B, V). Collective over tp, whose ranks have rows of the vocabulary each."""
-        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self._head.weight, self._head.bias))
+        weight, bias = (local_tensor(x) for x in (self._head.weight, self._head.bias))
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
         if tp is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Generate
 
 
@@ -41,16 +41,10 @@ def responses(prompts: Samples, work: Generate, seed: int, generator: Generates)
     group = range(work.group_size)
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
     asked = [ids_ for ids_ in prompts["prompt_ids"] for _ in group] if prompts.ids else []
-    made = generator.generate(asked, work, [sample_seed(seed, sample) for sample in ids]) if asked else []
+    made = generator.generate(asked, work, [derived_seed(seed, sample) for sample in ids]) if asked else []
     whole = [_sample(prompt, response) for prompt, response in zip(asked, made, strict=True)]
     keys = ("tokens", "mask", "logprobs", "finished", "prompt_length")
     return Samples(tuple(ids), {key: [sample[key] for sample in whole] for key in keys})
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """A seed of its own for each sample of a step."""
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
 
 
 def _sample(prompt: Tensor, response: Generated) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from parallel import ParallelDims
+from parallel import ParallelDims, divisors
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 
@@ -58,8 +58,8 @@ def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     What heads or layers do not allow goes to dp_replicate, of which ReaL's has 1.
     """
     hosts = max(1, facts.world_size // facts.ranks_per_host)
-    tp = math.gcd(_largest_divisor(facts.world_size // hosts, _MOST_TP), facts.heads)
-    pp = _largest_divisor(hosts, facts.layers)
+    tp = math.gcd(divisors(facts.world_size // hosts, _MOST_TP)[-1], facts.heads)
+    pp = divisors(hosts, facts.layers)[-1]
     dims = ParallelDims(pp=pp, tp=tp, dp_replicate=facts.world_size // (pp * tp), dp_shard=1)
     facts = replace(facts, dims=dims, zero=0, tp_sequence_parallel=False)
     everything = tuple(range(facts.world_size))
@@ -162,7 +162,3 @@ def _least_ranks(dims: ParallelDims) -> int:
 def _shares(total: int, parts: int) -> list[int]:
     """`total` in `parts` nearly equal shares."""
     return [total // parts + (number < total % parts) for number in range(parts)] if parts else []
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)

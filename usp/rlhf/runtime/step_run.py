@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from parallel import ProcessGroups
 from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, tokens_key
@@ -161,7 +161,7 @@ class StepRun:
 
     def _work(self, call: ModelCall, samples: Samples) -> Samples:
         if isinstance(call.work, Generate):
-            made = self._model(call).generate(samples, call.work, call_seed(self._seed, call.name))
+            made = self._model(call).generate(samples, call.work, derived_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}
             return Samples(made.ids, {key: made[name] for key, name in names.items() if name in made.values})
         if isinstance(call.work, Inference):
@@ -177,8 +177,3 @@ class StepRun:
         total = value.detach().to(self._setting.device, copy=True)
         dist.all_reduce(total, group=group)
         return total.to(value.device)
-
-
-def call_seed(seed: int, name: str) -> int:
-    """A seed for one call, so that two calls of a step do not draw the same."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")

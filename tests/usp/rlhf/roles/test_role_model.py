@@ -19,7 +19,8 @@ from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, dr
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config, scalar_config
 from usp.rlhf.data.samples import Samples
-from usp.rlhf.generation.responses import responses, sample_seed
+from usp.rlhf.data.seeds import derived_seed
+from usp.rlhf.generation.responses import responses
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel
@@ -313,7 +314,7 @@ def test_responses_are_samples_aligned_with_their_tokens() -> None:
     prompts = Samples((2, 5), {"prompt_ids": [torch.tensor([7, 8, 9]), torch.tensor([6])]})
     made = responses(prompts, Generate(group_size=2), 11, Echo())
     assert made.ids == (4, 5, 10, 11)
-    first, second = (sample_seed(11, sample) % 97 for sample in (4, 5))
+    first, second = (derived_seed(11, sample) % 97 for sample in (4, 5))
     assert made["tokens"][0].tolist() == [7, 8, 9, first, first] and made["tokens"][1].tolist()[3:] == [second] * 2
     assert made["mask"][0].tolist() == [0, 0, 1, 1, 0] and made["logprobs"][0].tolist() == [0, 0, -0.5, -0.5, 0]
     assert made["mask"][2].tolist() == [0] and [bool(f) for f in made["finished"]] == [True, True, False, False]

@@ -17,6 +17,7 @@ from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from parallel.testing import RankPool
 from tests.usp.rlhf.toy import Alone, SharingModel, ToyModel, ppo, prompts
 from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
@@ -24,7 +25,6 @@ from usp.rlhf.plan.operations import Copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor, StepResult
-from usp.rlhf.runtime.step_run import call_seed
 from usp.rlhf.runtime.timeline import Event, Traffic
 
 STEPS, PROMPTS = 3, 5
@@ -101,7 +101,7 @@ def run_plans(folder: Path) -> list[Run]:
 
 def test_every_plan_makes_the_steps_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     graph, alone = ppo(), Alone()
-    wanted = [alone.step(graph, prompts(PROMPTS, n), call_seed(n, "actor_generate")) for n in range(1, STEPS + 1)]
+    wanted = [alone.step(graph, prompts(PROMPTS, n), derived_seed(n, "actor_generate")) for n in range(1, STEPS + 1)]
     found = ranks.run(run_plans, 8, tmp_path, timeout=240)
     for number, plan in enumerate(plans(graph)):
         runs = [of_rank[number] for of_rank in found]
@@ -180,7 +180,7 @@ def run_stale() -> list[dict[str, float]]:
 
 def test_weights_of_the_step_before_are_noticed(ranks: RankPool) -> None:
     alone = Alone()
-    wanted = [alone.step(ppo(), prompts(PROMPTS, n), call_seed(n, "actor_generate"))[0] for n in (1, 2)]
+    wanted = [alone.step(ppo(), prompts(PROMPTS, n), derived_seed(n, "actor_generate"))[0] for n in (1, 2)]
     first, second = ranks.run(run_stale, 4)[0]
     assert {key: first[key] for key in wanted[0]} == pytest.approx(wanted[0], abs=1e-5)
     assert abs(second["actor/loss"] - wanted[1]["actor/loss"]) > 1e-2
