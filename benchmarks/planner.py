@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,9 @@ from usp.cost.dry_run.dry_run import blank_batch
 from usp.cost.job import job_of
 from usp.cost.time.calibrate import Plan, calibrate
 from usp.cost.time.step_time import StepTime, step_seconds
-from usp.hf.models import load_model_config, materialise
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
-from usp.sp.batch import split_rows
-from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, first_weights, shard_stage
-from usp.train.engines.base import AdamW
+from usp.hf.models import load_model_config
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 MODEL, HEADS, HEAD_DIM = "tiny", 8, 16  # of the preset
@@ -79,22 +77,21 @@ def name(config: TrainConfig) -> str:
 # On each rank
 
 
-def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     """One training step, of sequences of one document."""
     mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
-    recipe, device = StageRecipe.of(config, load_model_config(config.model)), torch.device("cpu")
-    stages = build_stages(recipe, mesh)
-    for stage in stages:
-        shard_stage(stage, mesh, torch.float32, config.zero)
-        materialise(stage, device)
-        first_weights(stage, config.model, seed=0)
-    engine = build_fsdp2_engine(stages, mesh, recipe, AdamW(config.weight_decay), torch.float32, config.zero)
+    recipe = EngineRecipe.of(config, load_model_config(config.model))
+    engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=config.model, seed=0))
 
-    def step() -> None:
-        batch = blank_batch(config, mesh)
-        tokens = int(global_token_count(batch["shift_labels"], mesh))
-        engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
-        engine.step(config.learning_rate, config.max_grad_norm)
+    def step() -> object:
+        return train_step(
+            engine,
+            mesh,
+            blank_batch(config, mesh),
+            micro_batches=config.micro_batches,
+            learning_rate=config.learning_rate,
+            max_grad_norm=config.max_grad_norm,
+        )
 
     return step
 

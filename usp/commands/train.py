@@ -26,7 +26,7 @@ from usp.run.launch import Launch, meet, stay_on_loopback
 from usp.run.signals import StopRequest
 
 if TYPE_CHECKING:
-    from usp.train.prepare import Prepared
+    from usp.train.prepare import PreparedRun
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -63,7 +63,7 @@ class Command:
     load: Callable[[], Callable[[Any, Launch, StopRequest, str | None], None]]
 
 
-def prepare_run(config: TrainConfig, launch: Launch) -> Prepared:
+def prepare_run(config: TrainConfig, launch: Launch) -> PreparedRun:
     """Prepare a run: choose its layout under --plan auto, and predict the bytes that FSDP2 sends on this rank."""
     from usp.cost.job import job_of
     from usp.cost.planner.choice import planned
@@ -73,7 +73,7 @@ def prepare_run(config: TrainConfig, launch: Launch) -> Prepared:
     prepared = prepare(planned(config, launch), launch)
     if prepared.config.engine == "deepspeed":  # moves its bytes by rules of its own
         return prepared
-    job = job_of(prepared.config, prepared.model_config, launch.world_size)
+    job = job_of(prepared.config, prepared.model_config, launch.world_size, prepared.shape)
     return replace(prepared, predicted_fsdp_bytes=fsdp_sent_bytes(job, launch.rank))
 
 

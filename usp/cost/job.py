@@ -15,11 +15,9 @@ from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
 from parallel.dims import DERIVED_AXES
 from usp.config import TrainConfig
 from usp.hf.balance import aux_loss_coefficient
-from usp.hf.models import ModelConfig, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.models import ModelConfig
 from usp.model.shapes import LayerShape, ModelShape, ParameterShape
-from usp.run.failures import ConfigurationError, listed
-from usp.train.validate import parallel_dims, settle_batch, violations
+from usp.train.resolve import resolve
 
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 
@@ -123,17 +121,13 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, mode
     Raises:
         ConfigurationError: for everything that train.py would refuse about the configuration, and for DeepSpeed.
     """
-    config = settle_batch(config, world_size)
-    facts = model_facts(config.model, model_config)
-    problems = violations(config, world_size, facts)
-    if config.engine != "fsdp2":
-        problems.append(f"--engine = {config.engine} is not counted, whose steps are its own: use --engine fsdp2")
-    if problems:
-        raise ConfigurationError(listed(problems))
+    refused = f"--engine = {config.engine} is not counted, whose steps are its own: use --engine fsdp2"
+    resolved = resolve(config, world_size, model_config)
+    config, model_config, facts, dims = resolved.valid([refused] if config.engine == "deepspeed" else [])
     dtype = config.dtype if config.dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"
     return Job(
-        model=model or model_shape(facts, model_config),
-        dims=parallel_dims(config, config.ep).resolve(world_size),
+        model=model or resolved.shape,
+        dims=dims,
         seq_len=config.seq_len,
         rows=config.batch_size,
         micro_batches=config.micro_batches,

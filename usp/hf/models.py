@@ -31,8 +31,6 @@ from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
-from .expert_parallel import expert_modules
-
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _SCALAR = "ForSequenceClassification"
@@ -173,22 +171,5 @@ def kept_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
-    """How many weights multiply a token: all but the input embedding, a tied output head included.
-
-    Of a layer's experts, as many as a token chooses.
-    """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    for experts in expert_modules(model):
-        total -= _idle_weights(experts, model.config)
-    embedding = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-    return total if _ties_head(model.config) else total - embedding
-
-
 def _ties_head(config: PretrainedConfig) -> bool:
     return bool(config.tie_word_embeddings) and not is_scalar(config)
-
-
-def _idle_weights(experts: nn.Module, config: PretrainedConfig) -> int:
-    weights = sum(parameter.numel() for parameter in experts.parameters())
-    return weights // config.num_experts * (config.num_experts - config.num_experts_per_tok)

@@ -78,3 +78,14 @@ class ModelShape:
         for layer in self.layers:
             parts += [*layer.parameters, *layer.experts]
         return sum(part.numel for part in parts)
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply a token: all but the input embedding, a tied output head included.
+
+        Of a layer's experts, as many as a token chooses.
+        """
+        idle = self.facts.num_experts - self.experts_per_token
+        experts = sum(part.numel for layer in self.layers for part in layer.experts)
+        embedding = 0 if self.facts.tied else sum(part.numel for part in self.embedding)
+        return self.numel - embedding - (experts // self.facts.num_experts * idle if experts else 0)

@@ -1,4 +1,4 @@
 """One training run: checks, the engine, the loop, and checkpoints to resume from. Each file imports only earlier ones:
 
-resume, checkpoints, engines, validate, prepare, build, trainer.
+engines, learning_rate, checkpoints, resume, validate, resolve, prepare, step, build, loop, trainer.
 """

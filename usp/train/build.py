@@ -1,4 +1,4 @@
-"""From a prepared run to an engine with the stages that this rank trains.
+"""Build the engine that trains a model on a mesh.
 
 on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> recomputation
 then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
@@ -6,6 +6,7 @@ then                 stage with the loss -> FSDP2 -> memory -> weights, each ran
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -26,73 +27,32 @@ from usp.hf.weights import load_weights
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 from usp.presets import PRESETS
 from usp.sp.sp_attention import UnifiedSPAttention
-from usp.train.engines.base import AdamW, Engine
-from usp.train.engines.deepspeed import DeepSpeedEngine
-from usp.train.engines.fsdp2 import Fsdp2Engine
 
-from .prepare import Prepared
-
-
-def build_engine(prepared: Prepared, mesh: ParallelMesh) -> Engine:
-    """The engine that `prepared` asks for, over this rank's stages with their first weights. Collective.
-
-    Raises ValueError for a model that cannot be divided as asked.
-    """
-    config, dtype = prepared.config, getattr(torch, prepared.config.dtype)
-    optimizer = AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
-    recipe = StageRecipe.of(config, prepared.model_config)
-    stages = build_stages(recipe, mesh)
-    for stage in stages:
-        if config.engine == "fsdp2":
-            shard_stage(stage, mesh, dtype, config.zero)
-        materialise(stage, prepared.device)
-        if prepared.saved is not None:  # the weights come from the checkpoint
-            fill_buffers(stage.model)
-            if config.model not in PRESETS:
-                folder = Path(config.model).expanduser()
-                stage.model.generation_config = load_generation_config(folder) or stage.model.generation_config
-        else:
-            first_weights(stage, config.model, config.seed)
-    if config.engine == "deepspeed":
-        return DeepSpeedEngine(stages, mesh, zero=config.zero, optimizer=optimizer, param_dtype=dtype)
-    return build_fsdp2_engine(stages, mesh, recipe, optimizer, dtype, config.zero)
-
-
-def build_fsdp2_engine(
-    stages: list[CausalLMStage],
-    mesh: ParallelMesh,
-    recipe: StageRecipe,
-    optimizer: AdamW,
-    dtype: torch.dtype,
-    zero: int,
-) -> Fsdp2Engine:
-    """Trains stages of `recipe` that `shard_stage` sharded with the same dtype and ZeRO stage."""
-    pipeline = None
-    if mesh.size("pp") > 1:
-        from usp.train.engines.pipeline_runner import HandedOver, PipelineRunner
-
-        handed = HandedOver(
-            recipe.model.hidden_size,
-            dtype,
-            token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
-            num_experts=recipe.model.num_experts if recipe.balance else 0,
-        )
-        pipeline = PipelineRunner(stages, mesh, schedule=recipe.schedule, zero=zero, handed=handed)
-    return Fsdp2Engine(stages, mesh, zero=zero, optimizer=optimizer, pipeline=pipeline)
+from .engines.base import AdamW, Engine
+from .engines.deepspeed import DeepSpeedEngine
+from .engines.fsdp2 import Fsdp2Engine
 
 
 @dataclass(frozen=True, eq=False)
-class StageRecipe:
-    """How the stages of a model are built, beside the degrees of the mesh.
+class EngineRecipe:
+    """How the stages of a model and their engine are built, apart from the degrees of the mesh.
 
     Attributes:
-        ac, ac_offload, mlp_tile, loss_chunk: as train.py's flags of these names.
-        balance: the weight of the routers' auxiliary loss, over `micro_batches`.
-        weights_dtype: of the parameters; what they are computed in is FSDP2's matter.
+        dtype: of forward and backward.
+        zero: ZeRO stage; None leaves the stages unsharded.
+        optimizer: None for a model that is not trained.
+        balance: weight of the routers' load-balancing loss, over `micro_batches`.
+        weights_dtype: of the parameters.
+
+    The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
 
     model: ModelConfig
-    schedule: str = "1f1b"
+    dtype: torch.dtype
+    zero: int | None
+    optimizer: AdamW | None
+    engine: str = "fsdp2"
+    pp_schedule: str = "1f1b"
     sp_layout: str = "zigzag"
     kernel: str = "auto"
     tp_sequence_parallel: bool = False
@@ -105,32 +65,94 @@ class StageRecipe:
     weights_dtype: torch.dtype = torch.float32
 
     @staticmethod
-    def of(config: TrainConfig, model: ModelConfig) -> StageRecipe:
-        """That of a training run."""
-        return StageRecipe(
+    def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
+        """Return the recipe of a training run; `config` has no `auto` left."""
+        names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
+        return EngineRecipe(
             model=model,
-            schedule=config.pp_schedule,
-            sp_layout=config.sp_layout,
+            dtype=getattr(torch, config.dtype),
+            optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             kernel=config.attention_kernel,
-            tp_sequence_parallel=config.tp_sequence_parallel,
-            ac=config.ac,
-            ac_offload=config.ac_offload,
-            mlp_tile=config.mlp_tile,
             loss_chunk=config.loss_chunk,
             balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
             micro_batches=config.micro_batches,
+            **{name: getattr(config, name) for name in names},
         )
 
 
-def build_stages(recipe: StageRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
-    """This rank's stages on the meta device, everything applied but the sharding over data-parallel ranks."""
-    indices = rank_stages(recipe.schedule, mesh.size("pp"), mesh.rank("pp"))
-    return [_build_stage(index, recipe, mesh) for index in indices]
+def build_engine(
+    recipe: EngineRecipe, mesh: ParallelMesh, device: torch.device, fill: Callable[[CausalLMStage], None]
+) -> Engine:
+    """Build this rank's stages, give them memory on `device` and values with `fill`, and the engine over them.
+
+    Collective. See `first_weights` and `resumed_weights` for `fill`.
+
+    Raises:
+        ValueError: for a model that cannot be divided as asked.
+    """
+    stages = build_stages(recipe, mesh)
+    for stage in stages:
+        materialise(stage, device)
+        fill(stage)
+    if recipe.engine == "fsdp2":
+        return fsdp2_engine(stages, recipe, mesh)
+    assert recipe.optimizer is not None and recipe.zero is not None
+    return DeepSpeedEngine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, param_dtype=recipe.dtype)
 
 
-def _build_stage(index: int, recipe: StageRecipe, mesh: ParallelMesh) -> CausalLMStage:
+def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
+    """Build this rank's stages on the meta device, sharded over data-parallel ranks where FSDP2 does that.
+
+    Raises:
+        ValueError: for a model that cannot be divided as asked.
+    """
+    stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
+    if recipe.engine == "fsdp2" and recipe.zero is not None:
+        for stage in stages:
+            layers, experts = decoder_layers(stage.model), expert_modules(stage.model)
+            apply_fsdp(stage, mesh, layers, param_dtype=recipe.dtype, zero=recipe.zero, experts=experts)
+    return stages
+
+
+def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: ParallelMesh) -> Fsdp2Engine:
+    """Return the engine that trains stages from `build_stages`, which have memory."""
+    assert recipe.optimizer is not None and recipe.zero is not None
+    pipeline = None
+    if mesh.size("pp") > 1:
+        from .engines.pipeline_runner import HandedOver, PipelineRunner  # takes seconds to import
+
+        handed = HandedOver(
+            recipe.model.hidden_size,
+            recipe.dtype,
+            token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
+            num_experts=recipe.model.num_experts if recipe.balance else 0,
+        )
+        pipeline = PipelineRunner(stages, mesh, schedule=recipe.pp_schedule, zero=recipe.zero, handed=handed)
+    return Fsdp2Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline)
+
+
+def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:
+    """Fill a stage from a model folder, or for a preset with random weights that the seed determines.
+
+    new_head: draw the scalar head of a folder's causal LM from the seed; see `load_weights`.
+    """
+    if source in PRESETS:
+        initialise(stage.model, seed)
+    else:
+        load_weights(stage.model, Path(source).expanduser(), seed if new_head else None)
+
+
+def resumed_weights(stage: CausalLMStage, source: str) -> None:
+    """Fill what no checkpoint holds of a stage: buffers, and how a folder's model generates."""
+    fill_buffers(stage.model)
+    if source not in PRESETS:
+        generation_config = load_generation_config(Path(source).expanduser())
+        stage.model.generation_config = generation_config or stage.model.generation_config
+
+
+def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:
     model = empty_model(recipe.model)
-    layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.schedule))
+    layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
     prune_to_stage(model, layers[index], first, last)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
@@ -152,20 +174,3 @@ def _build_stage(index: int, recipe: StageRecipe, mesh: ParallelMesh) -> CausalL
             micro_batches=recipe.micro_batches,
         )
     return CausalLMStage(model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance)
-
-
-def shard_stage(stage: CausalLMStage, mesh: ParallelMesh, dtype: torch.dtype, zero: int) -> None:
-    """Shard a stage over data-parallel ranks with FSDP2."""
-    layers, experts = decoder_layers(stage.model), expert_modules(stage.model)
-    apply_fsdp(stage, mesh, layers, param_dtype=dtype, zero=zero, experts=experts)
-
-
-def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:
-    """Fill a stage that has memory: from a model folder, or for a preset with random weights that the seed fixes.
-
-    new_head: draw the scalar head of a folder's causal LM from the seed; see `load_weights`.
-    """
-    if source in PRESETS:
-        initialise(stage.model, seed)
-    else:
-        load_weights(stage.model, Path(source).expanduser(), seed if new_head else None)

@@ -16,41 +16,38 @@ from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.data.documents import open_source
 from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
+from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer
-from usp.model.facts import ModelFacts
+from usp.model.shapes import ModelShape
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem
 from usp.run.profiling import parse_steps
 
 from .checkpoints import TrainingState, resume_violations
+from .resolve import resolve
 from .resume import Start, find_start
-from .validate import parallel_dims, settle_batch, violations
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run that can start.
+class PreparedRun:
+    """A run that is ready to start.
 
     Attributes:
         config: without any `auto` or -1.
-        parameters: of the whole model; matmul_parameters: those that multiply a token.
         batches: global batches, without end.
-        predicted_fsdp_bytes: what this rank should send in a step to keep weights and gradients sharded, by
-            `usp.cost`; None where nobody says.
-        start: the run's folder, and the checkpoint that it continues from; saved: what that holds beside tensors.
+        predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
+            `usp.cost`; None where nobody predicted it.
+        start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
 
     config: TrainConfig
     dims: ParallelDims
     device: torch.device
     model_config: ModelConfig
-    facts: ModelFacts
-    parameters: int
-    matmul_parameters: int
+    shape: ModelShape
     tokenizer: Tokenizer
     batches: BatchStream
     kernel_choice: str
@@ -59,13 +56,14 @@ class Prepared:
     predicted_fsdp_bytes: int | None = None
 
 
-def prepare(config: TrainConfig, launch: Launch) -> Prepared:
+def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
     """Check `config` and load what it names: the same result, or the same error, on every rank.
 
     Raises ConfigurationError with every violation found. The first batch is read here, so that data without text,
     without its field, or with ids that the model has no embedding for is refused before any rank communicates.
     """
-    config = settle_batch(config, launch.world_size)
+    resolved = resolve(config, launch.world_size)
+    config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems: list[str] = []
     kernel_choice = ""
 
@@ -76,9 +74,6 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
             problems.append(str(error))
             return None
 
-    model_config = attempt(lambda: load_model_config(config.model))
-    facts = None if model_config is None else model_facts(config.model, model_config)
-    problems += violations(config, launch.world_size, facts)
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
@@ -93,10 +88,9 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
     attempt(lambda: parse_steps(config.profile, config.steps))
     start = attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
-    if problems or model_config is None or facts is None or device is None or units is None or tokenizer is None:
-        raise ConfigurationError(listed(problems))
+    config, model_config, facts, dims = resolved.valid(problems)
+    assert device is not None and units is not None and tokenizer is not None
 
-    dims = parallel_dims(config, config.ep).resolve(launch.world_size)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
     batches = BatchStream(
         units, tokenizer, rows=rows, seq_len=config.seq_len, seed=config.seed, vocab_size=facts.vocab_size
@@ -105,16 +99,13 @@ def prepare(config: TrainConfig, launch: Launch) -> Prepared:
         attempt(partial(batches.load_state_dict, saved.stream))
     if problems or attempt(batches.peek) is None:
         raise ConfigurationError(listed(problems))
-    resolved = _resolved(config, dims, device)
-    model = empty_model(model_config)
-    return Prepared(
-        config=resolved,
+    dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
+    return PreparedRun(
+        config=replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype),
         dims=dims,
         device=device,
         model_config=model_config,
-        facts=facts,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        matmul_parameters=matmul_parameters(model),
+        shape=resolved.shape,
         tokenizer=tokenizer,
         batches=batches,
         kernel_choice=kernel_choice,
@@ -155,8 +146,3 @@ def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> 
         return ""
     dtype = computation_dtype(config.dtype, device)
     return select_kernel(config.attention_kernel, AttentionSpec(), device, dtype, head_dim)[1]
-
-
-def _resolved(config: TrainConfig, dims: ParallelDims, device: torch.device) -> TrainConfig:
-    dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
-    return replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import ParallelMesh, ProcessGroups
+from parallel import ParallelMesh, ProcessGroups, local_tensor
 from parallel.memory import track_memory
 from parallel.wire import count_sent_bytes
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import blank_batch
-from usp.hf.expert_parallel import local, router_modules
-from usp.hf.models import load_model_config, materialise
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
-from usp.sp.batch import split_rows
-from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
-from usp.train.engines.base import AdamW
+from usp.hf.expert_parallel import router_modules
+from usp.hf.models import load_model_config
+from usp.hf.stage import CausalLMStage
+from usp.train.build import EngineRecipe, build_engine
+from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
@@ -29,27 +27,26 @@ Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
 
 def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
     """A training step in this world, on the CPU, with sequences of one document and routers that choose in turn."""
-    config = replace(config, dp_shard=parallel_dims(config, config.ep).resolve(dist.get_world_size()).dp_shard)
     mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
-    recipe, dtype = StageRecipe.of(config, load_model_config(config.model)), getattr(torch, config.dtype)
-    stages = build_stages(recipe, mesh)
-    for stage in stages:
-        shard_stage(stage, mesh, dtype, config.zero)
-        materialise(stage, torch.device("cpu"))
-        for x in (*stage.parameters(), *stage.buffers()):
-            nn.init.normal_(local(x.detach()), std=0.02)
-        for router in router_modules(stage.model):
-            router.register_forward_hook(_choose_in_turn)
-    engine = build_fsdp2_engine(stages, mesh, recipe, AdamW(config.weight_decay), dtype, config.zero)
-    engine.state()  # makes the optimiser's states, as the first step would
+    recipe = EngineRecipe.of(config, load_model_config(config.model))
+    engine = build_engine(recipe, mesh, torch.device("cpu"), _fill)
+    engine.state()  # makes the optimizer's states, as the first step would
+    return partial(
+        train_step,
+        engine,
+        mesh,
+        blank_batch(config, mesh),
+        micro_batches=config.micro_batches,
+        learning_rate=config.learning_rate,
+        max_grad_norm=config.max_grad_norm,
+    )
 
-    def step() -> None:
-        batch = blank_batch(config, mesh)
-        tokens = int(global_token_count(batch["shift_labels"], mesh))
-        engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
-        engine.step(config.learning_rate, config.max_grad_norm)
 
-    return step
+def _fill(stage: CausalLMStage) -> None:
+    for x in (*stage.parameters(), *stage.buffers()):
+        nn.init.normal_(local_tensor(x.detach()), std=0.02)
+    for router in router_modules(stage.model):
+        router.register_forward_hook(_choose_in_turn)
 
 
 def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:

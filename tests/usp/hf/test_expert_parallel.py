@@ -20,7 +20,8 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.expert_parallel import apply_ep, ep_violations, expert_modules, router_modules
 from usp.hf.integrate import decoder_layers
-from usp.hf.models import load_model_config, matmul_parameters
+from usp.hf.models import load_model_config, model_facts
+from usp.hf.shapes import model_shape
 from usp.hf.tensor_parallel import apply_tp
 from usp.losses.cross_entropy import causal_lm_loss, global_token_count
 
@@ -309,4 +310,5 @@ def test_a_token_is_multiplied_by_the_experts_it_chose() -> None:
     model = moe_model("mixtral", 8, device="meta")
     one_expert = 2 * 3 * 64 * 32  # layers, gate, up and down, in and out
     everything = sum(p.numel() for p in model.parameters()) - VOCAB * 32
-    assert matmul_parameters(model) == everything - 6 * one_expert
+    shape = model_shape(model_facts("mixtral", model.config), model.config)
+    assert shape.matmul_parameters == everything - 6 * one_expert

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, BertConfig
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
 from usp.hf.models import (
-    empty_model,
     load_model_config,
-    matmul_parameters,
     model_facts,
 )
+from usp.hf.shapes import model_shape
 from usp.hf.weights import load_weights
 from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
@@ -75,10 +74,10 @@ def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
 
 def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> None:
     config = load_model_config("tiny")
-    untied = matmul_parameters(empty_model(config))
+    untied = model_shape(model_facts("tiny", config), config).matmul_parameters
     config.tie_word_embeddings = True
     model = drawn_model(config)
-    assert matmul_parameters(model) == untied
+    assert model_shape(model_facts("tiny", config), config).matmul_parameters == untied
     save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight

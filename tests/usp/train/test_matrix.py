@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,9 @@ from tests.usp.tiny import (
 )
 from usp import shard_batch
 from usp.config import TrainConfig
-from usp.data.tokenizer import BYTES
-from usp.hf.models import load_model_config, model_facts
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
-from usp.sp.batch import split_rows
-from usp.train.build import build_engine
-from usp.train.prepare import Prepared
-from usp.train.resume import Start
-from usp.train.validate import parallel_dims, violations
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.resolve import resolve
+from usp.train.step import train_step
 
 AUX_LOSS = 0.02
 
@@ -101,30 +96,34 @@ def reference(case: Row) -> tuple[str, float, int]:
     return case.family, AUX_LOSS if experts else 0.0, case.flags.get("micro_batches", 1) if experts else 1
 
 
-def prepared_for(config: TrainConfig) -> Prepared:
-    """What `prepare` makes, without data."""
-    model_config = load_model_config(config.model)
-    facts = model_facts(config.model, model_config)
-    assert violations(config, dist.get_world_size(), facts) == []
-    dims = parallel_dims(config, config.ep).resolve(dist.get_world_size())
-    return Prepared(config, dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "", Start(), None)
-
-
 def train(config: TrainConfig) -> list[tuple[float, float]]:
     """Ten steps: (loss, gradient norm) of each."""
-    prepared = prepared_for(config)
-    mesh = ParallelMesh.create(prepared.dims)
-    engine = build_engine(prepared, mesh)
+    config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
+    mesh = ParallelMesh.create(dims)
+    fill = partial(first_weights, source=config.model, seed=config.seed)
+    engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
+
+    def summed(share: torch.Tensor) -> float:
+        for axis in ("pp", "loss"):
+            dist.all_reduce(share, group=mesh.group(axis))
+        return share.item()
+
     share, history = ROWS // mesh.size("batch"), []
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
     for step in range(STEPS):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        tokens = int(global_token_count(local["shift_labels"], mesh))
-        loss = engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
-        for axis in ("pp", "loss"):
-            dist.all_reduce(loss, group=mesh.group(axis))
-        history.append((loss.item(), engine.step(LEARNING_RATE, MAX_NORM)))
+        history.append(
+            train_step(
+                engine,
+                mesh,
+                local,
+                micro_batches=config.micro_batches,
+                learning_rate=LEARNING_RATE,
+                max_grad_norm=MAX_NORM,
+                before_update=summed,
+            )
+        )
     return history
 
 

@@ -22,16 +22,15 @@ from attention import AttentionSpec
 from parallel import ParallelMesh, local_tensor
 from parallel.wire import SentBytes
 from usp.config import TrainConfig
-from usp.hf.models import ModelConfig, load_model_config, materialise, model_facts
+from usp.hf.models import ModelConfig, materialise
 from usp.hf.stage import CausalLMStage
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
-from usp.run.failures import ConfigurationError, listed
-from usp.sp.batch import shard_batch, split_rows
-from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
-from usp.train.engines.base import AdamW
+from usp.run.failures import ConfigurationError
+from usp.sp.batch import shard_batch
+from usp.train.build import EngineRecipe, build_stages, fsdp2_engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
-from usp.train.validate import parallel_dims, settle_batch, violations
+from usp.train.resolve import resolve
+from usp.train.step import train_step
+from usp.train.validate import parallel_dims
 
 from .fake_world import HostMemory, fake_world, kernel_for, stand_ins
 from .live_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
@@ -107,10 +106,10 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     device, host, meter = torch.device(config.device), HostMemory(), StepMeter()
     with fake_world(world_size, rank), stand_ins(device, host, pipeline=config.pp > 1):
         mesh = ParallelMesh.create(parallel_dims(config, config.ep))
-        recipe = StageRecipe.of(config, model_config)
-        stages = _stages(recipe, mesh, config)  # on the meta device, and quicker so
+        recipe = EngineRecipe.of(config, model_config)
+        stages = _stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
-            engine = _engine(stages, mesh, recipe, config)
+            engine = _engine(stages, mesh, recipe, foreach=config.device == "cuda")  # as torch does by default
             _label_state(engine, meter.memory)
             start_bytes = meter.memory.current_bytes
             meter.memory.restart()
@@ -135,23 +134,19 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
 
 
 def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConfig, ModelConfig, str]:
-    """The configuration without `auto`, its model's, and the choice of the attention kernel; ConfigurationError."""
-    problems: list[str] = []
+    """Return the configuration without `auto`, its model's, and the choice of the attention kernel.
+
+    Raises:
+        ConfigurationError: for what `dry_run` refuses.
+    """
     if world_size < 1:
         raise ConfigurationError(f"--world-size = {world_size} must be at least 1")
-    config = settle_batch(config, world_size)
+    problems = []
     if not 0 <= rank < world_size:
         problems.append(f"--rank = {rank} must be one of the {world_size} ranks: 0 to {world_size - 1}")
     if config.engine == "deepspeed":
         problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
-    try:
-        model_config = load_model_config(config.model)
-    except ValueError as error:
-        raise ConfigurationError(listed([*problems, str(error), *violations(config, world_size, None)])) from error
-    facts = model_facts(config.model, model_config)
-    problems += violations(config, world_size, facts)
-    if problems:
-        raise ConfigurationError(listed(problems))
+    config, model_config, facts, dims = resolve(config, world_size).valid(problems)
     device = "cpu" if config.device == "cpu" else "cuda"
     name = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)
@@ -159,45 +154,50 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
         _, kernel = kernel_for(torch.device(device), config.attention_kernel, AttentionSpec(), dtype, facts.head_dim)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    dims = parallel_dims(config, config.ep).resolve(world_size)
     return replace(config, device=device, dtype=name, dp_shard=dims.dp_shard), model_config, kernel
 
 
-def _stages(recipe: StageRecipe, mesh: ParallelMesh, config: TrainConfig) -> list[CausalLMStage]:
+def _stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
     try:
-        stages = build_stages(recipe, mesh)
-        for stage in stages:
-            shard_stage(stage, mesh, getattr(torch, config.dtype), config.zero)
+        return build_stages(recipe, mesh)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    return stages
 
 
-def _engine(stages: list[CausalLMStage], mesh: ParallelMesh, recipe: StageRecipe, config: TrainConfig) -> Fsdp2Engine:
-    """With memory, and with the optimiser's states, which a run has from its first step on."""
+def _engine(stages: list[CausalLMStage], mesh: ParallelMesh, recipe: EngineRecipe, foreach: bool) -> Fsdp2Engine:
+    """Return the engine with memory, and with the optimizer's states, which a run has from its first step on."""
     for stage in stages:
         materialise(stage, torch.device("cpu"))
-    optimizer = AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
-    engine = build_fsdp2_engine(stages, mesh, recipe, optimizer, getattr(torch, config.dtype), config.zero)
+    engine = fsdp2_engine(stages, recipe, mesh)
     for group in engine.optimizer.param_groups:
-        group["foreach"] = config.device == "cuda"  # as torch does by default
+        group["foreach"] = foreach
     engine.state()
     return engine
 
 
 def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: LiveMemory) -> None:
-    """What `Trainer.step` does between the data and the record."""
+    """Run the training step, and label what it allocates."""
     begin, forwards = memory.now, []
     for stage in engine.stages:
         stage.register_forward_pre_hook(lambda *_: forwards.append(memory.now))
-        # What a forward made and did not let go, its backward needs.
+        # What a forward allocates and does not free, its backward needs.
         stage.register_forward_hook(lambda *_: memory.label_since(forwards.pop(), ACTIVATIONS))
-    local = blank_batch(config, mesh)
+    batch = blank_batch(config, mesh)
     memory.label_since(begin, ACTIVATIONS)
-    tokens = int(global_token_count(local["shift_labels"], mesh))
-    engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
-    memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
-    engine.step(config.learning_rate, config.max_grad_norm)
+
+    def label_gradients(share: Tensor) -> float:
+        memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
+        return 0.0
+
+    train_step(
+        engine,
+        mesh,
+        batch,
+        micro_batches=config.micro_batches,
+        learning_rate=config.learning_rate,
+        max_grad_norm=config.max_grad_norm,
+        before_update=label_gradients,
+    )
 
 
 def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from usp.rlhf.generation.responses import Generates, responses
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.run.failures import TrainingDiverged
-from usp.train.build import build_fsdp2_engine, build_stages, first_weights, shard_stage
+from usp.train.build import build_stages, first_weights, fsdp2_engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
 from .forward import forward_stages
@@ -62,8 +62,6 @@ class RoleModel:
         self.engine: Fsdp2Engine | None = None
         self._recipe = spec.recipe(layout, trained)
         (self.stage,) = build_stages(self._recipe, mesh)
-        if trained or layout.zero:
-            shard_stage(self.stage, mesh, spec.dtype, layout.zero)
         self._memory: WeightMemory | None = None
         self._make_generator = make_generator
         self._generator: Generates | None = None
@@ -81,10 +79,7 @@ class RoleModel:
         fill_buffers(self.stage.model)
         self._memory = WeightMemory([self.stage])
         if self.trained:
-            assert self.spec.optimizer is not None
-            self.engine = build_fsdp2_engine(
-                [self.stage], self.mesh, self._recipe, self.spec.optimizer, self.spec.dtype, self.layout.zero
-            )
+            self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
         """Give the weights memory and their first values."""

@@ -8,7 +8,7 @@ import torch
 
 from usp.hf.models import ModelConfig
 from usp.rlhf.plan.plan import CallLayout
-from usp.train.build import StageRecipe
+from usp.train.build import EngineRecipe
 from usp.train.engines.base import AdamW
 
 
@@ -41,10 +41,13 @@ class RoleSpec:
     mlp_tile: int = 0
     ac: str = "none"
 
-    def recipe(self, layout: CallLayout, trained: bool) -> StageRecipe:
+    def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
         """How its stages are built in a layout, to be trained there or not."""
-        return StageRecipe(
+        return EngineRecipe(
             model=self.config,
+            dtype=self.dtype,
+            zero=layout.zero if trained or layout.zero else None,
+            optimizer=self.optimizer if trained else None,
             sp_layout=layout.sp_layout,
             kernel=self.kernel,
             tp_sequence_parallel=layout.tp_sequence_parallel,

@@ -19,7 +19,8 @@ from usp.__main__ import main
 from usp.commands.dry_run import DryRunLine
 from usp.config import TrainConfig, config_to_mapping
 from usp.cost.dry_run.dry_run import dry_run
-from usp.hf.models import empty_model, load_model_config, matmul_parameters
+from usp.hf.models import empty_model, load_model_config, model_facts
+from usp.hf.shapes import model_shape
 from usp.run.failures import ConfigurationError
 
 WORLD = 8
@@ -145,7 +146,7 @@ def test_flops_are_those_of_the_mathematics_where_nothing_runs_twice() -> None:
     pairs, layers, hidden = 512 * 513 // 2, 2, 128
     assert run.attention_flops == 2 * (2 + 5) * pairs * hidden * layers
     norms = 5 * hidden  # weights that multiply no matrix
-    products = matmul_parameters(empty_model(model_config)) - norms
+    products = model_shape(model_facts("tiny", model_config), model_config).matmul_parameters - norms
     assert run.flops - run.attention_flops == 6 * products * 512
     in_float32 = dry_run(replace(config, dtype="float32"), 1)  # whose head adds its weight's gradient up in place
     assert in_float32.flops - in_float32.attention_flops == 6 * products * 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,10 @@ from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.traffic.sent import Sent, merged
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
-from usp.data.tokenizer import BYTES
 from usp.hf.expert_parallel import router_modules
-from usp.hf.models import load_model_config, model_facts
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
-from usp.sp.batch import split_rows
-from usp.train.build import build_engine
-from usp.train.prepare import Prepared
-from usp.train.resume import Start
+from usp.hf.models import load_model_config
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
 GroupOp = tuple[tuple[int, ...], str]
@@ -74,12 +70,9 @@ def counted(configs: list[TrainConfig]) -> list[dict[GroupOp, tuple[int, int]]]:
 
 
 def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
-    model_config = load_model_config(config.model)
-    facts, dims = model_facts(config.model, model_config), parallel_dims(config, config.ep)
-    mesh = ParallelMesh.create(dims)
-    start = Start(), None
-    prepared = Prepared(config, mesh.dims, torch.device("cpu"), model_config, facts, 0, 0, BYTES, iter(()), "", *start)
-    engine = build_engine(prepared, mesh)
+    mesh = ParallelMesh.create(parallel_dims(config, config.ep))
+    recipe, fill = EngineRecipe.of(config, load_model_config(config.model)), partial(first_weights, source=config.model)
+    engine = build_engine(recipe, mesh, torch.device("cpu"), partial(fill, seed=config.seed))
     for stage in engine.stages:
         for router in router_modules(stage.model):
             router.register_forward_hook(evenly)
@@ -88,9 +81,7 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
     local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders}, mesh, layout=config.sp_layout)
 
     def step() -> None:
-        tokens = int(global_token_count(local["shift_labels"], mesh))
-        engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
-        engine.step(1e-3, 1.0)
+        train_step(engine, mesh, local, micro_batches=config.micro_batches, learning_rate=1e-3, max_grad_norm=1.0)
 
     step()  # in the first, ranks agree on what they are about to do
     with count_sent_bytes() as sent:
