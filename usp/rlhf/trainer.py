@@ -17,21 +17,17 @@ RUN/                          what a run leaves
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 
-from parallel import Checkpointer, ParallelMesh, ProcessGroups, latest
+from parallel import ParallelMesh, ProcessGroups, latest
 from usp.config import config_to_mapping
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
@@ -46,13 +42,14 @@ from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor
-from usp.run.failures import ConfigurationError, Stopped, UserCodeFailed
+from usp.run.failures import ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
-from usp.run.metrics import RunLog, count, open_wandb
+from usp.run.metrics import count
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
+from usp.train.learning_rate import learning_rate
+from usp.train.loop import TrainingLoop
 from usp.train.resume import CHECKPOINTS, Start, run_folder
-from usp.train.trainer import learning_rate
 
 from .algorithms.graphs import stateful
 from .algorithms.rewards import RewardFailed
@@ -136,15 +133,13 @@ class RlhfRecord:
         return "  ".join([*said, f"{count(tokens)} tokens a sample", f"{self.seconds:.1f} s"])
 
 
-class RlhfTrainer:
+class RlhfTrainer(TrainingLoop):
     """A graph's models under a plan, with their data. Every rank calls every method, in the same order."""
 
     def __init__(self, prepared: Prepared, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> None:
-        self.prepared, self.launch, self.stop, self.watchdog = prepared, launch, stop, watchdog
-        self.config, self.device = prepared.config, prepared.device
-        self.is_writer = dist.get_rank() == 0
         assert prepared.start.folder is not None
-        self.folder = prepared.start.folder
+        self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
+        super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
         self.groups = ProcessGroups()
         self.trained: dict[str, RoleModel] = {}  # of this rank, by role
         keys = {*prepared.graph.given, *prepared.graph.producers}
@@ -162,24 +157,9 @@ class RlhfTrainer:
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.checkpointer = Checkpointer(self.folder / CHECKPOINTS, prepared.config.keep_checkpoints, self.device.type)
-        self.done, self.taken, self.stopping = 0, 0, False
+        self.taken = 0  # examples
         if prepared.saved is not None:
             self._resume(prepared.saved)
-
-    def run(self) -> None:
-        """The steps that are left, with their checkpoints, then the trained models."""
-        if self.is_writer:
-            self._begin_folder()
-        with self._log() as log:
-            for number in range(self.done + 1, self.config.steps + 1):
-                record = self.step(number)
-                if log is not None:
-                    log.record(record)
-                self._keep(number)
-        self.watchdog.progress(self.done, "writing the model", long=True)
-        self.checkpointer.wait()
-        self._export()
 
     def step(self, number: int) -> RlhfRecord:
         """Step `number` (from 1)."""
@@ -242,21 +222,12 @@ class RlhfTrainer:
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         trained = self.trained.items()
         return {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
 
-    def _keep(self, number: int) -> None:
-        """After a step: a checkpoint where one is due, and the end where a signal asked for it."""
-        every = self.config.checkpoint_every
-        due = bool(every) and (number % every == 0 or number == self.config.steps)
-        if due or self.stopping:
-            self.watchdog.progress(number, "checkpoint", long=True)
-            state = RlhfState(number, self.taken, self._remembered(), config_to_mapping(self.config))
-            self.checkpointer.save(number, self._state(), state.to_extra())
-        if self.stopping and number < self.config.steps:
-            self.checkpointer.wait()
-            raise Stopped(self.stop.signal_number or signal.SIGTERM, number, latest(self.folder / CHECKPOINTS))
+    def extra(self) -> dict[str, Any]:
+        return RlhfState(self.done, self.taken, self._remembered(), config_to_mapping(self.config)).to_extra()
 
     def _remembered(self) -> dict[str, dict[str, float]]:
         """What functions of samples remember, which only the ranks that call them know."""
@@ -269,11 +240,7 @@ class RlhfTrainer:
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        state = self._state()
-        try:
-            self.checkpointer.load(self.prepared.start.checkpoint, state)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+        state = self.load(self.prepared.start.checkpoint)
         for role, model in self.trained.items():
             prefix = f"{role}."
             model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
@@ -281,7 +248,7 @@ class RlhfTrainer:
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
 
-    def _export(self) -> None:
+    def export(self) -> None:
         """Write every trained model; they are whole when any rank returns."""
         graph, plan = self.prepared.graph, self.prepared.plan
         for role in graph.trained_roles:
@@ -299,33 +266,18 @@ class RlhfTrainer:
                     print(f"{role}: {path}", flush=True)
         dist.barrier()
 
-    def _begin_folder(self) -> None:
-        """Make the run's folder with its configuration, and say what is about to run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config, plan = self.config, self.prepared.plan
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(config), sort_keys=False))
-        (self.folder / "plan.yaml").write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
-        models = ", ".join(f"{role} {spec.source}" for role, spec in self.prepared.roles.items())
-        print(f"algorithm: {config.algorithm}, models: {models}")
-        print(f"ranks: {dist.get_world_size()}, plan {plan.name}")
-        for name, layout in plan.calls.items():
-            print(f"  {name}: {layout}")
-        print(self.prepared.kernel_choice)
-        if self.prepared.saved is not None:
-            print(f"continues: {self.prepared.start.checkpoint}")
-        print(f"run: {self.folder}", flush=True)
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        return {**super().files(), "plan.yaml": to_mapping(self.prepared.plan)}
 
-    def _log(self) -> RunLog | nullcontext[None]:
-        if not self.is_writer:
-            return nullcontext()
-        return RunLog(
-            self.folder,
-            steps=self.config.steps,
-            log_every=self.config.log_every,
-            out=sys.stdout,
-            after=self.done,
-            wandb=open_wandb(self.config.wandb_project, self.folder, config_to_mapping(self.config)),
-        )
+    def summary(self) -> Iterator[str]:
+        plan = self.prepared.plan
+        models = ", ".join(f"{role} {spec.source}" for role, spec in self.prepared.roles.items())
+        yield f"algorithm: {self.config.algorithm}, models: {models}"
+        yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
+        yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
+        yield self.prepared.kernel_choice
+        if self.prepared.saved is not None:
+            yield f"resumed from: {self.prepared.start.checkpoint}"
 
     def _keep_samples(self, number: int, samples: Samples) -> None:
         decode = self.prepared.tokenizer.decode
