@@ -1,6 +1,6 @@
-"""A training step as numbers: a model's shapes, the degrees, and every switch that changes bytes.
+"""A training step as numbers: the model's shapes, the degrees, and every switch that changes bytes.
 
-`job_of` reads it from a configuration, and all predictions are pure functions of it.
+`job_of` reads it from a configuration; all predictions are pure functions of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from usp.train.resolve import resolve
 
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 
-# The grids whose axes have process groups, as `parallel.mesh` makes them.
+# The grids whose axes have process groups, as in `parallel.mesh`.
 _GRIDS = (
     ("pp", "dp_replicate", "fsdp", "tp"),
     ("pp", "loss", "tp"),
@@ -37,8 +37,8 @@ class Job:
     Attributes:
         dims: resolved.
         rows: sequences per data-parallel rank and step (train.py's batch_size).
-        dtype: of parameters and activations in forward and backward; what is kept and reduced is float32.
-        balance: whether routers have an auxiliary loss.
+        dtype: of parameters and activations in forward and backward; master weights and reductions are float32.
+        balance: whether routers have a load-balancing loss.
 
     The other attributes are train.py's flags of these names.
     """
@@ -65,22 +65,22 @@ class Job:
 
     @property
     def layout(self) -> SequenceLayout:
-        """How a sequence lies on ring x ulysses."""
+        """The layout of a sequence on ring x ulysses."""
         return SequenceLayout(self.sp_layout, self.seq_len, self.dims.ring, self.dims.ulysses)
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank of ring x ulysses."""
+        """Tokens of one micro-batch on one rank of ring x ulysses."""
         return self.rows // self.micro_batches * self.layout.local_len
 
     @property
     def outer_tokens(self) -> int:
-        """Of one micro-batch on one rank between attentions and MLPs, where tensor-parallel ranks may share them."""
+        """Tokens of one micro-batch on one rank outside of attention and MLP, where tensor-parallel ranks may share them."""
         return self.tokens // self.dims.tp if self.tp_sequence_parallel else self.tokens
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether a backward is one of the inputs and, later, one of the weights."""
+        """Whether backwards are split into one for the inputs and a later one for the weights."""
         return self.pp_schedule == "zero-bubble" and self.dims.pp > 1
 
     @property
@@ -89,39 +89,39 @@ class Job:
         return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.pp_schedule))
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The pipeline stages of a rank."""
+        """Return the pipeline stages of a rank."""
         return rank_stages(self.pp_schedule, self.dims.pp, self.dims.coordinates(rank)["pp"])
 
     def degree(self, axis: str) -> int:
-        """Ranks along an axis, derived ones, efsdp and ep too."""
+        """Return the number of ranks along an axis, derived axes, efsdp and ep included."""
         if axis in ("efsdp", "ep"):
             return self.dims.efsdp if axis == "efsdp" else self.dims.ep
         degrees = self.dims.degrees()
         return math.prod(degrees[part] for part in DERIVED_AXES.get(axis, (axis,)))
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The global ranks of the group of `rank` along an axis, ascending."""
+        """Return the global ranks of the group of `rank` along an axis, ascending."""
         axes = next(grid for grid in (tuple(self.dims.degrees()), *_GRIDS) if axis in grid)
         stride = math.prod(self.degree(inner) for inner in axes[axes.index(axis) + 1 :])
         first = rank - self.place(axis, rank) * stride
         return tuple(first + stride * number for number in range(self.degree(axis)))
 
     def place(self, axis: str, rank: int) -> int:
-        """The coordinate of `rank` along an axis."""
+        """Return the coordinate of `rank` along an axis."""
         axes = next(grid for grid in (tuple(self.dims.degrees()), *_GRIDS) if axis in grid)
         stride = math.prod(self.degree(inner) for inner in axes[axes.index(axis) + 1 :])
         return rank // stride % self.degree(axis)
 
 
 def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, model: ModelShape | None = None) -> Job:
-    """The step that `config` asks for. A dtype `auto` is that of a GPU, except with `--device cpu`.
+    """Return the step that `config` asks for. A dtype `auto` is a GPU's, except with device=cpu.
 
-    model: the shapes of `model_config`, where they are known already.
+    model: the shapes of `model_config`, if the caller has them.
 
     Raises:
-        ConfigurationError: for everything that train.py would refuse about the configuration, and for DeepSpeed.
+        ConfigurationError: for configurations that train.py refuses, and for DeepSpeed.
     """
-    refused = f"--engine = {config.engine} is not counted, whose steps are its own: use --engine fsdp2"
+    refused = f"--engine = {config.engine} is not modelled: use --engine fsdp2"
     resolved = resolve(config, world_size, model_config)
     config, model_config, facts, dims = resolved.valid([refused] if config.engine == "deepspeed" else [])
     dtype = config.dtype if config.dtype != "auto" else "float32" if config.device == "cpu" else "bfloat16"

@@ -1,8 +1,8 @@
-"""What a checkpoint of a training run holds beyond its tensors, and what must hold where the run is resumed.
+"""The state of a training run besides its tensors, and the checks before a run is resumed.
 
 The learning rate is a function of step and configuration, so it needs no state. Nothing in a training step draws a
-random number (attention with dropout is refused), and every rank is seeded alike: one state of the generators, the
-first rank's, serves every layout.
+random number (attention dropout is refused) and every rank has the same seed, so one state of the random generators,
+rank 0's, fits every layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from usp.config import TrainConfig, config_to_mapping, flag
 
-# What transformers notes in a model's configuration about who wrote it and how it is run, not about its function.
+# Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
     "_name_or_path",
     "_attn_implementation",
@@ -33,15 +33,15 @@ _NOT_THE_RUN = {"output", "resume"}
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A run after a step.
+    """The state of a run after a step.
 
-    Args:
-        step: how many optimiser steps are done.
-        tokens: how many tokens they have read, over all ranks.
+    Attributes:
+        step: optimizer steps done.
+        tokens: tokens read so far, over all ranks.
         stream: `BatchStream.state_dict()`.
         random: `random_state()`.
-        config: the resolved configuration, as `config_to_mapping` gives it.
-        model: the model's configuration, as transformers' `to_dict` gives it.
+        config: the resolved configuration, from `config_to_mapping`.
+        model: the model's configuration, from transformers' `to_dict`.
     """
 
     step: int
@@ -52,40 +52,40 @@ class TrainingState:
     model: Mapping[str, Any]
 
     def to_extra(self) -> dict[str, Any]:
-        """For `Checkpointer.save`."""
+        """Return the mapping that `Checkpointer.save` takes."""
         extra = {field.name: getattr(self, field.name) for field in fields(self)}
         return extra | {"model": _as_json(self.model)}
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> TrainingState:
-        """Of what `read_extra` gives. Raises ValueError when that is not of a training run."""
+        """Read the result of `read_extra`. Raises ValueError if the checkpoint is not of a training run."""
         names = [field.name for field in fields(TrainingState)]
         if missing := [name for name in names if name not in extra]:
-            raise ValueError(f"the checkpoint is of no training run: it lacks {', '.join(missing)}")
+            raise ValueError(f"the checkpoint is not of a training run: it lacks {', '.join(missing)}")
         return TrainingState(**{name: extra[name] for name in names})
 
 
 def resume_violations(
     saved: TrainingState, config: TrainConfig, model: Mapping[str, Any], finished_too: bool = False
 ) -> list[str]:
-    """What keeps a run of `config`, its model of the configuration `model`, from continuing `saved`; one message each.
+    """Return why a run of `config` with the model configuration `model` cannot continue `saved`, one message each.
 
-    finished_too: a run whose steps are all done may be continued, to its end.
+    finished_too: accept a checkpoint of the last step, after which only the model is left to write.
 
-    Layout, number of ranks, engine, batch and schedule may differ. The data, seq_len and seed must not, which
-    `BatchStream.load_state_dict` sees to.
+    Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
+    `BatchStream.load_state_dict` checks them.
     """
     found = []
     here, there = _as_json(model), _as_json(saved.model)
     keys = sorted((here.keys() | there.keys()) - _NOT_THE_MODEL)
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
-        found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint: {values}: use that model")
+        found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
     return found + steps_violations(saved.step, config.steps, finished_too)
 
 
 def steps_violations(saved: int, steps: int, finished_too: bool) -> list[str]:
-    """Why a run of so many steps cannot continue a checkpoint of step `saved`; one of the last step may count."""
+    """Return why a run of `steps` steps cannot continue a checkpoint of step `saved`."""
     least = saved if finished_too else saved + 1
     if steps >= least:
         return []
@@ -93,7 +93,7 @@ def steps_violations(saved: int, steps: int, finished_too: bool) -> list[str]:
 
 
 def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:
-    """The fields that `config` has otherwise than the run that is continued: allowed, and worth a line."""
+    """Return the fields that differ from the run that is continued: allowed, and worth a line each."""
     here = config_to_mapping(config)
     return [
         f"{flag(name)} = {value} (checkpoint: {saved.config[name]})"
@@ -103,7 +103,7 @@ def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of Python, numpy, torch and, where `device` is one, the CUDA device."""
+    """Return the states of the random generators of Python, numpy, torch and the CUDA device, if `device` is one."""
     version, numbers, gauss = random.getstate()
     numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
     return {
@@ -115,7 +115,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what `random_state` gave; the one of a device of another kind stays as it is."""
+    """Set the random generators to `state`, from `random_state`; a device of another type keeps its own."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
     key = np.asarray(numpy["state"]["key"], dtype=np.uint32)
@@ -126,5 +126,5 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _as_json(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as JSON brings it back, so that a saved one and a live one compare."""
+    """Convert to what JSON restores, so that saved and live mappings compare."""
     return json.loads(json.dumps(dict(mapping), default=str))

@@ -1,4 +1,4 @@
-"""From a configuration to all that a run needs before its ranks communicate, or to one message of all that is wrong."""
+"""Load and check everything that a run needs before its ranks communicate; report all problems in one message."""
 
 from __future__ import annotations
 
@@ -115,19 +115,19 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
 
 
 def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | None:
-    """Why `--engine` cannot be served here; None where it can."""
+    """Return why `--engine` cannot be used here; None if it can."""
     if config.engine != "deepspeed":
         return None
     if find_spec("deepspeed") is None:
         return "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else None
     if config.zero == 0 and dtype == torch.bfloat16:
-        return "--engine deepspeed --zero 0 adds gradients up in bfloat16: use --zero 1, or --dtype float32"
+        return "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
     return None
 
 
 def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) -> TrainingState | None:
-    """What the checkpoint to continue from holds beside tensors; ValueError where `config` cannot continue it."""
+    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it."""
     if start.checkpoint is None:
         return None
     saved = TrainingState.from_extra(read_extra(start.checkpoint))
@@ -138,9 +138,9 @@ def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) ->
 
 
 def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> str:
-    """The line that names the kernel for this device, dtype and head size, and what was refused before it.
+    """Return the line that names the kernel for this device, dtype and head size, and those refused before it.
 
-    Raises ValueError for one that cannot serve them; unknown names are refused elsewhere.
+    Raises ValueError for a kernel that does not support them; unknown names are refused elsewhere.
     """
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and in which folder."""
+"""The folder of a run, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from usp.run.metrics import METRICS_FILE
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
-RUNS = Path("runs")  # where a run goes that names no folder
+RUNS = Path("runs")  # of runs without --output
 FOLDER_KEY = "run-folder"
 
 
@@ -28,9 +28,9 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        folder: the run's; None when it is to be named after the time.
-        checkpoint: what it continues from; None when it begins.
-        finished_too: whether that checkpoint may be of the last step, so that only the model is left to write.
+        folder: of the run; None for one named after the time.
+        checkpoint: to resume from; None for a new run.
+        finished_too: the checkpoint may be of the last step, after which only the model is left to write.
     """
 
     folder: Path | None = None
@@ -39,19 +39,19 @@ class Start:
 
 
 def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,)) -> Start:
-    """Where the run of `config` begins: its own folder after a restart, what `--resume` names, or anew.
+    """Find where the run of `config` begins: in its own folder after a restart, where `--resume` says, or anew.
 
-    traces: names in a folder that only a run leaves.
+    traces: names of files by which a folder is known to hold a run.
 
-    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or cannot be made.
+    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or is not writable.
     """
     start = _start(config, launch, traces)
     folder = (start.folder or RUNS).resolve()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise ValueError(
-            f"--output = {start.folder or RUNS} cannot be written: {above} is no folder in which files can be made; "
-            f"name another"
+            f"--output = {start.folder or RUNS} is not writable: {above} is not a directory that files can be created in; "
+            f"choose another"
         )
     return start
 
@@ -59,7 +59,7 @@ def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRI
 def _start(config: RunConfig, launch: Launch, traces: Sequence[str]) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
     remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
-    # Where a board would remember a folder and does not, no earlier start came as far as to write in one.
+    # If there is a store and it has no folder, no earlier attempt got as far as writing to one.
     restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)
     if restarted:
         folder = Path(remembered) if remembered else folder
@@ -68,13 +68,13 @@ def _start(config: RunConfig, launch: Launch, traces: Sequence[str]) -> Start:
             return Start(folder, found, finished_too=True)
     if config.resume == AUTO:
         if folder is None:
-            raise ValueError("--resume auto continues the run in --output: name that folder")
+            raise ValueError("--resume auto continues the run in --output: give --output")
         return Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
     start = _named(config.resume, folder) if config.resume else Start(folder)
     continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
     if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder, traces):
         raise ValueError(
-            f"--output = {config.output} holds a run already: name another folder, or continue it with --resume auto"
+            f"--output = {config.output} already holds a run: choose another directory, or continue it with --resume auto"
         )
     return start
 
@@ -84,8 +84,8 @@ def _holds_a_run(folder: Path, traces: Sequence[str]) -> bool:
 
 
 def _named(resume: str, folder: Path | None) -> Start:
-    """What `--resume` names: a run's folder, the folder of its checkpoints, or one of them."""
-    path = Path(resume).expanduser().absolute()  # as it is spelled: `checkpoints` may be a link to another disk
+    """Resolve `--resume`: a run's folder, its `checkpoints` folder, or one checkpoint."""
+    path = Path(resume).expanduser().absolute()  # not resolved: `checkpoints` may be a link to another disk
     if re.fullmatch(r"step-\d+", path.name):
         found, run = (path if path.is_dir() else None), path.parent.parent
     else:
@@ -93,22 +93,22 @@ def _named(resume: str, folder: Path | None) -> Start:
         found = latest(run / CHECKPOINTS)
     if found is None:
         raise ValueError(
-            f"--resume = {resume} holds no whole checkpoint: name a run's folder, or one of its checkpoints"
+            f"--resume = {resume} holds no complete checkpoint: give the folder of a run, or one of its checkpoints"
         )
     newest = latest(run / CHECKPOINTS)
     is_newest = newest is not None and found.resolve() == newest.resolve()
     if not is_newest and (folder is None or folder.resolve() == run.resolve()):
         raise ValueError(
-            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), which would be picked up later: "
-            f"give the run that continues from it another --output"
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), from which a later restart would continue: "
+            f"give another --output to the run that continues from it"
         )
     return Start(folder or run, found)
 
 
 def run_folder(start: Start, launch: Launch, name: str, device: torch.device) -> Path:
-    """Where the run is kept, found again by a later start of the same launch. Collective over all ranks.
+    """Return the run's folder, and remember it for restarts of the same launch. Collective over all ranks.
 
-    A name made of the time and `name` is rank 0's, so that all ranks name the same folder.
+    The folder of a run without --output is named after rank 0's time and `name`.
     """
     folder = start.folder
     if folder is None:

@@ -1,8 +1,8 @@
 """A training step without devices: one rank of any world, in one process, by running the step itself.
 
-The real stages, FSDP2, attention, schedules and optimiser run on tensors that have shapes and no memory
-(`FakeTensorMode`), in a process group that moves nothing, and everything that passes torch's dispatcher is counted.
-Nothing is modelled: what the step would do differently tomorrow, the dry run does too.
+The real stages, FSDP2, attention, schedules and optimizer run on tensors with shapes but no memory (`FakeTensorMode`), in
+a process group that transfers nothing, and everything that passes torch's dispatcher is counted. Nothing is modelled: the
+dry run calls the same training step as the trainer.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .step_meter import StepMeter
 
 @dataclass(frozen=True)
 class GroupSent:
-    """What one collective sent over one process group in the step.
+    """The bytes that one collective sent over one process group in the step.
 
     Attributes:
-        axes: of the mesh, all that this group is along.
+        axes: all mesh axes that this group spans.
         ranks: of the group, global.
-        collective: as c10d calls it; see `parallel.wire`.
+        collective: the c10d name; see `parallel.wire`.
         nbytes: payload bytes that left the rank.
     """
 
@@ -57,16 +57,16 @@ class GroupSent:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimiser step of one rank, not its first.
+    """One optimizer step of one rank, after the first.
 
     Attributes:
         config: without any `auto` or -1.
-        peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimiser.
-        by_category: what the peak consists of.
-        host_bytes: the most that `--ac-offload` kept in the host's memory.
-        flops: of matrix products and attention, as called; attention_flops: the part of attention.
-        kernel: the attention kernel's choice, in words.
-        seconds, process_bytes: what the dry run itself took; the most memory this process has ever had.
+        peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimizer state.
+        by_category: the parts of the peak.
+        host_bytes: peak host memory of `--ac-offload`.
+        flops: of matrix products and attention, recomputation included; attention_flops: of attention only.
+        kernel: the attention kernel, and those refused before it.
+        seconds, process_bytes: wall clock of the dry run, and the peak memory of this process.
     """
 
     config: TrainConfig
@@ -85,20 +85,20 @@ class DryRun:
 
     @property
     def collectives(self) -> int:
-        """How many collectives and messages the rank took part in, those in groups of one rank left out."""
+        """Collectives and messages that the rank took part in, without those of groups of one rank."""
         return sum(sent.calls for sent in self.sent)
 
 
 def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
-    """One step of `config` on rank `rank` of `world_size`, as in the middle of a run.
+    """Run one step of `config` on rank `rank` of `world_size`, as in the middle of a run.
 
     Sequences are one document each, routers choose experts evenly, and gradients are clipped. `--device auto` is a
-    GPU's step: attention's kernel, the optimiser's way and what is offloaded are those of CUDA, the rest of the code is
-    the same on both. What operators take while they run, streams hold back and allocators add is not seen.
+    GPU's step: attention kernel, optimizer implementation and offload are those of CUDA; the other code is the same on
+    both. Workspaces of operators, memory held by streams and allocator overhead are not seen.
 
     Raises:
-        ConfigurationError: for everything that train.py would refuse before it looks at data or machine, for DeepSpeed,
-            and for a rank that the world does not have.
+        ConfigurationError: for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
+            and for a rank outside of the world.
         RuntimeError: in a process that has a default process group.
     """
     started = time.perf_counter()
@@ -201,10 +201,10 @@ def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: 
 
 
 def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """This rank's part of sequences of nothing but token 0, one document each."""
+    """Return this rank's part of sequences of token 0, one document each."""
     ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
-    borders = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
-    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders}, mesh, layout=config.sp_layout)
+    boundaries = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
+    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
 
 def _label_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
@@ -214,7 +214,7 @@ def _label_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
 
 
 def _by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:
-    """What was counted, with the axes that each group is along; the most bytes first."""
+    """Return the counted bytes with the axes of each group, most bytes first."""
     axes: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for view in mesh.views for name in view.mesh_dim_names or ()):
         axes.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), []).append(name)

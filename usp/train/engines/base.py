@@ -1,4 +1,4 @@
-"""What every engine does, and the optimiser that all of them use."""
+"""The interface of an engine, and the optimizer that all engines use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
-# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), and what else the head takes, lying so
+# input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), and other inputs of the head, sharded alike
 MicroBatch = Mapping[str, Tensor]
 
 
@@ -23,40 +23,40 @@ class Engine(Protocol):
     stages: Sequence[CausalLMStage]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Add the step's gradients up; gives this rank's share of the loss, float32, 0-dim, detached.
+        """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached.
 
-        The sum of the shares over the loss axis (on the last pipeline stage; zero elsewhere) is the loss.
+        The loss is the sum of the shares over the loss axis on the last pipeline stage; other stages return zero.
         """
 
     def step(self, learning_rate: float, max_norm: float) -> float:
-        """Clip the gradients to `max_norm`, update the weights, forget the gradients; gives the norm before clipping.
+        """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping.
 
-        A norm that is not finite leaves the weights as they were.
+        Weights are not updated if the norm is not finite.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimiser state under names that no layout and no engine changes.
+        """Return weights and optimizer state under names that depend on neither layout nor engine.
 
-        "model.<name>" and "optimizer.<name>.exp_avg", ".exp_avg_sq", ".step", with transformers' names of parameters;
-        DTensors of the global shape, or plain tensors that every rank holds alike.
+        "model.<name>" and "optimizer.<name>.exp_avg", ".exp_avg_sq", ".step", with transformers' parameter names;
+        DTensors of the global shape, or plain tensors that are the same on every rank.
         """
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state`: what `state()` gave, its tensors filled from a checkpoint."""
+        """Continue from `state`: the result of `state()`, its tensors filled from a checkpoint."""
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """What the optimiser is; its learning rate comes with every step."""
+    """AdamW; the learning rate is an argument of every step."""
 
     weight_decay: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
 
     def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """torch's AdamW that decays matrices only.
+        """Return torch's AdamW over `parameters`, with weight decay on matrices only.
 
-        Parameters are grouped by the mesh they lie on, because one multi-tensor update cannot span several.
+        Parameters are grouped by their device mesh, because one multi-tensor update cannot span several.
         """
         groups: dict[Any, dict[str, Any]] = {}
         for parameter in parameters:

@@ -1,12 +1,12 @@
-"""Training with DeepSpeed: its ZeRO stages 0 to 3 over dp x sp, on NCCL and on gloo.
+"""Training with DeepSpeed ZeRO 0 to 3 over dp x sp, on NCCL and on gloo.
 
-All ranks of dp x sp are DeepSpeed's data-parallel world: it knows nothing of sequence parallelism, which the attention
-does by itself. DeepSpeed averages gradients over that world and this toolkit sums them, so every loss is multiplied by
-the number of ranks before its backward.
+All ranks of dp x sp are DeepSpeed's data-parallel world: sequence parallelism happens inside attention, where DeepSpeed
+does not see it. DeepSpeed averages gradients over that world and this toolkit sums them, so every loss is multiplied
+by the number of ranks before its backward.
 
-Facts about DeepSpeed 0.19 that this file lives with:
-- It finds the accelerator by looking for one, and on a CPU compiles a shared-memory collective on first use. For the
-  CPU it is given an accelerator that compiles nothing, so that gloo does all communication.
+Facts about DeepSpeed 0.19 that this file works around:
+- It detects the accelerator, and on a CPU compiles a shared-memory collective on first use. On CPU it is given an
+  accelerator that compiles nothing, so that all communication uses gloo.
 - It reads the environment variable LOCAL_RANK, which torchrun sets.
 - It keeps process groups in globals: one engine per process, over the world.
 """
@@ -32,19 +32,19 @@ from usp.losses.output_heads import Head
 from .base import AdamW, MicroBatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LARGEST_BUCKET = 50_000_000  # gradients that are reduced together
+LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
 
 
 class DeepSpeedEngine:
-    """An `Engine` over one stage with plain parameters, the same on every rank or at least on rank 0.
+    """An `Engine` over one stage with plain parameters, equal on every rank or at least set on rank 0.
 
     Args:
-        stages: the one stage: DeepSpeed's ZeRO has no pipeline here.
-        zero: 0 shards nothing, 1 the optimiser, 2 gradients too, 3 parameters too.
-        param_dtype: dtype of forward and backward. Weights that the optimiser updates are fp32, as is the reduction.
+        stages: a single stage; pipeline parallelism is not supported.
+        zero: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
+        param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
 
     Raises:
-        ValueError: for a mesh or dtype that DeepSpeed does not serve.
+        ValueError: for a mesh or dtype that is not supported.
         RuntimeError: where DeepSpeed is not installed.
     """
 
@@ -69,7 +69,7 @@ class DeepSpeedEngine:
                 config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()]),
                 dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
             )
-        if zero == 3:  # the loss takes the head's weight without calling the head
+        if zero == 3:  # the loss reads the head's weight without calling the head
             head = cast(nn.Linear, self.stage.model.get_output_embeddings())
             self.deepspeed.zero.register_external_parameter(self.stage, head.weight)
         self._make_moments()
@@ -90,11 +90,11 @@ class DeepSpeedEngine:
         if self.zero == 0:
             return self._whole_step(max_norm)
         self.engine.optimizer.clip_grad = max_norm
-        self.engine.step()  # skips the update, and forgets the gradients, where the norm is not finite
+        self.engine.step()  # skips the update and clears the gradients if the norm is not finite
         return float(self.engine.get_global_grad_norm())
 
     def _whole_step(self, max_norm: float) -> float:
-        """In stage 0 DeepSpeed only adds gradients up over ranks."""
+        """Clip and update in stage 0, where DeepSpeed only sums gradients over ranks."""
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm).item()
         if math.isfinite(norm):
             self.engine.step()
@@ -102,7 +102,7 @@ class DeepSpeedEngine:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """As `Engine` says: copies, sharded over all ranks. One parameter at a time is whole."""
+        """Return copies, sharded over all ranks; one parameter at a time is gathered. See `Engine`."""
         step = next(iter(self.optimizer.state.values()))["step"]
         state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -121,20 +121,20 @@ class DeepSpeedEngine:
             for key in MOMENTS:
                 self._put(parameter, _full(state[f"optimizer.{bare}.{key}"]), key)
             step = state[f"optimizer.{bare}.step"]
-        for kept in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have made as many steps
+        for kept in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have the same step
             kept["step"].copy_(step)
 
     def _flat_groups(self) -> list[Tensor]:
-        """What AdamW updates on this rank: parameters, or parts of all parameters of a group in one vector."""
+        """Return what AdamW updates on this rank: parameters, or one vector of parts of all parameters of a group."""
         if self.zero == 0:
             return list(self.parameters.values())
         for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
             if hasattr(self.engine.optimizer, name):
                 return list(getattr(self.engine.optimizer, name))
-        raise AssertionError(f"unknown ZeRO optimiser {type(self.engine.optimizer).__name__}")
+        raise AssertionError(f"unknown ZeRO optimizer {type(self.engine.optimizer).__name__}")
 
     def _make_moments(self) -> None:
-        """AdamW makes its state in the first step; then ZeRO 1 and 2 would find only the first group's parts of it."""
+        """Create the moments. AdamW would in the first step, where ZeRO 1 and 2 find only the first group's parts."""
         for flat in self._flat_groups():
             kept = self.optimizer.state[cast(nn.Parameter, flat)]
             kept["step"] = torch.zeros(())
@@ -143,7 +143,7 @@ class DeepSpeedEngine:
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
-        """The fp32 weight, or a moment, whole on every rank."""
+        """Gather the fp32 weight, or a moment, on every rank."""
         if self.zero == 0:
             return parameter.detach() if key is None else self.optimizer.state[parameter][key]
         if key is None:
@@ -151,11 +151,11 @@ class DeepSpeedEngine:
         return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
 
     def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Write the fp32 weight and the copy that computes, or a moment."""
+        """Write the fp32 weight and its compute copy, or a moment."""
         if self.zero == 0:
             (parameter if key is None else self.optimizer.state[parameter][key]).copy_(value)
             return
-        # ZeRO-3 cuts the flat value in equal parts, the last of which may reach over its end.
+        # ZeRO-3 cuts the flat value into equal parts, the last of which may extend past its end.
         padded = nn.functional.pad(value.flatten(), (0, -value.numel() % dist.get_world_size()))
         value_or_padded = padded if self.zero == 3 else value
         if key is not None:
@@ -170,7 +170,7 @@ class DeepSpeedEngine:
                 parameter.copy_(value)
 
     def _sharded(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's rows."""
+        """Copy this rank's rows."""
         ranks = self.mesh.device_mesh("loss")
         parts = whole.chunk(ranks.size())
         rank = ranks.get_local_rank()
@@ -179,9 +179,9 @@ class DeepSpeedEngine:
 
 
 def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model whose parameters have `shapes`.
+    """Return DeepSpeed's configuration for a model whose parameters have `shapes`.
 
-    The sizes of batches are DeepSpeed's bookkeeping alone: the engine says which micro-batch is the last.
+    Batch sizes are only DeepSpeed's bookkeeping: the engine says which micro-batch is the last.
     """
     vectors = [shape.numel() for shape in shapes if len(shape) < 2]
     return {
@@ -194,7 +194,7 @@ def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch
             "stage": zero,
             "overlap_comm": False,
             "reduce_bucket_size": min(LARGEST_BUCKET, sum(shape.numel() for shape in shapes)),
-            # ZeRO-3 leaves what is smaller than this whole on every rank: vectors, never a matrix for their sake.
+            # ZeRO-3 replicates parameters smaller than this: all vectors and no matrix larger than them.
             "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
         },
     }
@@ -202,12 +202,12 @@ def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch
 
 def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype) -> None:
     violations = [
-        f"{axis}={mesh.size(axis)}: DeepSpeed's ZeRO spans dp_shard x sp alone, use {axis}=1 or the fsdp2 engine"
+        f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use {axis}=1 or engine=fsdp2"
         for axis in ("pp", "dp_replicate", "tp", "ep")
         if mesh.size(axis) > 1
     ]
     if zero == 0 and param_dtype == torch.bfloat16:
-        violations.append("zero=0 with bfloat16: DeepSpeed would add gradients up in bfloat16, use zero=1 or float32")
+        violations.append("zero=0 would accumulate gradients in bfloat16 with DeepSpeed: use zero=1 or dtype=float32")
     if violations:
         raise ValueError("; ".join(violations))
 
@@ -218,7 +218,7 @@ def _full(value: Tensor) -> Tensor:
 
 @contextmanager
 def _own_errors_only() -> Iterator[None]:
-    """Keep DeepSpeed's warnings about what this file chose on purpose off the output."""
+    """Silence DeepSpeed's warnings about deliberate choices of this file."""
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(_is_error)
     try:
@@ -232,7 +232,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def load_deepspeed(device_type: str) -> Any:
-    """The package deepspeed, set up for "cuda" or "cpu", where it then compiles nothing and communicates by gloo.
+    """Import and set up deepspeed for "cuda" or "cpu"; on CPU it compiles nothing and communicates over gloo.
 
     Raises:
         RuntimeError: if it is not installed.
@@ -244,14 +244,14 @@ def load_deepspeed(device_type: str) -> Any:
         raise RuntimeError(
             "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
         ) from error
-    # DeepSpeed calls torch's collectives by older names, once a rank and collective: nothing that a user could change.
+    # DeepSpeed calls torch's collectives by deprecated names, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device_type == "cpu":
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         class GlooAccelerator(CPU_Accelerator):
-            """A CPU without operators that would have to be compiled first."""
+            """A CPU accelerator without operators that need compiling."""
 
             def create_op_builder(self, op_name: str) -> None:
                 return None

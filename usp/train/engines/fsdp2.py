@@ -1,4 +1,4 @@
-"""Training with FSDP2, and with a pipeline of stages where the mesh has one."""
+"""Training with FSDP2, and pipeline parallelism where the mesh has a pp axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fsdp2Engine:
 
     Args:
         stages: the pipeline stages that this rank holds, in order.
-        zero: the ZeRO stage that they were sharded with.
+        zero: the ZeRO stage they were sharded with.
         pipeline: runs the stages where the mesh has more than one.
     """
 
@@ -68,7 +68,7 @@ class Fsdp2Engine:
         state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             kept = self.optimizer.state[parameter]
-            if not kept:  # AdamW makes its state in the first step
+            if not kept:  # AdamW creates its state in the first step
                 kept.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter.detach()))
                 kept["exp_avg_sq"] = torch.zeros_like(parameter.detach())
             bare = name.removeprefix("model.")
@@ -77,4 +77,4 @@ class Fsdp2Engine:
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to do: `state()` gives the live tensors."""
+        """Do nothing: `state()` returns the live tensors."""

@@ -1,4 +1,4 @@
-"""A step's micro-batches through the pipeline of stages."""
+"""Running a step's micro-batches through the pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .base import MicroBatch
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a stage gives the next.
+    """The tensors that a stage sends to the next.
 
     Attributes:
         hidden_size: of the model.
         dtype: of hidden states.
-        token_parts: ranks over which a sequence-parallel rank's tokens are shared: tp under tp_sequence_parallel.
-        num_experts: of a model that balances them: their float32 counts (2, num_experts) travel with the hidden states.
+        token_parts: ranks that share the tokens of a sequence-parallel rank: tp with tp_sequence_parallel.
+        num_experts: of a model with a load-balancing loss, whose float32 counts (2, num_experts) are sent as well.
     """
 
     hidden_size: int
@@ -34,7 +34,7 @@ class HandedOver:
     num_experts: int = 0
 
     def tensors(self, rows: int, tokens: int) -> tuple[Tensor, ...]:
-        """For a micro-batch of (rows, tokens) ids on each sequence-parallel rank, on the meta device."""
+        """Return them for a micro-batch of (rows, tokens) ids per sequence-parallel rank, on the meta device."""
         hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
         return (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
 
@@ -50,11 +50,11 @@ class PipelineRunner:
         self, stages: Sequence[CausalLMStage], mesh: ParallelMesh, *, schedule: str, zero: int, handed: HandedOver
     ) -> None:
         self.stages, self.mesh, self.schedule, self.zero, self.handed = stages, mesh, schedule, zero, handed
-        # Shapes that vary from step to step must not pile up: a pipeline keeps what it receives into.
+        # A pipeline keeps its receive buffers, so those of shapes that vary from step to step must not accumulate.
         self._prepare = lru_cache(maxsize=4)(self._pipeline)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Adds up gradients; gives the loss share, float32, 0-dim, on the rank of the last stage, zero elsewhere."""
+        """Accumulate gradients; return the loss share, float32, 0-dim, on the last stage's rank, zero elsewhere."""
         batch = joined(micro_batches)
         ids = batch.pop("input_ids")
         shape = (len(micro_batches), *micro_batches[0]["input_ids"].shape)
@@ -68,23 +68,23 @@ class PipelineRunner:
 
 
 def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Micro-batches of one shape as the batch that they are consecutive rows of.
+    """Concatenate micro-batches of one shape to the batch whose consecutive rows they are.
 
-    `cu_seqlens` come out as (rows, documents + 1), where short rows repeat their last border.
+    `cu_seqlens` become (rows, documents + 1); rows with fewer documents repeat their last boundary.
 
     Raises:
         ValueError: if their `input_ids` differ in shape.
     """
     shapes = {tuple(batch["input_ids"].shape) for batch in micro_batches}
     if len(shapes) != 1:
-        raise ValueError(f"micro-batches of input_ids {sorted(shapes)} must be of one shape to go through a pipeline")
+        raise ValueError(f"micro-batches of input_ids {sorted(shapes)} must have the same shape in a pipeline")
     keys = [key for key, value in micro_batches[0].items() if key != "cu_seqlens"]
     whole = {key: torch.cat([batch[key] for batch in micro_batches]) for key in keys}
     if micro_batches[0].get("cu_seqlens") is not None:
         ((rows, _),) = shapes
-        borders = [torch.atleast_2d(batch["cu_seqlens"]).expand(rows, -1) for batch in micro_batches]
-        widest = max(part.shape[1] for part in borders)
+        boundaries = [torch.atleast_2d(batch["cu_seqlens"]).expand(rows, -1) for batch in micro_batches]
+        widest = max(part.shape[1] for part in boundaries)
         whole["cu_seqlens"] = torch.cat(
-            [torch.cat([part, part[:, -1:].expand(-1, widest - part.shape[1])], dim=1) for part in borders]
+            [torch.cat([part, part[:, -1:].expand(-1, widest - part.shape[1])], dim=1) for part in boundaries]
         )
     return whole
