@@ -75,7 +75,7 @@ class Job:
 
     @property
     def outer_tokens(self) -> int:
-        """Tokens of one micro-batch on one rank outside of attention and MLP, where tensor-parallel ranks may share them."""
+        """Tokens of one micro-batch on one rank outside of attention and MLP, which tp ranks may share."""
         return self.tokens // self.dims.tp if self.tp_sequence_parallel else self.tokens
 
     @property

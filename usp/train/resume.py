@@ -50,8 +50,8 @@ def find_start(config: RunConfig, launch: Launch, traces: Sequence[str] = (METRI
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise ValueError(
-            f"--output = {start.folder or RUNS} is not writable: {above} is not a directory that files can be created in; "
-            f"choose another"
+            f"--output = {start.folder or RUNS} is not writable: {above} is not a directory that files can be "
+            f"created in; choose another"
         )
     return start
 
@@ -74,7 +74,8 @@ def _start(config: RunConfig, launch: Launch, traces: Sequence[str]) -> Start:
     continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
     if folder and folder.resolve() != continued and not restarted and _holds_a_run(folder, traces):
         raise ValueError(
-            f"--output = {config.output} already holds a run: choose another directory, or continue it with --resume auto"
+            f"--output = {config.output} already holds a run: choose another directory, or continue "
+            f"it with --resume auto"
         )
     return start
 
@@ -99,8 +100,8 @@ def _named(resume: str, folder: Path | None) -> Start:
     is_newest = newest is not None and found.resolve() == newest.resolve()
     if not is_newest and (folder is None or folder.resolve() == run.resolve()):
         raise ValueError(
-            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), from which a later restart would continue: "
-            f"give another --output to the run that continues from it"
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), from which a later "
+            f"restart would continue: give another --output to the run that continues from it"
         )
     return Start(folder or run, found)
 

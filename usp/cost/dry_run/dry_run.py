@@ -1,8 +1,8 @@
 """A training step without devices: one rank of any world, in one process, by running the step itself.
 
-The real stages, FSDP2, attention, schedules and optimizer run on tensors with shapes but no memory (`FakeTensorMode`), in
-a process group that transfers nothing, and everything that passes torch's dispatcher is counted. Nothing is modelled: the
-dry run calls the same training step as the trainer.
+The real stages, FSDP2, attention, schedules and optimizer run on tensors with shapes but no memory (`FakeTensorMode`),
+in a process group that transfers nothing, and everything that passes torch's dispatcher is counted. Nothing is
+modelled: the dry run calls the same training step as the trainer.
 """
 
 from __future__ import annotations
