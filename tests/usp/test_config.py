@@ -74,7 +74,7 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
     ("changes", "world_size", "said"),
     [
         ({"sp_ulysses": 3, "seq_len": 300}, 8, ["3 ranks must divide the world size 8"]),
-        ({"dp_shard": 3, "sp_ring": 2}, 8, ["dp_shard=3 x ring=2 = 6 ranks must equal the world size 8"]),
+        ({"dp_shard": 3, "sp_ring": 2}, 8, ["--dp-shard 3 x --sp-ring 2 = 6 ranks must equal the world size 8"]),
         ({"dp_shard": 0}, 1, ["--dp-shard = 0 must be at least 1, or -1"]),
         (
             {"sp_ulysses": 2, "sp_ring": 2, "seq_len": 1001},
@@ -114,7 +114,7 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             [
                 "--micro-batches = 9 must divide --batch-size = 12: use --batch-size 18",
                 "must be a multiple of its 9 // 4 = 2 rounds, not 9: use 10",
-                "makes 8 stages, but some-model has 2 layers",
+                "8 pipeline stages need as many layers, but some-model has 2",
             ],
         ),
         (

@@ -1,5 +1,5 @@
 """Everything that touches transformers. Each file imports only earlier ones:
 
-expert_parallel, tokenizers, prune, tensor_parallel, balance, integrate, stage, models, shapes, disk, initialise,
-export_plan, weights, export.
+prune, integrate, models, expert_parallel, balance, disk, initialise, weights, export_plan, export, stage,
+tensor_parallel, shapes, tokenizers.
 """

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from parallel import ParallelMesh, divisors, local_tensor
+from parallel import ParallelMesh, local_tensor
 from parallel.expert import grouped_linear, mix_experts
+from usp.model.degrees import ep_violations
+
+from .models import model_facts
 
 NAME = "expert_parallel"
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -37,7 +40,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
         ValueError: naming everything about the model that does not fit, see `ep_violations`.
     """
     experts_mesh = mesh.expert_mesh("ep")
-    violations = ep_violations(model.config, experts_mesh.size())
+    violations = list(ep_violations(model_facts(type(model).__name__, model.config), experts_mesh.size()))
     if violations:
         raise ValueError("; ".join(violations))
     modules = expert_modules(model)
@@ -52,21 +55,6 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
     if modules:
         model.set_experts_implementation(NAME)
-
-
-def ep_violations(config: PretrainedConfig, ep: int) -> list[str]:
-    """What keeps the experts of a model from `ep` ranks, one message each."""
-    experts = getattr(config, "num_experts", 0)
-    if not experts:
-        return [f"ep={ep} spreads experts, and model_type={config.model_type!r} has none: use ep=1"] if ep > 1 else []
-    violations = []
-    if experts % ep:
-        fitting = ", ".join(map(str, divisors(experts)))
-        violations.append(f"ep={ep} must divide the {experts} experts of a layer: use ep={fitting}")
-    noise = getattr(config, "router_jitter_noise", 0.0)
-    if noise:
-        violations.append(f"router_jitter_noise={noise} differs from rank to rank and layout to layout: set it to 0")
-    return violations
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:

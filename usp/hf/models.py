@@ -139,6 +139,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         intermediate_size=config.intermediate_size,
+        dense_mlps=_has_dense_mlps(config),
         num_experts=getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         tied=_ties_head(config),
@@ -173,3 +174,10 @@ def kept_names(model: nn.Module) -> dict[str, str]:
 
 def _ties_head(config: PretrainedConfig) -> bool:
     return bool(config.tie_word_embeddings) and not is_scalar(config)
+
+
+def _has_dense_mlps(config: PretrainedConfig) -> bool:
+    """Return whether some layer has an MLP of `intermediate_size` rather than experts."""
+    if not getattr(config, "num_experts", None) and not getattr(config, "num_local_experts", None):
+        return True
+    return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) > 1

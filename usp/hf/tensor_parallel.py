@@ -5,36 +5,27 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh, divisors
+from parallel import ParallelMesh
 from parallel.tensor import apply_tensor_parallel, gather_output
+from usp.model.degrees import tp_violations
+
+from .models import model_facts
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
 _EXPERTS = "moe_tp_experts"  # the style that marks the module of all experts
 _KNOWN = {"colwise", "rowwise", "replicated_with_grad_allreduce", "untouched"}
 
 
-def tp_violations(config: PretrainedConfig, tp: int, sequence_parallel: bool) -> list[str]:
-    """What about a model forbids dividing it over `tp` ranks; empty where nothing does. Pure."""
-    if tp == 1:
-        return ["--tp-sequence-parallel shards tokens over tp ranks: give --tp 2 or more"] if sequence_parallel else []
+def style_violations(config: PretrainedConfig, tp: int) -> list[str]:
+    """Return what in the tensor-parallel plan of a model type is not supported, one message each. Pure."""
     plan = _shipped_plan(config)
-    if not plan:
+    if tp > 1 and not plan:
         return [f"tp={tp} needs a model type with a tensor-parallel plan, and {config.model_type!r} has none: use tp=1"]
-    divided = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
-    divided["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if _has_dense_mlp(config):
-        divided["intermediate_size"] = config.intermediate_size
-    violations = [
-        f"tp={tp} must divide {name}={size}: use tp={divisors(size, tp)[-1]}"
-        for name, size in divided.items()
-        if size % tp
+    return [
+        f"tp={tp}: {config.model_type!r} has the style {style!r} for {name}, which is not supported: use tp=1"
+        for name, style in _without_experts(plan).items()
+        if tp > 1 and style not in _KNOWN
     ]
-    for name, style in _without_experts(plan).items():
-        if style not in _KNOWN:
-            violations.append(f"tp={tp}: {config.model_type!r} wants style {style!r} for {name}, which is not known")
-    if _has_experts(config) and not sequence_parallel:
-        violations.append(f"--tp {tp} with a mixture of experts needs --tp-sequence-parallel")
-    return violations
 
 
 def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool) -> None:
@@ -53,7 +44,8 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     Raises:
         ValueError: naming everything about the model that forbids this.
     """
-    violations = tp_violations(model.config, mesh.size("tp"), sequence_parallel)
+    tp, facts = mesh.size("tp"), model_facts(type(model).__name__, model.config)
+    violations = [*style_violations(model.config, tp), *tp_violations(facts, tp, sequence_parallel)]
     if violations:
         raise ValueError("; ".join(violations))
     if mesh.size("tp") == 1:
@@ -82,14 +74,3 @@ def _without_experts(plan: dict[str, str]) -> dict[str, str]:
     below = tuple(f"{name}." for name in experts)
     rest = {name: style for name, style in plan.items() if not name.startswith(below)}
     return rest | dict.fromkeys(experts, "untouched")
-
-
-def _has_experts(config: PretrainedConfig) -> bool:
-    return _EXPERTS in _shipped_plan(config).values()
-
-
-def _has_dense_mlp(config: PretrainedConfig) -> bool:
-    """Whether some layer has an MLP of `intermediate_size`; with experts it is a layer that is said to have none."""
-    if not _has_experts(config):
-        return True
-    return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) > 1

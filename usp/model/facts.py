@@ -17,6 +17,7 @@ class ModelFacts:
 
     windows: for each layer, how many positions back a query sees, itself included; 0 means all of them.
     num_experts: of each mixture-of-experts layer; 0 for a dense model.
+    dense_mlps: whether some layer has an MLP of `intermediate_size` rather than experts.
     router_jitter: width of the random factor on what a router of experts reads in training; 0 for none.
     tied: whether the output head is the embedding.
     """
@@ -28,6 +29,7 @@ class ModelFacts:
     vocab_size: int
     windows: tuple[int, ...]
     intermediate_size: int = 0
+    dense_mlps: bool = True
     num_experts: int = 0
     router_jitter: float = 0.0
     tied: bool = False

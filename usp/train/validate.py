@@ -7,12 +7,14 @@ come together, so that a run is put right in one go.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
+from usp.model.degrees import ep_violations, pp_violations, tp_violations
 from usp.model.facts import ModelFacts
 from usp.run.failures import nearest
 
@@ -31,7 +33,13 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
     for model_rule, reads in MODEL_RULES:
         if facts is not None and not set(reads) & set(alone):
             found += model_rule(config, facts)
-    return found
+    return [with_flags(message) for message in found]
+
+
+def with_flags(message: str) -> str:
+    """Replace the parameters that layers name by train.py's flags: `ulysses=4` by `--sp-ulysses 4`."""
+    names = {field.name: field.name for field in fields(TrainConfig)} | {"ring": "sp_ring", "ulysses": "sp_ulysses"}
+    return re.sub(r"(?<![\w-])(\w+)=(?=\S)", lambda m: f"{flag(names[m[1]])} " if m[1] in names else m[0], message)
 
 
 def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -230,81 +238,32 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if config.tp == 1:
-        return
-    parts = {
-        "query heads": facts.num_heads,
-        "key-value heads": facts.num_kv_heads,
-        "MLP columns (intermediate_size)": 0 if facts.num_experts else facts.intermediate_size,
-        "ids (vocab_size)": facts.vocab_size,
-    }
-    for what, number in parts.items():
-        if number % config.tp:
-            yield (
-                f"--tp = {config.tp} must divide the {number} {what} of {facts.name}: use --tp "
-                f"{_listed(divisors(number, config.tp))}"
-            )
+    yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
     local = config.seq_len // (config.sp_ring * config.sp_ulysses)
     if config.tp_sequence_parallel and local % config.tp:
         yield (
-            f"--tp = {config.tp} must divide the {local} tokens of a sequence-parallel rank (--seq-len "
-            f"{config.seq_len} / {config.sp_ring * config.sp_ulysses}), which --tp-sequence-parallel shares: change "
-            f"--seq-len"
-        )
-    if facts.num_experts and not config.tp_sequence_parallel:
-        yield (
-            f"--tp = {config.tp} with the mixture of experts {facts.name} needs --tp-sequence-parallel, so that every "
-            f"rank routes tokens of its own"
+            f"tp={config.tp} must divide the {local} tokens of a sequence-parallel rank (--seq-len {config.seq_len} / "
+            f"{config.sp_ring * config.sp_ulysses}) for --tp-sequence-parallel: change --seq-len"
         )
 
 
 def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if config.pp == 1:
-        return
-    stages = config.pp * stages_per_rank(config.pp_schedule)
-    layers = len(facts.windows)
-    if stages > layers:
-        yield (
-            f"--pp = {config.pp} with --pp-schedule {config.pp_schedule} makes {stages} stages, but {facts.name} has "
-            f"{layers} layers, and each stage needs one: use --pp {max(1, layers * config.pp // stages)} or less"
-        )
-    if facts.tied:
-        yield (
-            f"--pp = {config.pp} would put the embedding and the output head of {facts.name} on different ranks, but "
-            f"they are one matrix (tie_word_embeddings): use --pp 1"
-        )
+    stages = config.pp * stages_per_rank(config.pp_schedule) if config.pp > 1 else 1
+    yield from (f"pp={config.pp} with pp_schedule={config.pp_schedule}: {v}" for v in pp_violations(facts, stages))
 
 
 def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if not facts.num_experts:
-        if config.ep > 1:
-            yield f"--ep = {config.ep} spreads experts, and {facts.name} has none: use --ep 1"
-        if config.router_aux_loss_coef > 0:
-            yield (
-                f"--router-aux-loss-coef = {config.router_aux_loss_coef} balances experts, and {facts.name} has none: "
-                f"drop it"
-            )
-        return
-    if facts.num_experts % config.ep:
+    yield from ep_violations(facts, config.ep)
+    if config.router_aux_loss_coef > 0 and not facts.num_experts:
         yield (
-            f"--ep = {config.ep} must divide the {facts.num_experts} experts of {facts.name}: use --ep "
-            f"{_listed(divisors(facts.num_experts, config.ep))}"
+            f"router_aux_loss_coef={config.router_aux_loss_coef} balances experts, and {facts.name} has none: remove it"
         )
-    if config.zero == 0 and config.ep * config.tp > 1:
+    if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
         yield (
-            f"--zero 0 keeps every expert on every rank, but --ep {config.ep} x --tp {config.tp} ranks share them: use "
-            f"--zero 1"
+            f"zero=0 replicates every expert, but ep={config.ep} x tp={config.tp} ranks share them: use zero=1 or more"
         )
-    if config.mlp_tile:
-        yield f"--mlp-tile = {config.mlp_tile} cuts dense MLPs, and those of {facts.name} are experts: drop it"
-
-
-def _router(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if facts.num_experts and facts.router_jitter:
-        yield (
-            f"router_jitter_noise = {facts.router_jitter} in the configuration of {facts.name} differs from rank to "
-            f"rank and layout to layout: set it to 0"
-        )
+    if facts.num_experts and config.mlp_tile:
+        yield f"mlp_tile={config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
 
 
 def _above(number: int, multiple: int) -> int:
@@ -351,5 +310,4 @@ MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tup
     (_tensor, (*_SP, "tp", "seq_len")),
     (_pipeline, ("pp", "pp_schedule")),
     (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "mlp_tile")),
-    (_router, ()),
 )

@@ -18,12 +18,13 @@ from parallel.testing import RankPool
 from tests.usp.tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
-from usp.hf.expert_parallel import apply_ep, ep_violations, expert_modules, router_modules
+from usp.hf.expert_parallel import apply_ep, expert_modules, router_modules
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
 from usp.hf.tensor_parallel import apply_tp
 from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.model.degrees import ep_violations
 
 COEFFICIENT = 0.02
 GRIDS = [
@@ -277,15 +278,14 @@ def test_experts_are_spread_before_they_have_memory(ranks: RankPool) -> None:
 
 def test_violations_name_the_numbers() -> None:
     config = load_model_config("mixtral-tiny")
-    assert not ep_violations(config, 4)
+    assert not list(ep_violations(model_facts("mixtral", config), 4))
     config.router_jitter_noise = 0.1
-    both = "; ".join(ep_violations(config, 3))
-    assert "ep=3 must divide the 8 experts of a layer: use ep=1, 2, 4, 8" in both
+    both = "; ".join(ep_violations(model_facts("mixtral", config), 3))
+    assert "ep=3 must divide num_experts=8 of mixtral: use ep=1, 2, 4, 8" in both
     assert "router_jitter_noise=0.1" in both
-    assert ep_violations(load_model_config("tiny"), 2) == [
-        "ep=2 spreads experts, and model_type='llama' has none: use ep=1"
-    ]
-    assert not ep_violations(load_model_config("tiny"), 1)
+    tiny = model_facts("tiny", load_model_config("tiny"))
+    assert list(ep_violations(tiny, 2)) == ["ep=2 distributes experts, and tiny has none: use ep=1"]
+    assert not list(ep_violations(tiny, 1))
 
 
 def refusals() -> list[str]:
@@ -302,7 +302,7 @@ def refusals() -> list[str]:
 
 def test_a_dense_model_and_an_auxiliary_loss_of_one_rank_are_refused(ranks: RankPool) -> None:
     for dense, logits in ranks.run(refusals, 2):
-        assert "ep=2 spreads experts, and model_type='llama' has none" in dense
+        assert "ep=2 distributes experts, and LlamaForCausalLM has none" in dense
         assert "output_router_logits=True asks for an auxiliary loss over this rank's tokens alone" in logits
 
 

@@ -29,8 +29,10 @@ from tests.usp.tiny import (
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
-from usp.hf.tensor_parallel import apply_tp, tp_violations
+from usp.hf.models import model_facts
+from usp.hf.tensor_parallel import apply_tp, style_violations
 from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.model.degrees import tp_violations
 
 
 @dataclass(frozen=True)
@@ -215,26 +217,28 @@ def test_a_model_on_the_meta_device_stays_there_with_tied_weights(ranks: RankPoo
 
 def test_what_tp_cannot_divide_is_named_with_numbers() -> None:
     sizes = {"vocab_size": 99, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 62}
-    violations = tp_violations(LlamaConfig(**sizes, hidden_size=24), 4, False)
-    assert violations == [
-        "tp=4 must divide vocab_size=99: use tp=3",
-        "tp=4 must divide num_attention_heads=6: use tp=3",
-        "tp=4 must divide num_key_value_heads=3: use tp=3",
-        "tp=4 must divide intermediate_size=62: use tp=2",
+    facts = model_facts("small", LlamaConfig(**sizes, hidden_size=24))
+    assert list(tp_violations(facts, 4, False)) == [
+        "tp=4 must divide num_heads=6 of small: use tp=1, 2, 3",
+        "tp=4 must divide num_kv_heads=3 of small: use tp=1, 3",
+        "tp=4 must divide vocab_size=99 of small: use tp=1, 3",
+        "tp=4 must divide intermediate_size=62 of small: use tp=1, 2",
     ]
-    assert tp_violations(Qwen3Config(), 1, False) == tp_violations(Qwen3Config(), 2, True) == []
-    assert "give --tp 2 or more" in tp_violations(Qwen3Config(), 1, True)[0]
+    qwen3 = model_facts("qwen3", Qwen3Config())
+    assert not [*tp_violations(qwen3, 1, False), *tp_violations(qwen3, 2, True), *style_violations(Qwen3Config(), 2)]
 
 
 def test_styles_that_are_not_known_are_named() -> None:
     config = LlamaConfig()
     config.base_model_tp_plan = {"layers.*.self_attn.kv_a": "mla_kv_a_proj"}
-    assert "'mla_kv_a_proj' for layers.*.self_attn.kv_a" in tp_violations(config, 2, False)[0]
+    assert "'mla_kv_a_proj' for layers.*.self_attn.kv_a" in style_violations(config, 2)[0]
     config.base_model_tp_plan = None
-    assert "'llama' has none" in tp_violations(config, 2, False)[0]
+    assert "'llama' has none" in style_violations(config, 2)[0]
 
 
 @pytest.mark.parametrize("config", [MixtralConfig(intermediate_size=5), Qwen3MoeConfig(intermediate_size=5)])
 def test_experts_need_their_own_tokens_on_each_rank(config: MixtralConfig | Qwen3MoeConfig) -> None:
-    assert tp_violations(config, 2, True) == []
-    assert tp_violations(config, 2, False) == ["--tp 2 with a mixture of experts needs --tp-sequence-parallel"]
+    facts = model_facts("mixture", config)
+    assert not list(tp_violations(facts, 2, True))
+    (message,) = tp_violations(facts, 2, False)
+    assert "tp=2 with the mixture of experts mixture needs tp_sequence_parallel=True" in message

@@ -202,8 +202,8 @@ def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch
 
 def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype) -> None:
     violations = [
-        f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use {axis}=1, or "
-        f"engine=fsdp2"
+        f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use "
+        f"{axis}=1, or engine=fsdp2"
         for axis in ("pp", "dp_replicate", "tp", "ep")
         if mesh.size(axis) > 1
     ]

@@ -55,7 +55,7 @@ def test_names_that_mean_nothing_are_refused(name: str, message: str) -> None:
 def test_what_cannot_run_says_why() -> None:
     found = {one.method: one.problem for one in compared("dp,tp8+dp1,ep,pp,ring", devices=8, batch=1)}
     assert found["dp"] == "a batch of 1 does not give 8 data-parallel ranks a sequence each: --batch 8"
-    assert "must divide the 4 key-value heads" in found["tp8+dp1"]
+    assert "must divide num_kv_heads=4" in found["tp8+dp1"]
     assert found["pp"].startswith("pp=8 needs 8 micro-batches")
     assert found["ring"] == ""
 
