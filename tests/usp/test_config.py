@@ -97,16 +97,16 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"learning_rate": float("nan")}, 1, ["--learning-rate = nan must be positive and finite"]),
         ({"weight_decay": -0.1}, 1, ["--weight-decay = -0.1 must not be negative"]),
         ({"weight_decay": float("inf")}, 1, ["--weight-decay = inf must be finite"]),
-        ({"hang_timeout": float("inf")}, 1, ["--hang-timeout = inf must be at most 86400 seconds; 0 waits for ever"]),
+        ({"hang_timeout": float("inf")}, 1, ["--hang-timeout = inf must be at most 86400 seconds; 0 disables it"]),
         ({"hang_timeout": 1e300}, 1, ["must be at most 86400 seconds"]),
         ({"seq_len": 1}, 1, ["--seq-len = 1 must be at least 2"]),
         ({"global_batch_size": 6}, 4, ["multiple of the 4 data-parallel ranks", "use 4 or 8"]),
         ({"global_batch_size": 8, "batch_size": 2}, 4, ["--global-batch-size = 8 and --batch-size = 2", "give one"]),
         ({"global_batch_size": 3, "sp_ring": 3}, 4, ["must divide the world size 4"]),
         ({"global_batch_size": -1}, 4, ["--global-batch-size = -1 must not be negative"]),
-        ({"plan": "auto"}, 1, ["--plan auto is train.py's"]),
+        ({"plan": "auto"}, 1, ["--plan auto is only supported by train.py"]),
         ({"plan": "atuo"}, 1, ["--plan = 'atuo' must be one of none, auto (did you mean 'auto'?)"]),
-        ({"hardware": "h100"}, 1, ["--hardware = h100 is what --plan auto plans for"]),
+        ({"hardware": "h100"}, 1, ["--hardware = h100 is only used by --plan auto"]),
         ({"pp": 2}, 2, ["--micro-batches = 1 does not fill", "1f1b over 2 ranks must be at least 2, not 1: use 2"]),
         (
             {"pp": 4, "pp_schedule": "interleaved-1f1b", "micro_batches": 9, "batch_size": 12},
@@ -120,9 +120,9 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         (
             {"pp": 2, "pp_schedule": "zero-bubble", "ac": "full", "micro_batches": 2, "batch_size": 2},
             2,
-            ["at least 2 x 2 - 1 = 3, not 2: use 3", "--zero = 3 gives", "use --zero 1", "use --ac none"],
+            ["at least 2 x 2 - 1 = 3, not 2: use 3", "--zero = 3 frees", "use --zero 1", "use --ac none"],
         ),
-        ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf never clips"]),
+        ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf disables clipping"]),
     ],
 )
 def test_what_cannot_run_is_refused(changes: dict[str, object], world_size: int, said: list[str]) -> None:
@@ -145,7 +145,7 @@ def test_all_violations_come_at_once() -> None:
 
 def test_key_value_heads_must_divide_the_query_heads() -> None:
     (message,) = violations(TrainConfig(), 1, replace(FACTS, num_kv_heads=4))
-    assert "6 query heads over 4 key-value heads" in message
+    assert "6 query heads and 4 key-value heads" in message
 
 
 def test_rules_about_the_model_wait_for_a_model() -> None:

@@ -1,7 +1,7 @@
 """Every rule that a training configuration must satisfy before any rank communicates.
 
-Pure: numbers in, messages out. Each message says what was asked, what must hold and what to change; all violations
-come together, so that a run is put right in one go.
+Pure: numbers in, messages out. Each message says what was asked, what must hold and what to change; all violations are
+reported together. Rules that a layer states (degrees, experts, heads) are taken from there, with flags for parameters.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from usp.run.failures import nearest
 
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> list[str]:
-    """What is wrong with `config` on `world_size` ranks, one message each; empty when nothing is.
+    """Return what is wrong with `config` on `world_size` ranks, one message each.
 
-    `facts` is None when the model itself could not be found: the rules about it are then left out.
+    facts: None if the model was not found; rules about it are then skipped.
     """
     config = settle_batch(config, world_size)
     alone = dict((*_choices(config), *_numbers(config)))
     found = list(alone.values())
     for rule, reads in RULES:
-        if not set(reads) & set(alone):  # do no arithmetic with what is wrong by itself
+        if not set(reads) & set(alone):  # no arithmetic with values that are invalid on their own
             found += rule(config, world_size)
     for model_rule, reads in MODEL_RULES:
         if facts is not None and not set(reads) & set(alone):
@@ -43,7 +43,7 @@ def with_flags(message: str) -> str:
 
 
 def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
-    """`config` with the batch_size that its global_batch_size means; unchanged where it can mean none."""
+    """Replace global_batch_size by the batch_size it implies; return `config` unchanged if there is none."""
     ranks = _batch_ranks(config, world_size) if config.global_batch_size > 0 and config.batch_size == 1 else None
     if ranks is None or config.global_batch_size % ranks:
         return config
@@ -51,7 +51,7 @@ def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
-    """The data-parallel ranks; None where the degrees do not fit the world."""
+    """Return the number of data-parallel ranks; None if the degrees do not fit the world size."""
     try:
         return parallel_dims(config, config.ep).resolve(world_size).batch
     except ValueError:
@@ -81,7 +81,9 @@ AT_LEAST_ONE = (
     *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "batch_size", "micro_batches"),
     *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
 )
-LONGEST_TIMEOUT = 86400.0  # of --hang-timeout: a day; groups wait a few times longer, which torch counts in int32 ms
+MAX_TIMEOUT = (
+    86400.0  # of --hang-timeout, a day: process groups wait a few times longer, which torch counts in int32 ms
+)
 NOT_NEGATIVE = (
     "global_batch_size",
     "warmup_steps",
@@ -94,23 +96,23 @@ NOT_NEGATIVE = (
 
 
 def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Each number's own range."""
+    """Check the range of each number."""
     for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
             yield name, f"{flag(name)} = {getattr(config, name)} must be at least 1"
     if config.seq_len < 2:
-        yield "seq_len", f"--seq-len = {config.seq_len} must be at least 2: a token, and the next one to predict"
+        yield "seq_len", f"--seq-len = {config.seq_len} must be at least 2: a token and the next one"
     if config.dp_shard != -1 and config.dp_shard < 1:
-        yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the ranks that are left"
+        yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the remaining ranks"
     for name in NOT_NEGATIVE:
         if not getattr(config, name) >= 0:
             yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
     if config.weight_decay == math.inf:
         yield "weight_decay", "--weight-decay = inf must be finite"
-    if config.hang_timeout > LONGEST_TIMEOUT:
+    if config.hang_timeout > MAX_TIMEOUT:
         yield (
             "hang_timeout",
-            f"--hang-timeout = {config.hang_timeout} must be at most {LONGEST_TIMEOUT:.0f} seconds; 0 waits for ever",
+            f"--hang-timeout = {config.hang_timeout} must be at most {MAX_TIMEOUT:.0f} seconds; 0 disables it",
         )
     if not 0 < config.learning_rate < math.inf:
         yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
@@ -120,12 +122,12 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if not 0 < config.adam_eps < math.inf:
         yield "adam_eps", f"--adam-eps = {config.adam_eps} must be positive and finite"
     if not config.max_grad_norm > 0:
-        yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf never clips"
+        yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf disables clipping"
     coefficient = config.router_aux_loss_coef
     if coefficient != -1 and not 0 <= coefficient < math.inf:
         yield (
             "router_aux_loss_coef",
-            f"--router-aux-loss-coef = {coefficient} must not be negative, or -1 for the model's own",
+            f"--router-aux-loss-coef = {coefficient} must be at least 0, or -1 for the model's own value",
         )
 
 
@@ -137,7 +139,7 @@ def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def parallel_dims(config: ParallelConfig, ep: int) -> ParallelDims:
-    """The degrees that `config` asks for, dp_shard still -1 where it is to take the rest."""
+    """Return the degrees of `config`; dp_shard is still -1 if it takes the remaining ranks."""
     return ParallelDims(
         pp=config.pp,
         dp_replicate=config.dp_replicate,
@@ -162,14 +164,14 @@ def _sequence(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
-    """What kept `settle_batch` from settling."""
+    """Say why `settle_batch` left global_batch_size."""
     if not config.global_batch_size:
         return
     ranks = _batch_ranks(config, world_size)
     if config.batch_size != 1:
         yield (
-            f"--global-batch-size = {config.global_batch_size} and --batch-size = {config.batch_size} both say how "
-            f"many sequences a step has: give one of them"
+            f"--global-batch-size = {config.global_batch_size} and --batch-size = {config.batch_size} both set the "
+            f"number of sequences per step: give one of them"
         )
     elif ranks is not None:
         above = _above(config.global_batch_size, ranks)
@@ -194,7 +196,7 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"that it divides"
         )
     if config.pp == 1 and config.pp_schedule != "1f1b":
-        yield f"--pp-schedule = {config.pp_schedule} orders a pipeline's stages, but --pp is 1: give --pp, or drop it"
+        yield f"--pp-schedule = {config.pp_schedule} schedules a pipeline, but --pp is 1: set --pp, or remove it"
 
 
 def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -202,28 +204,31 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
         return
     if config.zero > 1:
         yield (
-            f"--zero = {config.zero} gives parameters or gradients up after each backward, but --pp-schedule "
-            f"zero-bubble comes back to them for the weights' half of it: use --zero 1, or --pp-schedule "
+            f"--zero = {config.zero} frees parameters or gradients after each backward, but --pp-schedule "
+            f"zero-bubble needs them again for the weights' half of it: use --zero 1, or --pp-schedule "
             f"interleaved-1f1b"
         )
     for name, off in (("ac", "none"), ("mlp_tile", 0)):
         if getattr(config, name) != off:
             yield (
-                f"{flag(name)} = {getattr(config, name)} computes again in a backward, but --pp-schedule zero-bubble "
-                f"makes about ten of each, one for the inputs and one per weight: use {flag(name)} {off}, or "
+                f"{flag(name)} = {getattr(config, name)} recomputes in every backward, and --pp-schedule zero-bubble "
+                f"has about ten per layer, one for the inputs and one per weight: use {flag(name)} {off}, or "
                 f"--pp-schedule interleaved-1f1b"
             )
 
 
 def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.plan == "auto":
-        yield "--plan auto is train.py's: python -m usp plan writes the file of a plan, for --config"
+        yield (
+            "--plan auto is only supported by train.py: write a plan with python -m usp plan --out, and use it with "
+            "--config"
+        )
     elif config.hardware != "auto":
-        yield f"--hardware = {config.hardware} is what --plan auto plans for, but --plan is none: give both or neither"
+        yield f"--hardware = {config.hardware} is only used by --plan auto, but --plan is none: give both or neither"
     if config.ac_offload and config.ac == "none":
-        yield "--ac-offload moves what activation checkpointing keeps, but --ac is none: use --ac full"
+        yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
     if config.tp_sequence_parallel and config.tp == 1:
-        yield "--tp-sequence-parallel shares tokens over tensor-parallel ranks, but --tp is 1: give --tp, or drop it"
+        yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
 
 def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
@@ -232,8 +237,8 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
     for name in ("tp", "pp", "ep", "dp_replicate"):
         if getattr(config, name) > 1:
             yield (
-                f"{flag(name)} = {getattr(config, name)} is not served by --engine deepspeed, whose ZeRO spans "
-                f"--dp-shard x sp alone: use {flag(name)} 1, or --engine fsdp2"
+                f"{flag(name)} = {getattr(config, name)} is not supported by --engine deepspeed, whose ZeRO spans "
+                f"only --dp-shard x sp: use {flag(name)} 1, or --engine fsdp2"
             )
 
 
@@ -267,7 +272,7 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 
 
 def _above(number: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `number`."""
+    """Round `number` up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
@@ -282,20 +287,20 @@ def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         ulysses = divisors(ranks, left)[-1]
         after = f"{left} query heads" if config.tp == 1 else f"{facts.num_heads} / tp {config.tp} = {left} query heads"
         yield (
-            f"--sp-ulysses = {config.sp_ulysses} leaves a rank without a head: {facts.name} has {after}, and each "
+            f"--sp-ulysses = {config.sp_ulysses} leaves ranks without a head: {facts.name} has {after}, and each "
             f"Ulysses rank needs at least one. Use 1 to {left}; for the same {ranks} ranks, --sp-ulysses {ulysses} "
             f"--sp-ring {ranks // ulysses}"
         )
     if facts.num_heads % facts.num_kv_heads:
         yield (
-            f"{facts.name} has {facts.num_heads} query heads over {facts.num_kv_heads} key-value heads: every "
-            f"key-value head must serve the same number of query heads. Change the model's num_key_value_heads"
+            f"{facts.name} has {facts.num_heads} query heads and {facts.num_kv_heads} key-value heads: the "
+            f"key-value heads must divide the query heads. Change the model's num_key_value_heads"
         )
 
 
 _SP = ("sp_ring", "sp_ulysses")
 _DEGREES = (*_SP, "dp_shard", "dp_replicate", "tp", "pp", "ep")
-# Each rule with the fields that it reads.
+# Each rule with the fields it reads.
 RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]], ...] = (
     (_degrees, (*_DEGREES, "sp_order")),
     (_sequence, (*_SP, "sp_layout", "seq_len")),
