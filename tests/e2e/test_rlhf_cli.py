@@ -119,7 +119,7 @@ def test_supervised_steps_of_another_run_are_not_taken(
     (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(saved)))
     args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
     said = refusal(args, monkeypatch, capsys)
-    assert f"--output = {tmp_path} holds a run already: name another folder, or continue it with --resume auto" in said
+    assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume auto" in said
     other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
     said = refusal([*args, *other], monkeypatch, capsys)
     for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):
@@ -226,5 +226,5 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     again = [*SMALL, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation"]
     with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
-    assert ended.exit_code == 0 and "continues: run/checkpoints/step-00000002" in ended.out, ended.err
+    assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
     assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]

@@ -75,5 +75,5 @@ def test_a_finished_run_is_ended_and_no_longer_one_is() -> None:
 
 
 def test_what_is_not_of_a_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="is of no training run: it lacks tokens, stream, random, config, model"):
+    with pytest.raises(ValueError, match="is not of a training run: it lacks tokens, stream, random, config, model"):
         TrainingState.from_extra({"step": 3})

@@ -73,7 +73,7 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": "qwen3-tiny"}, "--model = qwen3-tiny is not the model of the checkpoint: .*model_type"),
+        ({"model": "qwen3-tiny"}, r"--model = qwen3-tiny is not the model of the checkpoint \(.*model_type"),
         ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
         ({"seq_len": 512}, "seq_len = 512, but the stream to continue has seq_len = 256"),
         ({"seed": 1}, "seed = 1, but the stream to continue has seed = 0"),
@@ -89,15 +89,15 @@ def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dic
 def test_an_old_checkpoint_needs_another_folder(whole: Path) -> None:
     config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"))
     with pytest.raises(
-        ConfigurationError, match=r"is not the newest checkpoint of .*: give the run .* another --output"
+        ConfigurationError, match=r"is not the newest checkpoint of .*: give another --output to the run"
     ):
         prepare(config, Launch())
 
 
 def test_resume_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="holds no whole checkpoint: name a run's folder"):
+    with pytest.raises(ConfigurationError, match="holds no complete checkpoint: give the folder of a run"):
         prepare(replace(RUN, resume=str(tmp_path)), Launch())
-    with pytest.raises(ConfigurationError, match="--resume auto continues the run in --output: name that folder"):
+    with pytest.raises(ConfigurationError, match="--resume auto continues the run in --output: give --output"):
         prepare(replace(RUN, resume="auto"), Launch())
     assert prepare(replace(RUN, resume="auto", output=str(tmp_path)), Launch()).start.checkpoint is None
 
@@ -120,9 +120,9 @@ def test_a_run_is_not_continued_in_the_folder_of_another(tmp_path: Path) -> None
     only_metrics, only_checkpoints = folder_of_a_run(tmp_path / "a"), folder_of_a_run(tmp_path / "b", 1)
     (only_checkpoints / "metrics.jsonl").unlink()
     for other in (only_metrics, only_checkpoints):
-        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+        with pytest.raises(ValueError, match="already holds a run: choose another directory"):
             start_of(resume=str(run), output=str(other))
-        with pytest.raises(ValueError, match="holds a run already: name another folder"):
+        with pytest.raises(ValueError, match="already holds a run: choose another directory"):
             start_of(output=str(other))
     assert start_of(resume=str(run), output=str(only_metrics), attempt=1).checkpoint == latest(run / CHECKPOINTS)
     assert start_of(resume=str(run), output=str(tmp_path / "run/../run")).checkpoint == latest(run / CHECKPOINTS)
@@ -132,7 +132,7 @@ def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: p
     run = folder_of_a_run(tmp_path / "run", 3)
     restarted = Launch(attempt=1, agent_store=("localhost", 1))
     monkeypatch.setattr(Launch, "recall", lambda self, key: None)
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         find_start(replace(RUN, output=str(run)), restarted)
     monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))
     assert find_start(replace(RUN, output=str(run)), restarted).checkpoint == latest(run / CHECKPOINTS)
@@ -169,5 +169,5 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("output", ["file", "file/below/it"])
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, output: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--output = .* cannot be written: .*/file is no folder"):
+    with pytest.raises(ValueError, match=r"--output = .* is not writable: .*/file is not a directory"):
         start_of(output=str(tmp_path / output))

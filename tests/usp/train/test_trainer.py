@@ -87,7 +87,7 @@ def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None
 
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigurationError, match="holds a run already"):
+    with pytest.raises(ConfigurationError, match="already holds a run"):
         train(prepare(replace(SMALL, output=str(tmp_path)), Launch()), Launch())
 
 
