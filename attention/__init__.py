@@ -1,6 +1,6 @@
-"""Exact attention over sequences that are sharded on a ring x ulysses grid of ranks.
+"""Exact attention over sequences sharded across a ring x ulysses grid of ranks: forward, backward, and decoding.
 
-Knows torch alone: process groups, layouts and kernels are arguments. Each file imports only earlier ones:
+Depends only on torch; process groups, sequence layouts and kernels are passed in. Each file imports only earlier ones:
 
 intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
 """

@@ -1,4 +1,4 @@
-"""Sums of partial attention over blocks of keys, and of partial gradients, in fp32 (fp64 for fp64).
+"""Accumulation of partial attention outputs and gradients over blocks of keys, in fp32 (fp64 for fp64 inputs).
 
 T tokens, N heads, H head dim.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which results of `dtype` inputs are summed."""
+    """Return the dtype in which results of `dtype` inputs are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Tokens of a (T, ...) buffer that take part in a kernel launch, as `count` runs of `length`.
+    """Tokens of a (T, ...) buffer that a kernel launch works on, as `count` runs of `length` tokens.
 
-    Run i starts at start + i * stride; or, where `index` (count, length) is given, it names the tokens. `valid` are the
-    flat places in `index` that are not padding: the others repeat some token and their results are dropped.
+    Run i starts at start + i * stride, unless `index` (count, length) lists the tokens. `valid` are the flat positions
+    in `index` that are not padding; padding repeats a token, and its results are dropped.
     """
 
     length: int
@@ -33,11 +33,11 @@ class Rows:
 
     @staticmethod
     def of(start: int, stop: int) -> Rows:
-        """One run."""
+        """Make a single run."""
         return Rows(stop - start, start)
 
     def take(self, x: Tensor) -> Tensor:
-        """(T, ...) -> (count, length, ...): a view, unless `index` is given."""
+        """Select these tokens: (T, ...) -> (count, length, ...), as a view unless `index` is given."""
         if self.index is not None:
             return x[self.index]
         first = x.storage_offset() + self.start * x.stride(0)
@@ -45,21 +45,21 @@ class Rows:
         return x.as_strided(size, strides, first)
 
     def whole(self, tokens: int) -> bool:
-        """Whether the runs are all `tokens` tokens of a buffer, one after the other."""
+        """Return True if the runs are all `tokens` tokens of a buffer, in order."""
         joined = self.count == 1 or self.stride == self.length
         return self.index is None and self.start == 0 and joined and self.count * self.length == tokens
 
     def real(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """With `index`: the tokens named without padding, and their values among (count, length, ...) results."""
+        """Return the tokens in `index` without padding, and their values from (count, length, ...) results."""
         assert self.index is not None
-        place, x = self.index.flatten(), x.flatten(0, 1)
-        return (place, x) if self.valid is None else (place[self.valid], x[self.valid])
+        tokens, x = self.index.flatten(), x.flatten(0, 1)
+        return (tokens, x) if self.valid is None else (tokens[self.valid], x[self.valid])
 
 
 class AttentionSum:
-    """Running softmax-weighted average `out` (T, N, H) with its log-sum-exp `lse` (T, N), both of all blocks so far.
+    """Running softmax-weighted average `out` (T, N, H) and log-sum-exp `lse` (T, N) over all blocks so far.
 
-    A row that has seen no key has out = 0 and lse = -inf.
+    Rows without any key have out = 0 and lse = -inf.
     """
 
     def __init__(self, q_TNH: Tensor) -> None:
@@ -68,9 +68,9 @@ class AttentionSum:
         self._totals: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add a launch's out (count, length, N, H) and lse (count, N, length); no row is twice in it.
+        """Add a launch's out (count, length, N, H) and lse (count, N, length), in which no row occurs twice.
 
-        The sum may keep these very tensors and add to them later.
+        The tensors may be kept and modified in place later.
         """
         out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
         if self._totals is None and rows.whole(self._shape[0]):
@@ -80,13 +80,13 @@ class AttentionSum:
         if rows.index is None:
             _merge(rows.take(total_out), rows.take(total_lse), out, lse)
             return
-        (place, out), (_, lse) = rows.real(out), rows.real(lse)
-        merged_out, merged_lse = total_out[place], total_lse[place]
+        (tokens, out), (_, lse) = rows.real(out), rows.real(lse)
+        merged_out, merged_lse = total_out[tokens], total_lse[tokens]
         _merge(merged_out, merged_lse, out, lse)
-        total_out[place], total_lse[place] = merged_out, merged_lse
+        total_out[tokens], total_lse[tokens] = merged_out, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """out (T, N, H) and lse (T, N) in the accumulating dtype."""
+        """Return out (T, N, H) and lse (T, N) in the accumulation dtype."""
         if self._totals is None:
             out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
             self._totals = out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
@@ -94,9 +94,9 @@ class AttentionSum:
 
 
 def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """out, lse (..., N, H), (..., N) become those of both parts, in place."""
-    # The sigmoid of the difference is the new part's weight; its limits are exact where one side is -inf. Where both
-    # are, nan becomes one half of zeros.
+    """Merge out (..., N, H) and lse (..., N) with those of another part, in place."""
+    # The sigmoid of the difference is the new part's weight, and is exact when one side is -inf. When both are, the
+    # difference is nan, and any weight of two zero outputs will do.
     weight = torch.sigmoid(torch.nan_to_num(more_lse - lse, nan=0.0)).unsqueeze(-1)
     lse.copy_(torch.logaddexp(lse, more_lse))
     out.lerp_(more_out, weight)
@@ -111,18 +111,18 @@ class GradientSum:
         self._total: Tensor | None = None
 
     def add(self, rows: Rows, part: Tensor) -> None:
-        """Add a launch's (count, length, heads, H); the sum may keep this very tensor and add to it later."""
+        """Add a launch's (count, length, heads, H) tensor, which may be kept and modified in place later."""
         if self._total is None and rows.whole(self._shape[0]):
             self._total = part.to(self._dtype).flatten(0, 1)
         elif rows.index is None:
             rows.take(self.total).add_(part)
         else:
-            place, part = rows.real(part)
-            self.total.index_add_(0, place, part.to(self._dtype))
+            tokens, part = rows.real(part)
+            self.total.index_add_(0, tokens, part.to(self._dtype))
 
     @property
     def total(self) -> Tensor:
-        """The sum so far (T, heads, H), to be added to in place."""
+        """Sum so far (T, heads, H); callers may add to it in place."""
         if self._total is None:
             self._total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._total

@@ -1,15 +1,15 @@
-"""What a block of queries sees of a block of keys, as rectangles of local indices under a band.
+"""Masks between a block of queries and a block of keys, as rectangles of local indices with a diagonal band.
 
-A rank's tokens are spans of equal step (layout.py). Between one span of queries and one span of keys every mask that
-is a range of `query position - key position` is a range of `query index - key index`:
+A rank's tokens are spans of equal step (layout.py). Between a span of queries and a span of keys, a mask that limits
+`query position - key position` to a range also limits `query index - key index` to a range:
 
       keys ->                   full          causal        window        striped, later keys
       queries                   # # # #       # . . .       # . . .       . . . .
          |                      # # # #       # # . .       # # . .       # . . .
          v                      # # # #       # # # .       . # # .       # # . .
 
-so one function makes the tasks for every layout and mask. A task is tight: each of its rows and columns holds a visible
-pair. That is what the kernels' alignment rules, the trimming of what travels, and lse > -inf rest on.
+so one function builds the tasks for every layout and mask. Tasks are tight: every row and every column contains a
+visible pair. The kernels' alignment rules, the trimming of messages, and lse > -inf depend on that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .spec import AttentionSpec
 
 @dataclass(frozen=True)
 class Task:
-    """Queries [q_start, q_stop) attend to keys [k_start, k_stop) where lowest <= i - j <= highest.
+    """Attention of queries [q_start, q_stop) to keys [k_start, k_stop) where lowest <= i - j <= highest.
 
-    i and j count in the whole query and key buffers, so a band keeps its numbers when its rectangle is cut. A limit
-    is None where it hides nothing of the rectangle.
+    i and j index the whole query and key buffers, so cutting the rectangle does not change the limits. A limit that
+    masks nothing in the rectangle is None.
     """
 
     q_start: int
@@ -48,37 +48,49 @@ class Task:
 
     @property
     def full(self) -> bool:
-        """Whether the rectangle is visible throughout."""
+        """True if nothing in the rectangle is masked."""
         return self.lowest is None and self.highest is None
 
     def shift_keys(self, offset: int) -> Task:
-        """The same task with its keys `offset` further on in their buffer."""
+        """Return the same task with its keys moved by `offset` within their buffer."""
         lowest = None if self.lowest is None else self.lowest - offset
         highest = None if self.highest is None else self.highest - offset
         return Task(self.q_start, self.q_stop, self.k_start + offset, self.k_stop + offset, lowest, highest)
 
     def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> Task | None:
-        """The part within the given query and key ranges, tight; None if nothing of it is visible."""
+        """Return the tight part within the given query and key ranges, or None if nothing in it is visible."""
         q_start, q_stop = max(self.q_start, rows[0]), min(self.q_stop, rows[1])
         k_start, k_stop = max(self.k_start, columns[0]), min(self.k_stop, columns[1])
         return tight_task(q_start, q_stop, k_start, k_stop, self.lowest, self.highest)
 
     @property
     def relative_band(self) -> tuple[int | None, int | None]:
-        """(lowest, highest) with rows and columns counted from the rectangle's own corner."""
+        """(lowest, highest) with rows and columns counted from the rectangle's corner."""
         offset = self.q_start - self.k_start
         lowest = None if self.lowest is None else self.lowest - offset
         return lowest, None if self.highest is None else self.highest - offset
 
     def visible(self) -> int:
-        """The number of visible (query, key) pairs."""
-        return _visible(self.rows, self.columns, self.q_start - self.k_start, self.lowest, self.highest)
+        """Count the visible (query, key) pairs."""
+
+        def triangle(n: int) -> int:
+            return n * (n + 1) // 2 if n > 0 else 0
+
+        def above(limit: int) -> int:  # pairs with row - column > limit, by inclusion-exclusion of half-planes
+            corner = rows - limit - 1
+            outside = triangle(corner - columns) + triangle(corner - rows)
+            return triangle(corner) - outside + triangle(corner - rows - columns)
+
+        rows, columns = self.rows, self.columns
+        lowest, highest = self.relative_band
+        count = rows * columns if lowest is None else above(lowest - 1)
+        return count if highest is None else count - above(highest)
 
 
 def tight_task(
     q_start: int, q_stop: int, k_start: int, k_stop: int, lowest: int | None, highest: int | None
 ) -> Task | None:
-    """The task shrunk to the rows and columns that hold a visible pair; None where there is none."""
+    """Shrink a task to the rows and columns that contain a visible pair; None if there is none."""
     if lowest is not None and highest is not None and lowest > highest:
         return None
     if lowest is not None:
@@ -97,33 +109,17 @@ def tight_task(
 
 
 def query_layers(tasks: Iterable[Task]) -> Iterator[tuple[int, Task]]:
-    """The tasks by their queries, each with the number of a layer in which no query row is twice."""
-    ends: list[int] = []  # where the last task of each layer ends
+    """Yield tasks in query order, each with the number of a layer; within a layer no query row occurs twice."""
+    ends: list[int] = []  # end of the last task of each layer
     for task in sorted(tasks, key=lambda t: (t.q_start, t.k_start)):
         layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
         ends[layer : layer + 1] = [task.q_stop]
         yield layer, task
 
 
-def _visible(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:
-    """Pairs of a rows x columns rectangle with lowest <= offset + i - j <= highest."""
-
-    def triangle(n: int) -> int:
-        return n * (n + 1) // 2 if n > 0 else 0
-
-    def above(limit: int) -> int:  # pairs with i - j > limit, by inclusion and exclusion of half planes
-        corner = rows - limit - 1
-        return (
-            triangle(corner) - triangle(corner - columns) - triangle(corner - rows) + triangle(corner - rows - columns)
-        )
-
-    count = rows * columns if lowest is None else above(lowest - offset - 1)
-    return count if highest is None else count - above(highest - offset)
-
-
 @dataclass(frozen=True)
 class Piece:
-    """A run of one document's tokens within a rank's span; `position` is the first's, `offset` its local index."""
+    """Consecutive tokens of one document within a rank's span: global position and local index of the first."""
 
     position: int
     offset: int
@@ -135,15 +131,15 @@ Pieces = dict[tuple[int, int], list[Piece]]
 
 
 def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_rank: int) -> Pieces:
-    """A ring rank's tokens, by (row, document). Local indices count through the flattened (batch, ring_len) tokens."""
+    """Return a ring rank's tokens by (row, document); local indices count the flattened (batch, ring_len) tokens."""
     pieces: Pieces = defaultdict(list)
     for row in range(batch):
-        borders = spec.row_documents(row, layout.seq_len)
+        boundaries = spec.row_documents(row, layout.seq_len)
         offset = row * layout.ring_len
         for span in layout.ring_spans(ring_rank):
             end = span.start + (span.length - 1) * span.step
-            for document in range(max(0, bisect_right(borders, span.start) - 1), bisect_right(borders, end)):
-                lower, upper = borders[document], borders[min(document + 1, len(borders) - 1)]
+            for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
+                lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]
                 first, last = span.index_range(lower, upper)
                 if first < last:
                     position = span.start + first * span.step
@@ -153,14 +149,14 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
 
 
 def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
-    """What one rank's queries see of one rank's keys, in few tight tasks. No pair is in two tasks."""
+    """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks."""
     lowest, highest = spec.difference_range()
     tasks: list[Task] = []
     for group, queries in q_pieces.items():
         found: list[Task] = []
         for q in queries:
             for k in k_pieces.get(group, ()):
-                # position of q - position of k = apart + step * (i - j), i and j counted from the buffers' starts
+                # query position - key position = apart + step * (i - j), with i and j indices into the buffers
                 apart = q.position - k.position - q.step * (q.offset - k.offset)
                 low = None if lowest is None else -((apart - lowest) // q.step)
                 high = None if highest is None else (highest - apart) // q.step
@@ -172,7 +168,7 @@ def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tupl
 
 
 def _absorb(tasks: list[Task], task: Task) -> list[Task]:
-    """Add a task, joined with those that make one band with it (zigzag's halves become one triangle)."""
+    """Add a task, merging it with tasks that form one band with it (zigzag's halves become one triangle)."""
     for index, other in enumerate(tasks):
         joined = _join(other, task)
         if joined is not None:
@@ -181,13 +177,13 @@ def _absorb(tasks: list[Task], task: Task) -> list[Task]:
 
 
 def _join(a: Task, b: Task) -> Task | None:
-    """One task that sees exactly the pairs of two disjoint ones, if a band of theirs does."""
+    """Return one task with exactly the visible pairs of two disjoint tasks, if one of their bands describes it."""
     rectangle = min(a.q_start, b.q_start), max(a.q_stop, b.q_stop), min(a.k_start, b.k_start), max(a.k_stop, b.k_stop)
     wanted = a.visible() + b.visible()
     for lowest in dict.fromkeys((a.lowest, b.lowest, None)):
         for highest in dict.fromkeys((a.highest, b.highest, None)):
             hull = tight_task(*rectangle, lowest, highest)
-            # A hull that sees every pair of a and of b, and as many as they have, sees no other pair.
+            # A hull that covers a and b, with as many pairs as they have, contains no other pair.
             if hull is not None and hull.visible() == wanted and _covers(hull, a) and _covers(hull, b):
                 return hull
     return None

@@ -1,4 +1,4 @@
-"""Communication over one axis of the mesh, counted."""
+"""Communication over one mesh axis, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass
 class Pending:
-    """Messages under way. `wait` before reading a received tensor or writing into a sent one."""
+    """Messages in flight. Call `wait` before reading a received tensor or writing to a sent one."""
 
     works: list[dist.Work] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)  # sent buffers must outlive the transfer
+    tensors: list[Tensor] = field(default_factory=list)  # send buffers must outlive the transfer
 
     def wait(self) -> None:
         for work in self.works:
@@ -22,9 +22,9 @@ class Pending:
 
 
 class Channel:
-    """One process group of an axis, with a count of the payload bytes that this rank has sent to others.
+    """A process group of one axis, with a count of the payload bytes that this rank has sent to other ranks.
 
-    `group` None is a lone rank that never communicates.
+    `group` is None for a single rank, which never communicates.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -34,9 +34,9 @@ class Channel:
         self.sent_bytes = 0
 
     def post(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Pending:
-        """Start point-to-point messages (peer's rank in the group, contiguous tensor). Returns at once.
+        """Start point-to-point messages, given as (peer's rank in the group, contiguous tensor), without blocking.
 
-        Between two ranks messages match in the order of posting, so all ranks must post in one global order.
+        Messages between two ranks are matched in the order of posting, so all ranks must post in the same order.
         """
         operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends] + [
             dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives
@@ -47,7 +47,7 @@ class Channel:
         return Pending(dist.batch_isend_irecv(operations), [tensor for _, tensor in sends])
 
     def all_to_all(self, x: Tensor, send_splits: list[int], receive_splits: list[int]) -> Tensor:
-        """Flat `x` cut by `send_splits` (elements for each rank) -> the parts sent here, in rank order."""
+        """Split flat `x` by `send_splits` (elements per rank) and return the parts sent to this rank, in rank order."""
         received = x.new_empty(sum(receive_splits))
         dist.all_to_all_single(received, x, receive_splits, send_splits, group=self.group)
         self.sent_bytes += (x.numel() - send_splits[self.rank]) * x.element_size()

@@ -1,4 +1,4 @@
-"""Which heads each Ulysses rank attends with, for any numbers of heads and ranks."""
+"""Division of query and KV heads over Ulysses ranks, for any number of heads and ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Query heads divided as evenly as can be over the Ulysses ranks, each with the KV heads that they read.
+    """Query heads divided as evenly as possible over the Ulysses ranks, each rank with the KV heads it needs.
 
-    A KV head goes to every rank whose query heads read it, and to no other: with as many KV heads as ranks (or a
-    multiple) none is replicated. With more ranks than query heads the last ranks attend with none.
+    A KV head is sent only to ranks whose query heads use it: if the number of KV heads is a multiple of the number of
+    ranks, none is replicated. With more ranks than query heads, the last ranks get none.
 
     Raises:
-        ValueError: if the KV heads do not divide the query heads.
+        ValueError: if num_kv_heads does not divide num_heads.
     """
 
     num_heads: int
@@ -27,7 +27,7 @@ class HeadPlan:
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.ulysses) < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}: each KV head serves "
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}: each KV head is shared by "
                 f"num_heads / num_kv_heads query heads"
             )
 
@@ -38,21 +38,21 @@ class HeadPlan:
 
     @cached_property
     def q_ranges(self) -> tuple[Range, ...]:
-        """Each rank's query heads."""
+        """Query heads of each rank."""
         each, extra = divmod(self.num_heads, self.ulysses)
         starts = [rank * each + min(rank, extra) for rank in range(self.ulysses + 1)]
         return tuple(pairwise(starts))
 
     @cached_property
     def kv_ranges(self) -> tuple[Range, ...]:
-        """Each rank's KV heads."""
+        """KV heads of each rank."""
         return tuple(
             (start // self.group, (stop - 1) // self.group + 1) if stop > start else (0, 0)
             for start, stop in self.q_ranges
         )
 
     def kv_index(self, rank: int) -> tuple[int, ...] | None:
-        """The local KV head of each local query head, where plain grouping would name the wrong one; else None."""
+        """Return the local KV head of each local query head, or None if standard GQA grouping is correct."""
         (q_start, q_stop), (kv_start, _) = self.q_ranges[rank], self.kv_ranges[rank]
         index = tuple(head // self.group - kv_start for head in range(q_start, q_stop))
         queries, keys = self.q_width(rank), self.kv_width(rank)
@@ -61,15 +61,15 @@ class HeadPlan:
         return index
 
     def q_width(self, rank: int) -> int:
-        """Query heads of a rank."""
+        """Return the number of query heads of a rank."""
         start, stop = self.q_ranges[rank]
         return stop - start
 
     def kv_width(self, rank: int) -> int:
-        """KV heads of a rank."""
+        """Return the number of KV heads of a rank."""
         start, stop = self.kv_ranges[rank]
         return stop - start
 
     def width(self, rank: int) -> int:
-        """Heads of q, k and v together that a rank receives."""
+        """Return the total number of q, k and v heads that a rank receives."""
         return self.q_width(rank) + 2 * self.kv_width(rank)

@@ -1,4 +1,4 @@
-"""Sets of token indices as ascending, disjoint, non-adjacent half-open intervals: what a rank needs, holds or sends."""
+"""Sets of token indices, stored as ascending, disjoint, non-adjacent half-open intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The set covered by any number of intervals, given in any order."""
+    """Return the set covered by intervals given in any order."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if start >= stop:
@@ -21,7 +21,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The indices in both sets."""
+    """Return the indices in both sets."""
     common, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -35,7 +35,7 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """The indices of `a` that are not in `b`."""
+    """Return the indices of `a` that are not in `b`."""
     rest, first = [], 0
     for start, stop in a:
         while first < len(b) and b[first][1] <= start:
@@ -51,12 +51,12 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
 
 
 def size(a: Intervals) -> int:
-    """How many indices the set holds."""
+    """Return the number of indices in the set."""
     return sum(stop - start for start, stop in a)
 
 
 def locate(part: Intervals, whole: Intervals) -> Intervals:
-    """Where `part`, a subset of `whole`, lies in a buffer that packs `whole` in ascending order."""
+    """Return the positions of `part`, a subset of `whole`, in a buffer that packs `whole` in ascending order."""
     found, offset, index = [], 0, 0
     for start, stop in part:
         while whole[index][1] <= start:

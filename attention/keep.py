@@ -1,7 +1,7 @@
-"""What activation checkpointing does with attention: compute as ever, keep the results, or give kept ones back.
+"""Activation checkpointing of attention: compute without saving, save the results, or replay saved results.
 
-A checkpointed layer runs twice, and its attention need not: the first pass hands every costly step to `KeepResults`,
-the second to its `replay()`, which computes and sends nothing.
+A checkpointed layer runs twice, but its attention need not: the first pass runs every expensive step through
+`KeepResults`, the second through its `replay()`, which neither computes nor communicates.
 """
 
 from __future__ import annotations
@@ -12,45 +12,46 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 Results: TypeAlias = tuple[Any, ...]
-Step: TypeAlias = tuple[Any, ...]  # names a step and what it works on, to tell it from another
+Step: TypeAlias = tuple[Any, ...]  # identifies a step and its inputs
 Keep: TypeAlias = Callable[[Step, Callable[[], Results]], Results]
 
 
 def compute_now(step: Step, compute: Callable[[], Results]) -> Results:
-    """Neither keep nor give back."""
+    """Compute a step without saving its results."""
     return compute()
 
 
-def _same(x: Any) -> Any:
+def _noop(x: Any) -> Any:
     return x
 
 
 class KeepResults:
-    """Computes each step and keeps its results, in order.
+    """Computes each step and saves its results, in order.
 
     Args:
-        pack, unpack: how a tensor is kept, and its way back: to host memory, say.
+        pack, unpack: save and restore a tensor, for example by offloading it to host memory.
     """
 
-    def __init__(self, pack: Callable[[Tensor], Any] = _same, unpack: Callable[[Any], Tensor] = _same) -> None:
+    def __init__(self, pack: Callable[[Tensor], Any] = _noop, unpack: Callable[[Any], Tensor] = _noop) -> None:
         self._pack, self._unpack = pack, unpack
         self._kept: list[tuple[Step, list[tuple[bool, Any]]]] = []
 
     def __call__(self, step: Step, compute: Callable[[], Results]) -> Results:
         results = compute()
-        # Detached: a kept result must not hold the graph that will be freed with it.
+        # A saved result must not keep the autograd graph alive.
         packed = [(True, self._pack(x.detach())) if isinstance(x, Tensor) else (False, x) for x in results]
         self._kept.append((step, packed))
         return results
 
     def replay(self) -> Keep:
-        """Gives the results back from the first on, as often as asked: a backward in two halves recomputes twice.
+        """Return a function that replays the results from the first step on.
 
-        What it returns raises RuntimeError where the second pass takes other steps than the first.
+        May be called repeatedly: a split backward recomputes twice. The returned function raises RuntimeError if the
+        second pass takes different steps from the first.
         """
         kept = iter(self._kept)
 
-        def give_back(step: Step, compute: Callable[[], Results]) -> Results:
+        def restore(step: Step, compute: Callable[[], Results]) -> Results:
             recorded, packed = next(kept, (None, []))
             if recorded != step:
                 raise RuntimeError(
@@ -59,4 +60,4 @@ class KeepResults:
                 )
             return tuple(self._unpack(x).detach() if is_tensor else x for is_tensor, x in packed)
 
-        return give_back
+        return restore

@@ -1,10 +1,10 @@
-"""Ring attention, forward and backward, of any schedule: one loop for every layout and mask.
+"""Ring attention, forward and backward: one loop over a schedule for every layout and mask.
 
-Ring Attention (arXiv 2310.01889) with the exchange of schedule.py. Messages of the next step are posted before the
-step that hides them.
+Ring Attention (arXiv 2310.01889) with the messages of schedule.py. The messages of the next step are posted before
+computing the current one, which hides them.
 
-T tokens of a rank (batch x ring_len), B tokens of a block, N query heads, K KV heads, H head dim. Keys and values
-travel together, token by token: kv_B2KH.
+T tokens of a rank (batch x ring_len), B tokens of a block, N query heads, K KV heads, H head dim. Keys and values are
+sent together, interleaved by token: kv_B2KH.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .spec import AttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class RingProgram:
-    """One rank's schedule lowered for one kernel: all that the loop needs to know."""
+    """One rank's schedule, lowered for one kernel."""
 
     schedule: RingSchedule
     spec: AttentionSpec
@@ -44,9 +44,9 @@ class RingProgram:
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index, keep)` -> out_TNH. `sinks` are logits that
-    join each row's softmax without a value (None for none); `kv_index` names the KV head of each query head where plain
-    grouping does not (heads.py).
+    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index, keep)` -> out_TNH. `sinks` are per-head logits
+    added to each row's softmax, without a value (None to disable); `kv_index` is the KV head of each query head where
+    standard GQA grouping is wrong (heads.py).
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # a sum's gradient is one number, expanded
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
         saved, dq = SavedAttention(dout, q, out, lse), GradientSum(q)
         grads = _GradientRing(program.schedule, channel, k)
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
@@ -98,7 +98,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _step_name(program: RingProgram, index: int, what: str) -> str:
-    """How a trace shows it."""
+    """Return the label of a step in profiler traces."""
     return f"ring step {index + 1}/{len(program.schedule.steps)}: {what}"
 
 
@@ -107,10 +107,10 @@ def _select_heads(kv: tuple[Tensor, Tensor], kv_index: Tensor | None) -> tuple[T
 
 
 def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
-    """Each step's launches with its (k, v), the next step's messages posted before it is handed out."""
+    """Yield each step's launches and (k, v), after posting the messages of the next step."""
     steps = program.schedule.steps
-    travels = any(step.send_held or step.send_own for step in steps)
-    own = held = torch.stack((k, v), dim=1) if travels else None
+    sends = any(step.send_held or step.send_own for step in steps)
+    own = held = torch.stack((k, v), dim=1) if sends else None
     block = (k, v)
     for index, launches in enumerate(program.launches):
         last = index + 1 == len(steps)
@@ -123,7 +123,7 @@ def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
 
 
 class _Incoming:
-    """The next step's keys and values, on their way."""
+    """The next step's keys and values, in flight."""
 
     def __init__(self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: Tensor) -> None:
         self.block = like.new_empty(step.keys, 2, *like.shape[1:])
@@ -137,12 +137,12 @@ class _Incoming:
         self.pending.wait()
         for message, buffer in self.parts:
             if len(message.slices) > 1:
-                _unpack(buffer, message, lambda place, part: self.block[place].copy_(part))
+                _unpack(buffer, message, lambda tokens, part: self.block[tokens].copy_(part))
         return self.block
 
 
 class _GradientRing:
-    """dK and dV: each block's partial sums on their way through the ranks that add to them, and home."""
+    """Partial sums of dK and dV, passed from rank to rank and finally back to the owner of each block."""
 
     def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor) -> None:
         self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, k
@@ -152,14 +152,14 @@ class _GradientRing:
         self.arriving: list[tuple[Message, Tensor, bool]] = []  # (message, buffer, whether for our own tokens)
 
     def block(self, step: Step) -> tuple[GradientSum, GradientSum]:
-        """Where this step's dK and dV (B, K, H) are summed."""
+        """Return the accumulators of this step's dK and dV (B, K, H)."""
         self.index += 1
         if self.index:
             self.current = GradientSum(self.like, step.keys), GradientSum(self.like, step.keys)
         return self.current
 
     def pass_on(self, step: Step) -> None:
-        """Add what has arrived meanwhile, then send this step's sums to the next rank that adds to them, or home."""
+        """Add received partial sums, then send this step's sums to the next rank that adds to them, or to the owner."""
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
         messages = [(m, False) for m in following] + [(m, True) for m in step.grad_home]
@@ -174,7 +174,7 @@ class _GradientRing:
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
-        """dK and dV of this rank's own tokens (T, K, H), complete."""
+        """Return the complete dK and dV of this rank's own tokens (T, K, H)."""
         self._collect()
         return self.own
 
@@ -182,19 +182,19 @@ class _GradientRing:
         self.pending.wait()
         for message, buffer, home in self.arriving:
             for total, part in zip(self.own if home else self.current, buffer.unbind(1), strict=True):
-                _unpack(part, message, lambda place, values, total=total.total: total[place].add_(values))
+                _unpack(part, message, lambda tokens, values, total=total.total: total[tokens].add_(values))
         self.arriving = []
 
 
 def _packed(buffer: Tensor | None, message: Message) -> Tensor:
-    """The message's tokens of a (T, ...) buffer, contiguous: a view where it is one slice."""
+    """Return a message's tokens from a (T, ...) buffer, contiguous; a view if the message is one slice."""
     assert buffer is not None
     parts = [buffer[start:stop] for start, stop in message.slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _receive_buffer(block: Tensor, message: Message) -> Tensor:
-    """Where a message is received: in place where it is one slice of the block."""
+    """Return the receive buffer of a message: part of the block if the message is one slice of it."""
     if len(message.slices) == 1:
         start, stop = message.slices[0]
         return block[start:stop]
@@ -202,7 +202,7 @@ def _receive_buffer(block: Tensor, message: Message) -> Tensor:
 
 
 def _unpack(buffer: Tensor, message: Message, put) -> None:
-    """Hand each slice of a received message to `put(place, part)`."""
+    """Call `put(slice, part)` for each slice of a received message."""
     offset = 0
     for start, stop in message.slices:
         put(slice(start, stop), buffer[offset : offset + stop - start])

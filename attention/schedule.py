@@ -1,15 +1,15 @@
-"""The ring as data: who sends which keys to whom at which step, and what each rank computes meanwhile.
+"""The ring schedule as data: the messages and the tasks of each rank at each step.
 
-At step t of a ring that turns in direction d, rank r attends to the block of owner (r - d * t) % R. Every consumer
-receives exactly the keys that it sees, once:
+At step t of a ring that rotates in direction d, rank r attends to the block of owner (r - d * t) % R. Each rank
+receives exactly the keys that its queries attend to, once:
 
-    from its neighbour r - d, which has just used them, where the neighbour saw them too;
-    else from their owner, who always has them.
+    from its neighbour r - d, which has just used them, if the neighbour needed them too;
+    otherwise from their owner.
 
-Gradients of keys take the same ways back: a rank passes its partial sums on to its neighbour r + d where that one adds
-to them too, and sends the rest home to the owner. So forward moves one copy of what is seen (K and V), backward moves
-it again with as many gradients, and a hop that would carry nothing is not made: with a window only neighbours talk,
-with packed documents only the ranks that share one.
+Key gradients take the same routes: a rank forwards its partial sums to its neighbour r + d if that rank adds to them,
+and returns the rest to the owner. The forward therefore moves one copy of the visible keys and values, the backward
+moves them again plus the same number of gradients, and empty messages are skipped: with a window only neighbours
+communicate, with packed documents only ranks that share a document.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
 
-SAMPLED_OWNERS = 16  # whose traffic decides which way a ring turns: either way is right, one sends less
+SAMPLED_OWNERS = 16  # owners whose traffic decides the direction of rotation; both are correct, one sends less
 
 
 @dataclass(frozen=True)
 class Message:
-    """Tokens of one peer's message, as slices of a token buffer."""
+    """Tokens sent to or received from one peer, as slices of a token buffer."""
 
     peer: int
     slices: Intervals
@@ -40,26 +40,26 @@ class Message:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's share of one ring step.
+    """One rank's part of one ring step.
 
-    `block` is the buffer of the `keys` tokens that this rank sees of `owner`'s, ascending. `held` is the block of the
-    step before (at step 1 the rank's own tokens). `own` are the rank's own tokens.
+    `block` is a buffer of the `keys` tokens of `owner` that this rank needs, ascending. `held` is the previous step's
+    block (at step 1 the rank's own tokens). `own` is the buffer of the rank's own tokens.
     """
 
     owner: int
     keys: int
     tasks: tuple[Task, ...]  # over (own queries, block)
     receive: tuple[Message, ...] = ()  # keys and values into block, before computing this step
-    send_held: tuple[Message, ...] = ()  # keys and values out of held, at the same time
-    send_own: tuple[Message, ...] = ()  # ... and out of own
-    grad_receive: tuple[Message, ...] = ()  # partial dK, dV added into block's, after computing this step
-    grad_send: tuple[Message, ...] = ()  # block's dK, dV to the neighbour or home, after that
-    grad_home: tuple[Message, ...] = ()  # others' partial dK, dV for own tokens, sent to us at this step
+    send_held: tuple[Message, ...] = ()  # keys and values from held, at the same time
+    send_own: tuple[Message, ...] = ()  # ... and from own
+    grad_receive: tuple[Message, ...] = ()  # partial dK, dV added to block's, after computing this step
+    grad_send: tuple[Message, ...] = ()  # block's dK, dV to the neighbour or the owner, after that
+    grad_home: tuple[Message, ...] = ()  # partial dK, dV of own tokens, which other ranks return at this step
 
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """All steps of one rank. Step 0 is the rank's own block and moves nothing."""
+    """All steps of one rank. Step 0 is the rank's own block and communicates nothing."""
 
     rank: int
     size: int
@@ -68,20 +68,20 @@ class RingSchedule:
 
     @property
     def tokens_sent(self) -> int:
-        """Tokens whose K and V this rank sends in the forward, and again in the backward."""
+        """Number of tokens whose K and V this rank sends in the forward, and again in the backward."""
         return sum(m.tokens for step in self.steps for m in (*step.send_held, *step.send_own))
 
     @property
     def grad_tokens_sent(self) -> int:
-        """Tokens whose dK and dV this rank sends in the backward."""
+        """Number of tokens whose dK and dV this rank sends in the backward."""
         return sum(m.tokens for step in self.steps for m in step.grad_send)
 
 
 def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank: int) -> RingSchedule:
-    """Plan rank's part of the attention of `batch` rows over the ring. Pure: every rank derives matching plans.
+    """Plan one rank's part of ring attention over `batch` rows. Pure: all ranks derive matching plans.
 
-    The ring turns whichever way lets more of the traffic pass between neighbours (zigzag and causal: rank j sends to
-    j - 1).
+    The ring rotates in the direction in which more of the traffic passes between neighbours (with causal zigzag, rank
+    j sends to j - 1).
     """
     pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
     needs = _Needs(pieces, spec)
@@ -97,7 +97,7 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
 
 
 class _Needs:
-    """Which of a rank's keys another one sees. Worked out when asked: a plan asks for a few rows and columns of it."""
+    """The keys of one rank that another rank's queries attend to, computed lazily: a plan needs few of the pairs."""
 
     def __init__(self, pieces: list[Pieces], spec: AttentionSpec) -> None:
         self._pieces, self._spec = pieces, spec
@@ -109,7 +109,7 @@ class _Needs:
 
     def __call__(self, q_rank: int, k_rank: int) -> Intervals:
         if q_rank == k_rank:
-            return ()  # a rank's own block does not travel
+            return ()  # a rank's own block is not sent
         if (q_rank, k_rank) not in self._known:
             tasks = block_tasks(self._pieces[q_rank], self._pieces[k_rank], self._spec)
             self._known[q_rank, k_rank] = union((task.k_start, task.k_stop) for task in tasks)
@@ -117,7 +117,7 @@ class _Needs:
 
 
 def _neighbour_tokens(needs: _Needs, direction: int) -> int:
-    """Tokens of `SAMPLED_OWNERS` evenly spread ranks that a consumer gets from its ring neighbour, over all ranks."""
+    """Count the tokens of `SAMPLED_OWNERS` evenly spaced ranks that all other ranks get from their ring neighbour."""
     ring = needs.ring
     total = 0
     for owner in range(0, ring, -(-ring // SAMPLED_OWNERS)):
@@ -129,7 +129,7 @@ def _neighbour_tokens(needs: _Needs, direction: int) -> int:
 
 
 def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:
-    """The tasks with their keys counted in the buffer that packs `keys`."""
+    """Return the tasks with key indices into the buffer that packs `keys`."""
     starts = [start for start, _ in keys]
     places = [0, *accumulate(stop - start for start, stop in keys)]
 
@@ -160,7 +160,7 @@ class _StepPlanner:
             receive=receive,
             send_held=_messages((ahead, relayed_on), within=held),
             send_own=_messages((consumer, self._direct(here, t))),
-            # From step 2 on, what the neighbour relayed to us comes back with its partial sums in it.
+            # From step 2 on, the neighbour also sends its partial gradients of the keys it forwarded.
             grad_receive=_messages((behind, self._relayed(owner, t)), within=keys) if t > 1 else (),
             grad_send=_messages((ahead, self._relayed(owner, t + 1)), (owner, self._finished(owner, t)), within=keys),
             grad_home=_messages((consumer, self._finished(here, t))),
@@ -170,24 +170,24 @@ class _StepPlanner:
         return (self.rank + self.direction * distance) % self.needs.ring
 
     def _seen(self, owner: int, t: int) -> Intervals:
-        """What the consumer at distance t sees of the owner's keys; the owner itself, at distance 0, holds all."""
+        """Return the owner's keys that the consumer at distance t needs."""
         if t >= self.needs.ring:
             return ()
         return self.needs((owner + self.direction * t) % self.needs.ring, owner)
 
     def _relayed(self, owner: int, t: int) -> Intervals:
-        """What the consumer at distance t gets from its neighbour at distance t - 1."""
+        """Return the keys that the consumer at distance t gets from its neighbour at distance t - 1."""
         return self._seen(owner, t) if t == 1 else intersect(self._seen(owner, t), self._seen(owner, t - 1))
 
     def _direct(self, owner: int, t: int) -> Intervals:
-        """What the consumer at distance t gets from the owner although it is not the neighbour."""
+        """Return the keys that the consumer at distance t gets from the owner, which is not its neighbour."""
         return subtract(self._seen(owner, t), self._relayed(owner, t))
 
     def _finished(self, owner: int, t: int) -> Intervals:
-        """Gradients that the consumer at distance t sends home: the next one adds nothing to them."""
+        """Return the keys whose gradients the consumer at distance t sends to the owner: the next adds nothing."""
         return subtract(self._seen(owner, t), self._seen(owner, t + 1))
 
 
 def _messages(*parts: tuple[int, Intervals], within: Intervals | None = None) -> tuple[Message, ...]:
-    """Messages of the parts that carry something, sliced from a buffer that packs `within` (None: all own tokens)."""
+    """Return messages for the non-empty parts, as slices of a buffer that packs `within` (None: all own tokens)."""
     return tuple(Message(peer, keys if within is None else locate(keys, within)) for peer, keys in parts if keys)

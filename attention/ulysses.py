@@ -1,9 +1,9 @@
-"""DeepSpeed-Ulysses: between sequence-sharded and head-sharded tensors in one all-to-all.
+"""DeepSpeed-Ulysses (arXiv 2309.14509): one all-to-all between sequence-sharded and head-sharded tensors.
 
-DeepSpeed-Ulysses (arXiv 2309.14509); q, k and v travel together, heads may divide unevenly (heads.py).
+q, k and v are sent together; heads need not divide evenly over ranks (heads.py).
 
-B batch, S a rank's tokens of each row, T = B * ulysses * S tokens of a ring rank (row by row), N and K query and KV
-heads in all, H head dim, w heads of one rank.
+B batch, S tokens per row of a rank, T = B * ulysses * S tokens of a ring rank (row by row), N query heads and K KV
+heads in total, H head dim, w heads of one rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SeqToHeads(torch.autograd.Function):
 
 
 class HeadsToSeq(torch.autograd.Function):
-    """`apply(out_TwH, plan, batch, channel, keep)` -> out_BSNH: every head of this rank's tokens."""
+    """`apply(out_TwH, plan, batch, channel, keep)` -> out_BSNH, all heads of this rank's tokens."""
 
     @staticmethod
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
@@ -77,13 +77,13 @@ class HeadsToSeq(torch.autograd.Function):
 
 
 def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., w, H) of a rank's q, k and v heads -> the three."""
+    """Split (..., w, H) into a rank's q, k and v heads."""
     q, k, v = x.split((plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)), dim=-2)
     return q, k, v
 
 
 def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:
-    """parts[rank] (B, S, w_rank, H), this rank's tokens of each rank's heads -> (T, w, H), all tokens of ours."""
+    """Send parts[rank] (B, S, w_rank, H) to each rank; return (T, w, H), all tokens of this rank's heads."""
     batch, tokens, width, head_dim = parts[channel.rank].shape
     with record_function("ulysses all-to-all: seq to heads"):
         received = channel.all_to_all(
@@ -96,7 +96,7 @@ def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:
 
 
 def _gather_heads(x_TwH: Tensor, widths: list[int], batch: int, channel: Channel) -> list[Tensor]:
-    """The inverse: all tokens of this rank's heads -> this rank's tokens of each rank's heads (B, S, w_rank, H)."""
+    """Invert `_scatter_heads`: return this rank's tokens of each rank's heads (B, S, w_rank, H)."""
     all_tokens, width, head_dim = x_TwH.shape
     tokens = all_tokens // (batch * channel.size)
     by_rank = x_TwH.reshape(batch, channel.size, tokens, width, head_dim).transpose(0, 1)

@@ -1,14 +1,14 @@
-"""Unified sequence parallel attention: Ulysses around the ring (USP, arXiv 2405.07719, Algorithm 1).
+"""Unified sequence-parallel attention: ring attention inside Ulysses (USP, arXiv 2405.07719, Algorithm 1).
 
     q, k, v: this rank's tokens, all heads
-        | one all-to-all over the ulysses axis
-    the ring rank's tokens, this rank's heads
+        | all-to-all over the ulysses axis
+    q, k, v: the ring rank's tokens, this rank's heads
         | ring attention over the ring axis
     out: the ring rank's tokens, this rank's heads
-        | one all-to-all back
+        | all-to-all back
     out: this rank's tokens, all heads
 
-B batch, S a rank's tokens of each row, N and K query and KV heads, H head dim, T tokens of a ring rank.
+B batch, S tokens per row of a rank, N query heads, K KV heads, H head dim, T tokens of a ring rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .ulysses import HeadsToSeq, SeqToHeads
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Payload bytes one rank sends to others, per call."""
+    """Payload bytes that one rank sends to others per call."""
 
     forward: int
     backward: int
@@ -43,7 +43,7 @@ class WireBytes:
 
 @dataclass(frozen=True)
 class UnifiedPlan:
-    """One rank's part of one attention call: pure data, derived alike on every rank."""
+    """One rank's part of one attention call, as plain data derived independently on every rank."""
 
     layout: SequenceLayout
     spec: AttentionSpec
@@ -56,23 +56,22 @@ class UnifiedPlan:
     def make(
         layout: SequenceLayout, spec: AttentionSpec, heads: HeadPlan, batch: int, ring_rank: int, ulysses_rank: int
     ) -> UnifiedPlan:
-        """Plan the call of (batch, local_len) tokens on one rank.
+        """Plan a call on (batch, local_len) tokens of one rank.
 
         Raises:
             ValueError: if the documents do not fit the batch and the sequence.
         """
-        violation = spec.document_violation(batch, layout.seq_len)
-        if violation:
+        if violation := spec.document_violation(batch, layout.seq_len):
             raise ValueError(violation)
         return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring_schedule(layout, spec, batch, ring_rank))
 
     @property
     def idle(self) -> bool:
-        """Whether this rank attends with no head: more ulysses ranks than query heads."""
+        """True if this rank has no query head, because there are more ulysses ranks than query heads."""
         return self.heads.q_width(self.ulysses_rank) == 0
 
     def wire_bytes(self, head_dim: int, dtype: torch.dtype) -> WireBytes:
-        """What this rank will send to others."""
+        """Predict the bytes that this rank sends to others."""
         mine, others = self.ulysses_rank, [r for r in range(self.heads.ulysses) if r != self.ulysses_rank]
         per_head = self.batch * self.layout.local_len * head_dim * dtype.itemsize
         # Forward scatters q, k, v and gathers out; backward scatters dout and gathers dq, dk, dv.
@@ -96,14 +95,14 @@ def unified_attention(
     sinks: Tensor | None = None,
     keep: Keep = compute_now,
 ) -> Tensor:
-    """Exact attention of this rank's queries over the whole sequence; differentiable. Returns (B, S, N, H).
+    """Compute exact, differentiable attention of this rank's queries over the whole sequence, (B, S, N, H).
 
-    `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits that join every row's softmax without a
-    value; their gradient on a rank is that rank's share, to be summed over all.
-    `keep` is what becomes of the results when a checkpointed layer runs twice (keep.py).
+    `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits added to every row's softmax without a
+    value; each rank gets a partial gradient of them, to be summed over ranks. `keep` saves or replays results for
+    activation checkpointing (keep.py).
     """
     batch = q_BSNH.shape[0]
-    # Fused kernels take the elements of a head to lie side by side, and do not look.
+    # Fused kernels assume without checking that the head dim is contiguous.
     q_BSNH, k_BSKH, v_BSKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))
     if ulysses.size > 1:
         q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses, keep)
@@ -111,7 +110,7 @@ def unified_attention(
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
     if plan.idle:
-        # The sum of no sinks: every rank has a gradient of them, if only zeros, and a backward to exchange heads in.
+        # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
         out = q if own_sinks is None else q + own_sinks.sum().to(q.dtype)
     else:
         index = plan.heads.kv_index(plan.ulysses_rank)

@@ -1,4 +1,7 @@
-"""Who holds what: degrees, meshes, sharding. Knows nothing of attention. Each file imports only earlier ones:
+"""Parallelism for any model: degrees, meshes and process groups; data (FSDP2), pipeline, tensor and expert parallelism;
+resharding and checkpoints of distributed tensors; a hardware model; tools that measure traffic and memory.
+
+Independent of attention. Each file imports only earlier ones:
 
 local, dims, stages, agree, groups, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
 memory, cluster, testing.
@@ -14,7 +17,7 @@ from .cluster.links import overlap_of, transfer_seconds
 from .dims import SP_ORDERS, ParallelDims, divisors
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm
-from .groups import ProcessGroups
+from .groups import ProcessGroups, format_ranks
 from .local import local_tensor
 from .mesh import ParallelMesh
 from .reallocation.param_layout import ParamLayout, gather_layout
@@ -43,6 +46,7 @@ __all__ = [
     "bubble_fraction",
     "clip_grad_norm",
     "divisors",
+    "format_ranks",
     "gather_layout",
     "latest",
     "load_hardware",

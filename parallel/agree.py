@@ -1,4 +1,4 @@
-"""Do all ranks hold the same value? Asked before the first collective that would hang if they did not."""
+"""Comparison of a value across ranks, before the first collective that would hang if they differed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks hold different values of something that must be the same; raised on every rank at the same point."""
+    """Raised on every rank, at the same point, when ranks have different values of what must be the same."""
 
 
 def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
-    """Compare `repr(value)` over the grid that the groups of this rank span, with one small all-reduce each.
+    """Check that `repr(value)` is the same on all ranks of a grid, with one small all-reduce per group.
 
-    Collective over every group; all ranks give the groups in the same order.
+    Collective over the groups, which must span the grid and be passed in the same order on all ranks.
 
     Raises:
-        RanksDisagree: on every rank of the grid alike, naming each rank's value, if they differ.
+        RanksDisagree: on every rank of the grid, listing each rank's value, if they differ.
     """
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     text = repr(value)

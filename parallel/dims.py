@@ -1,4 +1,4 @@
-"""Degrees of parallelism as data."""
+"""Degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Literal, get_args
 
 SpOrder = Literal["ring-outer", "ulysses-outer"]
 SP_ORDERS: tuple[str, ...] = get_args(SpOrder)
-# The same ranks under coarser axes, named by their use. Each derived axis joins neighbouring axes, in either sp_order.
+# Coarser views of the same ranks. Each derived axis flattens adjacent axes, in either sp_order.
 DERIVED_AXES = {
-    "sp": ("ring", "ulysses"),  # what a sequence is sharded over
-    "batch": ("dp_replicate", "dp_shard"),  # what sees different data
-    "fsdp": ("dp_shard", "ring", "ulysses"),  # what parameters are sharded over
-    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),  # what token counts are summed over
+    "sp": ("ring", "ulysses"),  # sequences are sharded over it
+    "batch": ("dp_replicate", "dp_shard"),  # its ranks get different data
+    "fsdp": ("dp_shard", "ring", "ulysses"),  # parameters are sharded over it
+    "loss": ("dp_replicate", "dp_shard", "ring", "ulysses"),  # token counts are summed over it
 }
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each mesh axis has; their product, ep left out, is the world size.
+    """Number of ranks on each mesh axis; the product of all but ep is the world size.
 
     Attributes:
-        pp: pipeline stages.
-        dp_replicate: data-parallel groups that each hold a whole (sharded) copy of the model.
-        dp_shard: data-parallel ranks over which parameters are sharded; -1 takes what the others leave.
+        pp: pipeline-parallel ranks.
+        dp_replicate: data-parallel replicas, each of which holds a complete (sharded) copy of the model.
+        dp_shard: data-parallel ranks over which parameters are sharded; -1 for all remaining ranks.
         ring: sequence-parallel ranks that pass keys and values around (point-to-point, overlaps with compute).
-        ulysses: sequence-parallel ranks that exchange heads for tokens (all-to-all, blocks).
+        ulysses: sequence-parallel ranks that exchange heads for tokens (all-to-all, blocking).
         tp: tensor-parallel ranks.
-        ep: expert-parallel ranks. They are no ranks of their own: ep regroups the dp_shard x ring x ulysses x tp ranks
-            of a pipeline stage and replica, which all hold different tokens, into efsdp x ep.
-        sp_order: which of ring and ulysses is nested outside. The inner one has neighbouring ranks, which share the
-            fastest links.
+        ep: expert-parallel ranks. ep adds no ranks: it regroups the dp_shard x ring x ulysses x tp ranks of a pipeline
+            stage and replica, which all hold different tokens, into efsdp x ep.
+        sp_order: which of ring and ulysses is the outer axis. Ranks of the inner one are adjacent and share the fastest
+            links.
 
     Raises:
-        ValueError: naming every degree that is no positive number, and an unknown order.
+        ValueError: listing every degree that is not a positive number, and an unknown order.
     """
 
     pp: int = 1
@@ -58,12 +58,12 @@ class ParallelDims:
             raise ValueError("; ".join(violations))
 
     def degrees(self) -> dict[str, int]:
-        """Degree per mesh axis, outermost first."""
+        """Return the degree of each mesh axis, outermost first."""
         sp = ("ring", "ulysses") if self.sp_order == "ring-outer" else ("ulysses", "ring")
         return {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", *sp, "tp")}
 
     def coordinates(self, number: int) -> dict[str, int]:
-        """Where rank `number` of the grid is along each axis, derived ones too. Needs resolved degrees."""
+        """Return the coordinate of rank `number` on each axis, including derived axes. Requires resolved degrees."""
         degrees = self.degrees()
         found: dict[str, int] = {}
         rest = number
@@ -77,21 +77,21 @@ class ParallelDims:
 
     @property
     def sp(self) -> int:
-        """Ranks over which each sequence is sharded."""
+        """Number of ranks over which each sequence is sharded."""
         return self.ring * self.ulysses
 
     @property
     def batch(self) -> int:
-        """Ranks, or groups of sp x tp x pp ranks, that see different data. Needs resolved degrees."""
+        """Number of groups of sp x tp x pp ranks that get different data. Requires resolved degrees."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def efsdp(self) -> int:
-        """Ranks over which an expert's parameters are sharded. Needs resolved degrees."""
+        """Number of ranks over which each expert's parameters are sharded. Requires resolved degrees."""
         return self.dp_shard * self.sp * self.tp // self.ep
 
     def resolve(self, world_size: int) -> ParallelDims:
-        """The same degrees with dp_shard=-1 filled in.
+        """Return the same degrees with dp_shard=-1 replaced by its value.
 
         Raises:
             ValueError: if the degrees do not multiply to `world_size`, or ep does not divide the ranks it regroups.
@@ -99,10 +99,9 @@ class ParallelDims:
         dims = self._fill(world_size)
         regrouped = dims.dp_shard * dims.sp * dims.tp
         if regrouped % dims.ep:
-            fitting = ", ".join(str(ep) for ep in range(1, regrouped + 1) if regrouped % ep == 0)
             raise ValueError(
                 f"ep={dims.ep} must divide the dp_shard={dims.dp_shard} x ring={dims.ring} x ulysses={dims.ulysses} x "
-                f"tp={dims.tp} = {regrouped} ranks that it regroups: use ep={fitting}"
+                f"tp={dims.tp} = {regrouped} ranks that it regroups: use ep={', '.join(map(str, divisors(regrouped)))}"
             )
         return dims
 

@@ -1,14 +1,14 @@
-"""Expert parallelism: tokens travel to the ranks that hold the experts they chose, and their results travel back.
+"""Expert parallelism: tokens are sent to the ranks of the experts they are routed to, and the results sent back.
 
-    rows, one for each (token, choice), sorted by expert
-      -> counts: how many rows each expert gets, a small all-to-all -> DispatchPlan
-      -> dispatch: an all-to-all with those splits; the rows from all ranks, sorted by this rank's experts
+    rows, one per (token, choice), sorted by expert
+      -> counts: number of rows per expert, a small all-to-all -> DispatchPlan
+      -> dispatch: all-to-all with those splits; rows from all ranks, sorted by this rank's experts
       -> experts, each on its own rows
-      -> combine: the all-to-all backwards -> each token's results, weighted and summed at home
+      -> combine: the inverse all-to-all -> results of each token, weighted and summed
 
-GShard (arXiv 2006.16668, section 2) without a capacity: no token is dropped, so the splits are uneven.
+GShard (arXiv 2006.16668, section 2) without a capacity limit: no token is dropped, so the splits are uneven.
 
-T tokens of this rank, K choices of each, H hidden size, R = T * K rows at home, G rows received, E experts, O and I the
+T tokens of this rank, K choices per token, H hidden size, R = T * K local rows, G rows received, E experts, O and I
 output and input sizes of a matrix.
 """
 
@@ -25,11 +25,11 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How many rows go where, seen from one rank of an expert-parallel group.
+    """Row counts of the all-to-all, for one rank of an expert-parallel group.
 
     Attributes:
-        sent: for each rank of the group, this rank's rows for each of that rank's experts.
-        received: for each rank of the group, its rows for each of this rank's experts.
+        sent: for each rank of the group, the number of rows sent to each of its experts.
+        received: for each rank of the group, the number of rows received for each of this rank's experts.
     """
 
     sent: tuple[tuple[int, ...], ...]
@@ -37,27 +37,22 @@ class DispatchPlan:
 
     @property
     def send_splits(self) -> list[int]:
-        """Rows that this rank sends to each rank."""
+        """Number of rows sent to each rank."""
         return [sum(rows) for rows in self.sent]
 
     @property
     def receive_splits(self) -> list[int]:
-        """Rows that this rank gets from each rank."""
+        """Number of rows received from each rank."""
         return [sum(rows) for rows in self.received]
 
     @property
     def rows_of_expert(self) -> list[int]:
-        """Rows that each of this rank's experts gets, from all ranks together."""
+        """Number of rows that each of this rank's experts gets from all ranks."""
         return [sum(rows) for rows in zip(*self.received, strict=True)]
-
-    def sent_bytes(self, rank: int, row_bytes: int) -> int:
-        """Bytes that `rank`, whose plan this is, sends to others in dispatch and combine; a backward sends as many."""
-        splits = zip(self.send_splits, self.receive_splits, strict=True)
-        return row_bytes * sum(sum(both) for peer, both in enumerate(splits) if peer != rank)
 
 
 def plan_dispatch(counts_E: Tensor, group: dist.ProcessGroup) -> DispatchPlan:
-    """The plan of this rank, from its row count for every expert. Collective over the group: E numbers each."""
+    """Make this rank's plan from its row count for every expert. Collective over the group: E numbers per rank."""
     ranks = dist.get_world_size(group)
     assert counts_E.numel() % ranks == 0, f"{counts_E.numel()} experts over {ranks} ranks"
     received_E = counts_E
@@ -77,31 +72,30 @@ def mix_experts(
     group: dist.ProcessGroup,
     experts: Callable[[Tensor, Sequence[int]], Tensor],
 ) -> Tensor:
-    """The weighted sum of what the chosen experts make of each token, (T, H). Collective over the group.
+    """Return the weighted sum of the outputs of each token's experts, (T, H). Collective over the group.
 
-    Differentiable, and in a fixed order of summation. The backward is collective too, and every rank enters it however
-    few rows its experts get.
+    Differentiable and deterministic. The backward is collective too; every rank takes part, even if its experts get no
+    rows.
 
     Args:
-        choices_TK: the experts of each token, over all ranks of the group; rank r holds those from
-            r * num_experts / ranks on.
-        experts: (rows of this rank's experts sorted by expert, how many each gets) -> as many rows. It is called with
-            no rows at all too, and must tie its parameters to the result then as well.
+        choices_TK: global expert indices of each token; rank r holds the experts from r * num_experts / ranks on.
+        experts: (rows sorted by local expert, number of rows per expert) -> the same number of rows. It is also called
+            with no rows, and must then still connect its parameters to the result.
     """
     top_k = choices_TK.shape[1]
     choices_R = choices_TK.flatten()
     order_R = choices_R.argsort(stable=True)
-    home_R = order_R.argsort()
+    inverse_R = order_R.argsort()
     plan = plan_dispatch(torch.bincount(choices_R, minlength=num_experts), group)
-    rows_RH = _Gather.apply(tokens_TH, order_R, home_R, top_k)
+    rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, top_k)
     results_GH = experts(dispatch(rows_RH, plan, group), plan.rows_of_expert)
-    chosen_RH = _Gather.apply(combine(results_GH, plan, group), home_R, order_R, 1)
+    chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
     chosen_TKH = chosen_RH.view(*choices_TK.shape, -1)
     return (chosen_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
 
 
 def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
-    """Rows sorted by expert over the whole group -> (G, H), all ranks' rows for this rank's experts, sorted by them."""
+    """Send rows sorted by global expert; return all ranks' rows for this rank's experts, sorted by expert, (G, H)."""
     rows = _all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch")
     parts = rows.split([count for source in plan.received for count in source])
     ranks, own = len(plan.received), len(plan.received[0])
@@ -109,7 +103,7 @@ def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> T
 
 
 def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of `dispatch`: every row goes back to the rank and place it came from."""
+    """Invert `dispatch`: return every row to the rank and position it came from."""
     parts = rows_GH.split([count for expert in zip(*plan.received, strict=True) for count in expert])
     ranks, own = len(plan.received), len(plan.received[0])
     rows = torch.cat([parts[expert * ranks + source] for source in range(ranks) for expert in range(own)])
@@ -117,10 +111,10 @@ def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Te
 
 
 def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
-    """Each expert's matrix on its own rows, which lie one expert after another: (G, O).
+    """Multiply rows sorted by expert by their expert's matrix: (G, O).
 
-    One grouped multiplication where torch has it, otherwise one multiplication for each expert. The gradient of an
-    expert without rows is zero.
+    Uses a grouped matmul if torch supports it, otherwise one matmul per expert. The gradient of an expert without rows
+    is zero.
     """
     if _has_grouped_mm(weight_EOI):
         ends = torch.tensor(rows_of_expert, device=rows_GI.device).cumsum(0, dtype=torch.int32)
@@ -130,7 +124,7 @@ def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence
 
 
 def _has_grouped_mm(weight_EOI: Tensor) -> bool:
-    """Whether torch multiplies such matrices in groups: rows in steps of 16 bytes, no float64, compute capability 8."""
+    """Check whether torch supports a grouped matmul: rows aligned to 16 bytes, no float64, compute capability 8."""
     aligned = all(size * weight_EOI.element_size() % 16 == 0 for size in weight_EOI.shape[1:])
     capable = not weight_EOI.is_cuda or torch.cuda.get_device_capability(weight_EOI.device) >= (8, 0)
     return aligned and capable and weight_EOI.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -143,7 +137,7 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.Proc
 
 
 class _AllToAll(torch.autograd.Function):
-    """`apply(rows, rows for each rank, rows from each rank, group, name)` -> the rows sent here, in rank order."""
+    """`apply(rows, send splits, receive splits, group, name)` -> the received rows, in rank order."""
 
     @staticmethod
     def forward(ctx, x, send: list[int], receive: list[int], group: dist.ProcessGroup, name: str):
@@ -164,9 +158,9 @@ def _exchange(x: Tensor, send: list[int], receive: list[int], group: dist.Proces
 
 
 class _Gather(torch.autograd.Function):
-    """`apply(x, index, inverse, repeats)` -> x[index // repeats], each row of x `repeats` times in a new order.
+    """`apply(x, index, inverse, repeats)` -> x[index // repeats]: each row of x, `repeats` times, permuted.
 
-    `inverse` undoes the permutation `index`. Indexing's own backward would add rows up in any order.
+    `inverse` is the inverse permutation of `index`. The backward of plain indexing would sum in any order.
     """
 
     @staticmethod

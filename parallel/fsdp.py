@@ -1,14 +1,14 @@
-"""Data-parallel state sharded over dp_shard x sp with FSDP2: ZeRO stages 0 to 3 (arXiv 1910.02054, section 5).
+"""ZeRO stages 0 to 3 (arXiv 1910.02054, section 5) over dp_shard x sp with FSDP2.
 
-    stage   sharded between steps      whole on each rank during a step    gradients cross the wire
-    0       nothing                    everything                          once a step
-    1       all                        parameters, gradients               once a step
+    stage   sharded between steps      unsharded during a step             gradients are reduced
+    0       nothing                    everything                          once per step
+    1       all                        parameters, gradients               once per step
     2       all                        parameters                          every micro-batch
     3       all                        one block's parameters at a time    every micro-batch
 
-Sequence-parallel ranks hold parts of the same sequences, so they shard parameters like data-parallel ones. Between
-steps FSDP2 keeps parameters sharded in stages 1 and 2 too: the gather that ZeRO makes after the optimiser happens at
-the next forward, in the same number of bytes.
+Sequence-parallel ranks shard parameters just like data-parallel ranks. In stages 1 and 2, FSDP2 keeps parameters
+sharded between steps too: the all-gather that ZeRO performs after the optimizer step happens in the next forward, with
+the same number of bytes.
 """
 
 from __future__ import annotations
@@ -37,62 +37,61 @@ def apply_fsdp(
     zero: int = 3,
     experts: Collection[nn.Module] = (),
 ) -> nn.Module:
-    """Shard a model in place: each of `blocks` (the repeated layers) is gathered on its own, the rest with the root.
+    """Shard a model in place: each of `blocks` (the repeated layers) is gathered separately, the rest with the root.
 
-    Gradients are SUMMED over all ranks, in fp32: divide the loss by the number of tokens of all ranks. Parameters that
-    are DTensors over tp or ep already are sharded on top of that.
+    Gradients are SUMMED over all ranks, in fp32: divide the loss by the global number of tokens. Parameters that are
+    already DTensors over tp or ep are sharded on top of that.
 
     Args:
-        param_dtype: dtype of parameters and activations in forward and backward; the sharded originals and the
+        param_dtype: dtype of parameters and activations in forward and backward; sharded parameters and gradient
             reduction stay fp32.
-        zero: the ZeRO stage, 0 to 3.
-        experts: modules inside the blocks whose parameters belong to expert-parallel ranks: they are sharded over
-            efsdp instead of fsdp.
+        zero: ZeRO stage, 0 to 3.
+        experts: modules inside the blocks with expert-parallel parameters, which are sharded over efsdp instead of
+            fsdp.
 
     Raises:
         ValueError: for stage 0 with experts where ep or tp is above 1.
     """
     if zero == 0 and experts and mesh.size("ep") * mesh.size("tp") > 1:
         raise ValueError(
-            f"zero=0 keeps experts on every rank of dp x sp, but ep={mesh.size('ep')} x tp={mesh.size('tp')} ranks "
-            f"share them: use zero=1"
+            f"zero=0 replicates experts on every rank of dp x sp, but ep={mesh.size('ep')} x tp={mesh.size('tp')} "
+            f"divides them: use zero=1"
         )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    shards = mesh.device_mesh("loss", "alone") if zero == 0 else _shards(mesh, "fsdp", mesh.parameter_mesh)
+    shards = mesh.device_mesh("loss", "unsharded") if zero == 0 else _shards(mesh, "fsdp", mesh.parameter_mesh)
     expert_shards = shards if zero == 0 else _shards(mesh, "efsdp", mesh.expert_mesh)
     for module in experts:
         ranks = expert_shards.size(-1)
 
         def placement(parameter: nn.Parameter, ranks: int = ranks) -> Shard:
             experts, rows = local_tensor(parameter).shape[:2]
-            # Fewer experts than ranks: share an expert's rows, where FSDP2 can divide them evenly.
+            # With fewer experts than ranks, shard each expert's rows, if FSDP2 can divide them evenly.
             return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
 
         fully_shard(
             module,
             mesh=expert_shards,
-            mp_policy=replace(policy, cast_forward_inputs=False),  # routing weights are and stay float32
+            mp_policy=replace(policy, cast_forward_inputs=False),  # routing weights stay float32
             reshard_after_forward=zero == 3,
             shard_placement_fn=placement,
         )
     for block in blocks:
         fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)
-    # The root's own parameters come first in its backward anyway. What it is called with is in the right dtype already,
-    # or float32 on purpose.
+    # No reshard: the backward needs the root's parameters first. Its inputs already have the intended dtype.
     policy = replace(policy, cast_forward_inputs=False)
     fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
     for sharded in _fsdp_modules(model):
-        # FSDP2 averages by default. gloo has no pre-multiplied sum, so the factor 1 must be a plain sum.
+        # FSDP2 averages by default. gloo does not support a pre-multiplied sum, so force a plain one.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def before_micro_batch(model: nn.Module, zero: int, last: bool) -> None:
-    """Say what the next forward and backward of a sharded model keep whole, and what they reduce.
+    """Configure what the next forward and backward of a sharded model reshard and reduce.
 
-    Stages 0 and 1 add gradients up whole and reduce them once; stages 2 and 3 scatter them each time and sum over
-    dp_replicate once. Parameters stay whole between micro-batches in stages 1 and 2.
+    Stages 0 and 1 accumulate unsharded gradients and reduce them once; stages 2 and 3 reduce-scatter them every time
+    and all-reduce over dp_replicate once. In stages 1 and 2, parameters stay unsharded between micro-batches.
     """
     for module in _fsdp_modules(model):
         module.set_is_last_backward(last)

@@ -1,4 +1,4 @@
-"""The norm of a gradient whose pieces lie on many ranks, and clipping by it."""
+"""Norm and clipping of distributed gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .mesh import ParallelMesh
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: ParallelMesh) -> float:
-    """Scale gradients in place so that the 2-norm of all of them together is at most `max_norm`; returns the norm.
+    """Clip gradients in place to a total 2-norm of at most `max_norm` (inf disables it), and return the norm.
 
-    Parameters may be DTensors on different meshes (tp, ep, efsdp), or plain tensors that every rank of a pipeline
-    stage holds; each element counts once. Collective over the whole mesh; the same number on every rank, from sums in
-    float64. inf never scales.
+    Parameters may be DTensors on different meshes (tp, ep, efsdp), or plain tensors replicated on every rank of a
+    pipeline stage; each element counts once. Collective over the mesh. The norm is summed in float64 and is the same
+    on every rank.
     """
     ranks = mesh.size("loss") * mesh.size("tp")
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -38,7 +38,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Pa
 
 
 def _copies(grad: Tensor, ranks: int) -> float:
-    """How many of a stage's `ranks` hold each element."""
+    """Return how many of a stage's `ranks` hold each element."""
     if not isinstance(grad, DTensor):
         return ranks
     sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)

@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds."""
+"""Access to the local part of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a piece of a program takes, by the allocator's own account."""
+"""Measurement of the memory that a block of code allocates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class MemoryUse:
-    """Bytes of live tensor storage beyond what was live at the start; known once the block has ended.
+    """Bytes of tensor storage allocated since the start of the block; set when the block ends.
 
     Attributes:
-        peak_bytes: the most at one time.
-        current_bytes: at the end.
-        largest_bytes: the largest single allocation; None on CUDA, whose allocator does not say.
+        peak_bytes: maximum at any time.
+        current_bytes: amount at the end.
+        largest_bytes: largest single allocation; None on CUDA, whose allocator does not report it.
     """
 
     peak_bytes: int = 0
@@ -27,15 +27,15 @@ class MemoryUse:
 
 @contextmanager
 def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryUse]:
-    """Account for every allocation on `device` inside the block, whoever makes it.
+    """Measure all allocations on `device` inside the block.
 
         with track_memory() as memory:
             step()
         print(memory.peak_bytes)
 
-    On the CPU torch's profiler logs what the allocator does on this thread and in the backward passes that it starts:
-    temporaries inside operators and FSDP2's resizing of storage included. Storage that was there before and is freed
-    inside is not subtracted. On CUDA the caching allocator's statistics are used, and their peak is reset; there it is.
+    On the CPU, torch's profiler records the allocations of this thread and of the backward passes it starts, including
+    temporaries inside operators and resized storages; freeing storage allocated before the block is ignored. On CUDA,
+    the caching allocator's statistics are used: its peak is reset, and freeing earlier storage does count.
     """
     use = MemoryUse()
     if torch.device(device).type == "cuda":
@@ -53,11 +53,11 @@ def track_memory(device: torch.device | str = "cpu") -> Iterator[MemoryUse]:
 
 
 def _allocations(roots: Iterable) -> list[tuple[int, int]]:
-    """(address, bytes) of every allocation on the CPU, negative for a release, in order of time."""
+    """Return (address, bytes) of every CPU allocation in order of time; releases have negative bytes."""
     found, events = [], list(reversed(list(roots)))
     while events:
         event = events.pop()
-        events += reversed(event.children)  # in order of time, where the clock cannot tell
+        events += reversed(event.children)  # in call order, for events with equal timestamps
         fields = event.extra_fields
         if isinstance(fields, torch._C._profiler._ExtraFields_Allocation) and fields.device.type == "cpu":
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -65,7 +65,7 @@ def _allocations(roots: Iterable) -> list[tuple[int, int]]:
 
 
 def _replay(allocations: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
-    """Peak, final and largest bytes. Releases of addresses that were not allocated inside do not count."""
+    """Return peak, final and largest bytes, ignoring releases of addresses that were not allocated inside."""
     live: dict[int, int] = {}
     current = peak = largest = 0
     for address, nbytes in allocations:

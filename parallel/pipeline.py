@@ -1,9 +1,9 @@
-"""One training step through a pipeline of stages, on torch.distributed.pipelining.
+"""Training steps of a pipeline of stages, on torch.distributed.pipelining.
 
-Gradients are SUMMED over micro-batches, as FSDP2 sums them over ranks, and FSDP2 keeps to its ZeRO stage: left to
-itself, torch's pipeline gathers a whole stage and adds its gradients up whole until the step ends, whatever FSDP2 was
-told. zero-bubble needs just that, because the weights' half of a backward comes long after the hooks that gather and
-scatter; so it takes ZeRO stages 0 and 1 only.
+Gradients are SUMMED over micro-batches, as FSDP2 sums them over ranks, and FSDP2 follows its ZeRO stage. By default,
+torch's pipeline overrides FSDP2: it keeps a whole stage and its gradients unsharded until the step ends. zero-bubble
+needs that, because the weight-gradient half of a backward runs long after FSDP2's hooks; it therefore supports only
+ZeRO stages 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .stages import micro_batch_violation, rank_stages, stages_per_rank
 
 
 class Pipeline:
-    """The stages of this rank, ready to run steps of `micro_batches` micro-batches.
+    """The pipeline stages of this rank, ready to run steps of `micro_batches` micro-batches.
 
-    A stage is called as `stage(*x, **kwargs)`, with its micro-batch of the kwargs: the first stage with ids, the others
-    with what the stage before gave. The last one gives its loss, 0-dim.
+    A stage is called as `stage(*x, **kwargs)` with one micro-batch: the first stage with ids, the others with the
+    outputs of the previous stage. The last stage returns its loss, a 0-dim tensor.
 
     Args:
-        stages: this rank's, in the order of `rank_stages`, FSDP2 modules or plain ones.
-        handed: what each stage gives the next for one micro-batch, in shape and dtype. Floating tensors carry
-            gradients back.
-        zero: the ZeRO stage of `apply_fsdp`.
+        stages: stages of this rank in the order of `rank_stages`, FSDP2 modules or plain ones.
+        stage_outputs: example outputs of a stage for one micro-batch, of which shape and dtype are used. Gradients
+            flow back through floating-point tensors.
+        zero: ZeRO stage passed to `apply_fsdp`.
 
     Raises:
-        ValueError: if the schedule cannot run this many micro-batches, or not with this ZeRO stage.
+        ValueError: if the schedule does not support this number of micro-batches or this ZeRO stage.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class Pipeline:
         schedule: str,
         *,
         micro_batches: int,
-        handed: Sequence[Tensor],
+        stage_outputs: Sequence[Tensor],
         zero: int,
     ) -> None:
         pp = mesh.size("pp")
         violation = micro_batch_violation(schedule, pp, micro_batches)
         if schedule == "zero-bubble" and zero > 1 and any(isinstance(stage, FSDPModule) for stage in stages):
-            violation = f"zero={zero} gives parameters or gradients up before zero-bubble is done with them: use zero=1"
+            violation = f"zero={zero} frees parameters or gradients that zero-bubble still needs: use zero=1"
         if violation:
             raise ValueError(violation)
         indices, last = rank_stages(schedule, pp, mesh.rank("pp")), pp * stages_per_rank(schedule) - 1
         self.device = next(stages[0].parameters()).device
         self._micro_batches, self._has_last = micro_batches, last in indices
-        # With shapes given, torch does not look for them with forwards and backwards of its own.
-        edge = tuple(torch.empty_like(x, requires_grad=x.is_floating_point(), device="meta") for x in handed)
+        # Given the shapes, torch does not run extra forwards and backwards to infer them.
+        edge = tuple(torch.empty_like(x, requires_grad=x.is_floating_point(), device="meta") for x in stage_outputs)
         loss = torch.empty((), requires_grad=True, device="meta")
 
-        def built(module: nn.Module, index: int) -> PipelineStage:
+        def build(module: nn.Module, index: int) -> PipelineStage:
             shapes: dict[str, Any] = {
                 "input_args": edge if index else (),
                 "output_args": loss if index == last else edge,
@@ -74,27 +74,27 @@ class Pipeline:
                 return PipelineStage(module, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
             return _Stage(module, zero, index, last + 1, self.device, group=mesh.group("pp"), **shapes)
 
-        self._schedule = _schedule(schedule, [*map(built, stages, indices)], micro_batches)
+        self._schedule = _schedule(schedule, [*map(build, stages, indices)], micro_batches)
 
     def step(self, ids: Tensor, **kwargs: Any) -> Tensor:
-        """Forward and backward of a batch: adds to the parameters' gradients, and gives the loss, detached.
+        """Run forward and backward of a batch, accumulate gradients, and return the detached loss.
 
-        The loss is summed over micro-batches on the rank that holds the last stage, and zero elsewhere. Collective over
-        the pp axis: every rank gives the same batch.
+        The loss is summed over micro-batches on the rank with the last stage, and zero elsewhere. Collective over the
+        pp axis; every rank must pass the same batch.
 
         Args:
-            ids: (rows, ...), of which a micro-batch is rows / micro_batches consecutive ones.
-            kwargs: for every stage: tensors are cut like `ids`, other values are for all micro-batches.
+            ids: (rows, ...), split into micro-batches of rows / micro_batches consecutive rows.
+            kwargs: arguments of every stage: tensors are split like `ids`, other values go to all micro-batches.
         """
         losses: list[Tensor] = []
-        # torch wants targets for its loss function; our last stage has computed the loss.
+        # torch requires targets for its loss function, although the last stage already computes the loss.
         self._schedule.step(ids, target=ids, losses=losses, return_outputs=False, **kwargs)
         assert len(losses) == (self._micro_batches if self._has_last else 0)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
 
 
 class _Stage(PipelineStage):
-    """A stage whose backwards tell FSDP2 when to gather, scatter and reduce, by the same rule as without a pipeline."""
+    """A stage that configures FSDP2 before each backward, as training without a pipeline does."""
 
     def __init__(self, module: nn.Module, zero: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(_Hidden(module), *args, **kwargs)
@@ -108,7 +108,7 @@ class _Stage(PipelineStage):
 
 
 class _Hidden(nn.Module):
-    """Keeps torch's pipeline from seeing that its module is FSDP2's, and from taking the gathering over."""
+    """Wraps an FSDP2 module, so that torch's pipeline does not recognise it and take over its resharding."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

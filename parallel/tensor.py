@@ -1,13 +1,13 @@
-"""Tensor parallelism from a plan of {module name pattern: style}: parameters are DTensors, their use is local.
+"""Tensor parallelism from a plan {module name pattern: style}, with DTensor parameters and local computation.
 
-A region is a module whose linears a plan divides first by columns, last by rows: an attention, an MLP. All its input is
-gathered as it enters, each rank computes with its columns and rows alone, and the partial outputs are summed as they
-leave (Shoeybi et al. 2019, "Megatron-LM", section 3). With a token dim, tokens are sharded outside of regions: entering
-is an all-gather, leaving a reduce-scatter (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+A region is a module, such as attention or an MLP, whose first linears are sharded by columns and whose last linear is
+sharded by rows. Each rank computes with its columns and rows; the partial outputs are summed when they leave the region
+(Shoeybi et al. 2019, "Megatron-LM", section 3). With a token dim, tokens are sharded outside of regions: inputs are
+all-gathered and outputs reduce-scattered (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models", section 4.2.2).
 
-Collectives happen at the borders of regions alone, so what is inside (attention kernels, an MLP in tiles) handles plain
-tensors, and communicates once however often it calls its linears.
+Collectives run only at region boundaries, so code inside (attention kernels, a tiled MLP) uses plain tensors, and
+communicates once no matter how often it calls its linears.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-# Style -> the kind of module it is for, and which of its sizes is divided over ranks.
+from .local import local_tensor
+
+# Style -> the module type it applies to, and the size of it that is divided over ranks.
 _STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
     "colwise": (nn.Linear, "out_features"),
     "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
     "colwise_parameter": (nn.Linear, "out_features"),  # never called: its parameters are used elsewhere
     "embedding_rowwise": (nn.Embedding, "num_embeddings"),
-    "replicated_with_grad_allreduce": (nn.Module, None),  # on all ranks, each of which has a part of the gradient
-    "untouched": (nn.Module, None),  # left as it is, with all below it
+    "replicated_with_grad_allreduce": (nn.Module, None),  # replicated, with a partial gradient on each rank
+    "untouched": (nn.Module, None),  # not parallelized, including its submodules
 }
 
 
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, token_dim: int | None = None
 ) -> None:
-    """Divide a model's parameters over a one-axis mesh and register the collectives of its forward, in place.
+    """Shard a model's parameters over a one-axis mesh and register the collectives of its forward, in place.
 
-    Every parameter becomes a DTensor, those that no style divides replicated; only what is `untouched` stays plain.
-    All ranks must hold the same values, and nothing is communicated: parameters may be on the meta device. Parameters
-    that modules share stay shared. Gradients may be partial sums over the mesh, marked so, which FSDP2 reduces.
+    Every parameter becomes a DTensor, replicated unless a style shards it; only `untouched` modules keep plain
+    parameters. All ranks must hold the same values; nothing is communicated, so parameters may be on the meta device.
+    Parameters shared between modules stay shared. Gradients may be Partial over the mesh, which FSDP2 reduces.
 
     Args:
-        plan: {dotted module name, in which * stands for one part: style}. Styles are colwise, rowwise,
+        plan: {dotted module name, where * matches one component: style}. Styles are colwise, rowwise,
             colwise_parameter, embedding_rowwise, replicated_with_grad_allreduce and untouched. Modules without
-            parameters are skipped, so a pipeline stage takes the plan of the whole model.
-        token_dim: the dim of hidden states, outside of regions, that is sharded over the mesh; None: replicated.
+            parameters are skipped, so the plan of the whole model works for each pipeline stage.
+        token_dim: dim of the hidden states that is sharded over the mesh outside of regions; None for replicated.
 
     Raises:
-        ValueError: naming every style that is unknown or does not fit its module, sizes that the ranks do not divide,
-            every region that lacks its first or last half, and parameters in a region that the plan does not name.
+        ValueError: listing every style that is unknown or does not fit its module, sizes that are not divisible,
+            regions without colwise or without rowwise linears, and parameters inside a region that the plan omits.
     """
     styles = _resolve(model, plan)
     regions = _regions(styles)
@@ -59,18 +61,18 @@ def apply_tensor_parallel(
     if violations:
         raise ValueError("; ".join(violations))
     outside: Placement = Replicate() if token_dim is None else Shard(token_dim)
-    # Whatever sees this rank's tokens alone has a part of the gradient, and the whole of it where it sees all tokens.
+    # A replicated module that sees only this rank's tokens gets a partial gradient.
     rest = "replicated" if token_dim is None else "replicated_with_grad_allreduce"
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         if module._parameters and not f"{name}.".startswith(untouched):
             _place(module, styles.get(name, rest), mesh, outside, placed)
     for name in regions:
-        _cross_borders(model.get_submodule(name), mesh, outside)
+        _convert_at_boundaries(model.get_submodule(name), mesh, outside)
 
 
 def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
-    """All-gather the tokens of a module's output, whose gradient must be the same on all ranks of the mesh."""
+    """All-gather the tokens of a module's output; its gradient must be the same on all ranks of the mesh."""
 
     def gather(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
@@ -79,7 +81,7 @@ def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each module with parameters that the plan names."""
+    """Return the style of each module that has parameters and is named in the plan."""
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
     return {
         name: style
@@ -90,7 +92,7 @@ def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
-    """Modules that hold colwise or rowwise linears, and which of the two."""
+    """Return the modules with colwise or rowwise linears, and which of the two they have."""
     regions: dict[str, set[str]] = defaultdict(set)
     for name, style in styles.items():
         if style in ("colwise", "rowwise"):
@@ -104,40 +106,40 @@ def _violations(
     violations = []
     for name, style in styles.items():
         if style not in _STYLES:
-            violations.append(f"{name}: {style!r} is not a style, which are {', '.join(_STYLES)}")
+            violations.append(f"{name}: {style!r} must be one of {', '.join(_STYLES)}")
             continue
         (kind, size), module = _STYLES[style], model.get_submodule(name)
         if not isinstance(module, kind):
-            violations.append(f"{name}: {style!r} is for {kind.__name__}, and this is {type(module).__name__}")
+            violations.append(f"{name}: {style!r} requires {kind.__name__}, got {type(module).__name__}")
         elif size is not None and getattr(module, size) % ranks:
             violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
     for region, halves in regions.items():
         if len(halves) == 1:
-            violations.append(f"{region}: has {halves.pop()} linears alone, and needs both colwise and rowwise ones")
+            violations.append(f"{region}: has only {halves.pop()} linears, but needs both colwise and rowwise ones")
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         inside = any(f"{owner}.".startswith(f"{region}.") for region in regions)
         if inside and owner not in styles and not name.startswith(untouched):
-            violations.append(f"{name} {tuple(parameter.shape)} is inside a divided module: the plan must name {owner}")
+            violations.append(f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}")
     return violations
 
 
 def _place(
     module: nn.Module, style: str, mesh: DeviceMesh, outside: Placement, placed: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Make a module's own parameters DTensors, and its forward compute with their local parts."""
+    """Replace a module's direct parameters by DTensors, and make its forward use their local parts."""
     gradients: dict[str, Placement] = {}
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
         placement = _placement(style, name)
         if parameter not in placed:
-            # src_data_rank=None: cut what this rank holds, instead of scattering rank 0's values.
+            # src_data_rank=None: slice this rank's own values instead of scattering those of rank 0.
             value = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             placed[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         module.register_parameter(name, placed[parameter])
-        whole_gradient = isinstance(placement, Shard) or style == "replicated"
-        gradients[name] = placement if whole_gradient else Partial()
+        complete = isinstance(placement, Shard) or style == "replicated"
+        gradients[name] = placement if complete else Partial()
     if style == "embedding_rowwise":
         _look_up_own_rows(module, mesh, outside)
     elif style != "colwise_parameter":
@@ -151,11 +153,11 @@ def _placement(style: str, parameter: str) -> Placement:
 
 
 def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:
-    """During its forward a module sees local tensors in place of its parameters.
+    """Substitute local tensors for a module's parameters during its forward.
 
     Args:
-        gradients: how the local gradients of each parameter make up the whole.
-        once: parameters that are added to partial sums, which one rank alone may do.
+        gradients: placement of the local gradients of each parameter.
+        once: parameters that are added to partial sums, and therefore on one rank only.
     """
     share = float(mesh.get_local_rank() == 0)
 
@@ -164,19 +166,19 @@ def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once
             parameter = module._parameters[name]
             assert isinstance(parameter, DTensor)
             local = parameter.to_local(grad_placements=[gradient])
-            # An attribute of the instance hides the parameter, which stays where FSDP and state dicts look for it.
+            # An instance attribute shadows the parameter, which stays where FSDP and state dicts look for it.
             module.__dict__[name] = local * share if name in once else local
 
-    def reveal(module: nn.Module, args: tuple, output: Any) -> None:
+    def unshadow(module: nn.Module, args: tuple, output: Any) -> None:
         for name in gradients:
             module.__dict__.pop(name, None)
 
     module.register_forward_pre_hook(shadow)
-    module.register_forward_hook(reveal, always_call=True)
+    module.register_forward_hook(unshadow, always_call=True)
 
 
 def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Embed with this rank's part of the vocabulary, and sum over ranks. DTensor's own has a gradient of all rows."""
+    """Embed with this rank's part of the vocabulary and sum over ranks; DTensor's own op has a full-size gradient."""
     assert isinstance(module, nn.Embedding)
     rows = module.num_embeddings // mesh.size()
     first = rows * mesh.get_local_rank()
@@ -184,18 +186,16 @@ def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, outside: Placement) -
     padding = padding if padding is not None and 0 <= padding < rows else None
 
     def forward(input: Tensor) -> Tensor:
-        weight = module.weight
-        assert isinstance(weight, DTensor)
         ids = input - first
         elsewhere = (ids < 0) | (ids >= rows)
-        own = nn.functional.embedding(ids.masked_fill(elsewhere, 0), weight.to_local(), padding)
+        own = nn.functional.embedding(ids.masked_fill(elsewhere, 0), local_tensor(module.weight), padding)
         return _convert(own.masked_fill(elsewhere.unsqueeze(-1), 0), mesh, Partial(), outside, outside)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _cross_borders(region: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Gather a region's first argument as it enters, and sum its output, or the first of several, as it leaves."""
+def _convert_at_boundaries(region: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
+    """Gather a region's first argument, and sum its output, or the first of several outputs."""
     argument = next(iter(inspect.signature(region.forward).parameters))
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -216,15 +216,15 @@ def _cross_borders(region: nn.Module, mesh: DeviceMesh, outside: Placement) -> N
 
 
 def _convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement) -> Tensor:
-    """Local tensors placed as `source` to local tensors placed as `target`, whose gradients are placed as `gradient`.
+    """Redistribute a local tensor from placement `source` to `target`; its gradients are placed as `gradient`.
 
     Raises:
-        ValueError: if the ranks cannot get equally many tokens.
+        ValueError: if tokens cannot be sharded evenly.
     """
     if isinstance(target, Shard) and x.shape[target.dim] % mesh.size():
         raise ValueError(
             f"tp={mesh.size()} must divide the {x.shape[target.dim]} tokens that each rank of ring x ulysses has, to "
-            f"shard them further: give a sequence length that is a multiple of tp x ring x ulysses"
+            f"shard them further: use a sequence length that is a multiple of tp x ring x ulysses"
         )
-    whole = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
-    return whole.to_local(grad_placements=[gradient])
+    converted = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    return converted.to_local(grad_placements=[gradient])

@@ -1,11 +1,11 @@
-"""Tools for tests and benchmarks: run a function on N gloo ranks of this machine, and count what a rank sends.
+"""Tools for tests and benchmarks: run a function on N gloo ranks of this machine, and count the bytes a rank sends.
 
     with RankPool() as ranks:
         sums = ranks.run(all_reduce_of, 4, tensor)      # [result of rank 0, ..., result of rank 3]
 
-A pool keeps its worker processes warm between jobs, because starting them costs more than most jobs. They are forked
-from a server that has already imported torch. Every job gets a process group of its own. A job that fails or runs out
-of time takes the workers it used with it, so nothing of it can leak into the next one.
+A pool reuses its worker processes, because starting them takes longer than most jobs; they are forked from a server
+that has already imported torch. Every job gets a new process group. When a job fails or times out, its workers are
+killed, so that it cannot affect the next one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from parallel.wire import count_sent_bytes
 
 __all__ = ["RankError", "RankPool", "count_sent_bytes", "run_ranks"]
 
-_GRACE_SECONDS = 2.0  # how long the peers of a failed rank have to report a failure of their own
+_GRACE_SECONDS = 2.0  # time for the peers of a failed rank to report their own failures
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 class RankError(RuntimeError):
-    """A job failed. `failures` maps each failing rank to its traceback, the first one to fail first."""
+    """Raised when a job fails. `failures` maps each failed rank to its traceback, in order of failure."""
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a worker needs to take part as `rank`; `call` is the pickled (fn, args)."""
+    """A worker's part of a job; `call` is the pickled (fn, args)."""
 
     rank: int
     world_size: int
@@ -62,7 +62,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Reply:
-    """`payload` is the pickled result when `ok`, else the traceback; `time` orders failures across ranks."""
+    """A worker's answer: the pickled result if `ok`, else the traceback; `time` orders failures across ranks."""
 
     ok: bool
     payload: Any
@@ -77,10 +77,10 @@ class _Worker:
 
 
 class RankPool:
-    """Warm worker processes that become the gloo ranks of one job after another; use it as a context manager.
+    """Worker processes that run jobs as gloo ranks, one job after another; use it as a context manager.
 
     Args:
-        preload: modules that the fork server imports once, so that no worker pays for them.
+        preload: modules that the fork server imports once for all workers.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
@@ -103,13 +103,13 @@ class RankPool:
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
         """Return [fn(*args) on rank 0, ..., on rank world_size - 1].
 
-        `fn` runs with the default process group initialised (gloo over loopback, one thread per rank) and must be a
-        module-level function, because it travels by name; arguments and results are pickled.
+        `fn` runs with the default process group initialized (gloo over loopback, one thread per rank). It must be a
+        module-level function, because it is pickled by name; arguments and results are pickled too.
 
         Raises:
-            RankError: `fn` raised, or its worker died, on some rank. The message holds the first failing rank's
-                traceback; failures that only say that a peer went away are left out.
-            TimeoutError: no answer within `timeout` seconds. The message holds the Python stack of every rank.
+            RankError: if `fn` raised, or its worker died, on some rank. The message contains the first failed rank's
+                traceback; failures that only report a lost peer are omitted.
+            TimeoutError: if ranks do not answer within `timeout` seconds. The message contains their Python stacks.
         """
         if self._folder is None:
             raise RuntimeError("RankPool is not open: use `with RankPool() as ranks: ranks.run(...)`")
@@ -129,11 +129,11 @@ class RankPool:
             replies = _collect(workers, timeout)
             if not all(rank in replies and replies[rank].ok for rank in range(world_size)):
                 raise _failure(fn, workers, replies, timeout)
-        except BaseException:  # an interrupt too: workers in the middle of a job are of no more use
+        except BaseException:  # including KeyboardInterrupt: workers in the middle of a job cannot be reused
             self._discard_workers()
             raise
         for worker in workers:
-            worker.connection.send(None)  # every rank is done: only now may they close their connections
+            worker.connection.send(None)  # ranks may close their connections only once all have finished
         return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
 
     def _start_worker(self) -> _Worker:
@@ -156,7 +156,7 @@ class RankPool:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Run one job in a pool of its own; see `RankPool.run`."""
+    """Run one job in a new pool; see `RankPool.run`."""
     with RankPool() as ranks:
         return ranks.run(fn, world_size, *args, timeout=timeout)
 
@@ -166,20 +166,20 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 def _serve(connection: Connection, stacks: str) -> None:
     """Run jobs until the pool closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the pool's owner decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the pool handles it
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     with Path(stacks).open("w") as stream:
-        # Written by the C handler, so it works while the rank is blocked inside a collective.
+        # A C-level handler works even while the rank is blocked inside a collective.
         faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
         try:
             while (job := connection.recv()) is not None:
                 reply = _run_job(job)
                 connection.send(reply)
                 if not reply.ok:
-                    os._exit(1)  # closes the sockets at once, so that peers waiting for this rank fail too
+                    os._exit(1)  # closes the sockets immediately, so that peers waiting for this rank fail too
                 connection.recv()
                 dist.destroy_process_group()
-                # DTensor keeps what it worked out by mesh, and takes this job's meshes for equal ones of the next job.
+                # DTensor's cache is keyed by mesh, and would confuse this job's meshes with equal ones of the next.
                 _clear_sharding_prop_cache()
         except (EOFError, ConnectionResetError):
             return
@@ -190,12 +190,12 @@ def _run_job(job: _Job) -> _Reply:
         sys.path[:] = job.sys_path
         torch.set_num_threads(1)
         fn, args = pickle.loads(job.call)
-        # Longer than the job's limit, so that the pool, which can show every rank's stack, is the one to give up.
+        # Longer than the job's timeout, so that the pool, which reports every rank's stack, times out first.
         limit = timedelta(seconds=job.timeout + 60)
         store = dist.FileStore(job.store, job.world_size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
         return _Reply(True, pickle.dumps(fn(*args)), time.monotonic())
-    except BaseException:  # SystemExit and KeyboardInterrupt too: whatever ends the job is its answer
+    except BaseException:  # including SystemExit and KeyboardInterrupt
         return _Reply(False, traceback.format_exc(), time.monotonic())
 
 
@@ -203,7 +203,7 @@ def _run_job(job: _Job) -> _Reply:
 
 
 def _collect(workers: Sequence[_Worker], timeout: float) -> dict[int, _Reply]:
-    """Replies by rank. Ranks are missing when time ran out, or when they did not follow a failed rank soon enough."""
+    """Return replies by rank, without ranks that timed out or did not fail soon enough after a failed rank."""
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     replies: dict[int, _Reply] = {}
     deadline = time.monotonic() + timeout
@@ -236,11 +236,11 @@ def _failure(
     missing = [rank for rank in range(len(workers)) if rank not in replies]
     stacks = "\n".join(f"rank {rank}:\n{_stack(workers[rank])}" for rank in missing)
     done = f" (ranks {sorted(replies)} had finished)" if replies else ""
-    return TimeoutError(f"{job}: ranks {missing} gave no answer within {timeout:g} s{done}. Their stacks:\n{stacks}")
+    return TimeoutError(f"{job}: ranks {missing} did not answer within {timeout:g} s{done}. Their stacks:\n{stacks}")
 
 
 def _stack(worker: _Worker) -> str:
-    """The worker's Python stack, as its signal handler writes it."""
+    """Return the worker's Python stack, written by its signal handler."""
     assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
     text, deadline = "", time.monotonic() + _GRACE_SECONDS
@@ -249,4 +249,4 @@ def _stack(worker: _Worker) -> str:
         before, text = text, worker.stacks.read_text()
         if text and text == before:
             break
-    return text or "(no stack: the process does not answer signals)\n"
+    return text or "(no stack: the process does not respond to signals)\n"

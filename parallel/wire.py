@@ -1,7 +1,4 @@
-"""A wire meter: how many payload bytes this rank sends, counted where every collective passes.
-
-It knows nothing of who calls the collectives, so it can check a prediction, and it measures any library alike.
-"""
+"""A counter of the payload bytes that this rank sends, for any code that uses torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ GroupOp: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what passes; see `count_sent_bytes`.
+    """Counts the bytes of collectives as torch dispatches them; see `count_sent_bytes`.
 
     Attributes:
-        by_op: bytes of each collective.
-        by_group: bytes of each (global ranks of the group, collective).
-        calls: how often each of them was called. Receives, barriers and groups of one rank are not listed.
+        by_op: bytes by collective.
+        by_group: bytes by (global ranks of the group, collective).
+        calls: number of calls, likewise. Receives, barriers and groups of one rank are not counted.
     """
 
     def __init__(self) -> None:
@@ -34,7 +31,6 @@ class SentBytes(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return sum(self.by_op.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -42,14 +38,14 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, func: Any, args: Sequence[Any]) -> None:
-        """Count one operator's call; one that is no collective counts nothing."""
+        """Count one operator call, if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         name = func.overloadpacket.__name__
         if name in _SENDS_NOTHING:
             return
         if name not in _SENT:
-            raise NotImplementedError(f"count_sent_bytes does not know how much {func} sends")
+            raise NotImplementedError(f"count_sent_bytes does not support {func}")
         nbytes, group = _SENT[name](*args), _group_among(func, args)
         self.by_op[name] += nbytes
         if group.size() > 1:
@@ -60,17 +56,17 @@ class SentBytes(TorchDispatchMode):
 
 @contextmanager
 def count_sent_bytes() -> Iterator[SentBytes]:
-    """Count the payload bytes that this rank sends to OTHER ranks, whoever calls the collective and however.
+    """Count the payload bytes that this rank sends to OTHER ranks inside the block, in any collective.
 
-    Every collective passes torch's dispatcher, and there it is counted: all-to-alls by their exact splits,
-    point-to-point sends, all-gathers, reduce-scatters, and all-reduces as reduce-scatter plus all-gather.
+    Collectives are counted in torch's dispatcher: all-to-alls by their exact splits, point-to-point sends, all-gathers,
+    reduce-scatters, and all-reduces as reduce-scatter plus all-gather.
 
         with count_sent_bytes() as sent:
             step()
         print(sent.total, sent.by_op, sent.by_group)
 
     Raises:
-        NotImplementedError: a collective that it has no rule for was called inside.
+        NotImplementedError: for an unsupported collective inside the block.
     """
     with SentBytes() as sent:
         yield sent
@@ -83,13 +79,13 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 def _group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
-    if isinstance(group, torch.ScriptObject):  # as the c10d operators get it
+    if isinstance(group, torch.ScriptObject):  # argument of c10d operators
         return dist.ProcessGroup.unbox(group)
-    return dist.distributed_c10d._resolve_process_group(group)  # the functional ones get its name
+    return dist.distributed_c10d._resolve_process_group(group)  # functional collectives get the group's name
 
 
 def _group_among(func: Any, args: Sequence[Any]) -> dist.ProcessGroup:
-    arguments = zip(func._schema.arguments, args, strict=False)  # those that are left at their defaults are not in args
+    arguments = zip(func._schema.arguments, args, strict=False)  # args omits trailing defaults
     return _group(next(value for argument, value in arguments if argument.name in ("process_group", "group_name")))
 
 

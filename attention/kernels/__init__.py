@@ -1,4 +1,4 @@
-"""Block-attention back ends. Each file imports only earlier ones:
+"""Back ends that compute attention between one block of queries and one block of keys, and the choice among them.
 
-base, dense, reference, sdpa, varlen, flash, select.
+Each file imports only earlier ones: base, dense, reference, sdpa, varlen, flash, select.
 """

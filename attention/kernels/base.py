@@ -1,7 +1,7 @@
-"""The kernel contract: what a back end must say and do.
+"""The kernel interface.
 
-A back end is stateless. It lowers a block's tasks to launches once per plan, and computes one launch at a time:
-pure functions of their tensors. Nothing above it knows which back end runs, and nothing here knows of ranks.
+A back end is stateless: it lowers a block's tasks to launches once per plan, and computes one launch at a time as a
+pure function of its tensors. Callers do not depend on the back end, and kernels know nothing about ranks.
 
 n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head dim.
 """
@@ -22,9 +22,9 @@ from ..spec import AttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel call: runs of queries against runs of keys, all under the same kind of mask.
+    """One kernel call: runs of queries against runs of keys, with the same kind of mask.
 
-    Every query row that is not padding sees at least one key.
+    Every query row that is not padding has at least one visible key.
     """
 
     queries: Rows
@@ -38,17 +38,17 @@ class Kernel(ABC):
 
     @abstractmethod
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this back end cannot compute such a call exactly, or None if it can."""
+        """Return why this back end cannot compute such a call exactly, or None if it can."""
 
     @abstractmethod
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
-        """The launches that compute the tasks. No query row is twice in one launch; no pair in two."""
+        """Lower tasks to launches. No query row occurs twice in one launch; no pair occurs in two."""
 
     @abstractmethod
     def forward(
         self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKH: Tensor, launch: Launch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """out (n, A, N, H) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
+        """Return out (n, A, N, H) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
 
     @abstractmethod
     def backward(
@@ -62,10 +62,10 @@ class Kernel(ABC):
         launch: Launch,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq (n, A, N, H), dk and dv (n, B, K, H).
+        """Return dq (n, A, N, H), dk and dv (n, B, K, H).
 
-        `out` and `lse` are those of the whole row over all blocks, so the parts of all launches sum to the exact
-        gradient and no gradient of lse is needed.
+        `out` and `lse` are those of the whole row over all blocks, so the results of all launches sum to the exact
+        gradient, without a gradient of lse.
         """
 
 
@@ -81,14 +81,14 @@ def attend(
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast would round what kernels keep in float32."""
+    """Disable autocast, which would round the float32 accumulators."""
     inside = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
 class SavedAttention:
-    """What the backward needs of the queries' side: dout, q, out (T, N, H) in the input's dtype and lse (T, N)."""
+    """Tensors of the query side saved for the backward: dout, q, out (T, N, H) in the input dtype and lse (T, N)."""
 
     dout: Tensor
     q: Tensor

@@ -1,7 +1,7 @@
-"""Lowering for kernels that compute rectangles: (full | causal square | small mask), no variable lengths.
+"""Lowering for kernels that compute dense rectangles (full, causal square, or with a small mask).
 
-A hundred one-token documents become one launch, a triangle runs as the kernel's own causal case, and a mask is never
-larger than a chunk.
+A hundred one-token documents become one launch, a triangle uses the kernel's causal mode, and a mask is never larger
+than a chunk.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..accumulate import Rows
 from ..bands import Task, query_layers
 from .base import Launch
 
-CHUNK = 256  # rows of a ragged band that go together under one mask
-TINY = 32  # a task with no side longer is gathered with its like: the calls would cost more than the pairs
-SMALLEST_PAD = 16  # sides of gathered tasks are padded to this times a power of two
+CHUNK = 256  # rows of a ragged band computed together with one mask
+TINY = 32  # tasks with no longer side are batched: separate calls would cost more than the computation
+SMALLEST_PAD = 16  # sides of batched tasks are padded to this times a power of two
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,12 @@ class DenseLaunch(Launch):
 
 @dataclass
 class DenseLowering:
-    """Turns tasks into launches on one device; `dtype` is that of the masks.
+    """Lowers tasks to launches on one device.
 
-    `leaf`: for a kernel that computes the hidden half of a causal square too, triangles longer than twice this are cut
-    into ones of about this size and the squares between them. None leaves them whole.
+    Attributes:
+        dtype: dtype of the masks.
+        leaf: for kernels whose causal mode also computes the masked half: triangles longer than twice this are split
+            into triangles of about this size and the squares between them. None disables splitting.
     """
 
     device: torch.device
@@ -52,8 +54,8 @@ class DenseLowering:
         if task.full:
             yield self._launch(task)
         elif task.lowest is not None and task.highest is None:
-            # Limited below alone: the first row that sees the last key ends a square triangle on the right edge. Below
-            # that row and left of that square everything is visible.
+            # Only a lower limit: the rows before the first one that sees the last key form a triangle at the right
+            # edge. Everything below and to the left of it is visible.
             columns = (task.k_start, task.k_stop)
             last = task.k_stop + task.lowest
             square = task.k_stop - (last - task.q_start)
@@ -70,9 +72,9 @@ class DenseLowering:
                 yield from self._chunk(task, (start, start + CHUNK))
 
     def _triangle(self, task: Task) -> Iterator[Launch]:
-        """A causal square: the small triangles on its diagonal as one launch, then per size the squares below them.
+        """Split a causal square into triangles on its diagonal, one launch, and squares below, one launch per size.
 
-        1 . . .     2^depth triangles (1), half as many squares of their size (2), half as many of twice it (3)
+        1 . . .     2^depth triangles (1), half as many squares of the same size (2), a quarter of twice the size (3)
         2 1 . .
         3 3 1 .
         3 3 2 1
@@ -94,7 +96,7 @@ class DenseLowering:
             yield from self._large(rest)
 
     def _chunk(self, task: Task, rows: tuple[int, int]) -> Iterator[Launch]:
-        """A few rows of a band: ragged left, full middle, ragged right; one piece if that is not much more."""
+        """Split some rows of a band into ragged left, full middle and ragged right, unless one launch is as good."""
         chunk = task.cut(rows, (task.k_start, task.k_stop))
         assert chunk is not None
         left, right = chunk.k_start, chunk.k_stop
@@ -125,7 +127,7 @@ class DenseLowering:
         return mask.masked_fill_(~visible, float("-inf")).to(self.device)
 
     def _gathered(self, tasks: list[Task]) -> Iterator[Launch]:
-        """Tiny tasks of like size together, padded, never one query row twice in a launch."""
+        """Batch tiny tasks of similar size with padding; no query row occurs twice in a launch."""
         buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
         for layer, task in query_layers(tasks):
             buckets[layer, _padded(task.rows), _padded(task.columns)].append(task)
@@ -152,7 +154,7 @@ def _padded(length: int) -> int:
 
 
 def band_mask(rows: int, columns: int, lowest: int | None, highest: int | None) -> Tensor:
-    """(rows, columns): where lowest <= row - column <= highest."""
+    """Return a bool mask (rows, columns), True where lowest <= row - column <= highest."""
     difference = torch.arange(rows).unsqueeze(1) - torch.arange(columns)
     visible = torch.ones(rows, columns, dtype=torch.bool)
     if lowest is not None:

@@ -1,4 +1,4 @@
-"""The flash-attn package (2.7 or later), packed: faster than torch's copy, with softcap."""
+"""The flash-attn package (2.7 or a later 2.x), variable-length: faster than torch's copy, and supports softcap."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class FlashAttnKernel(VarlenKernel):
         try:
             release = version("flash-attn")
         except PackageNotFoundError:
-            return "the package flash_attn carries no version"
+            return "the version of the package flash_attn is unknown"
         major, minor = (int(part) for part in release.split(".")[:2])
         if major != 2 or minor < 7:
-            return f"flash-attn {release} is installed, 2.7 or a later 2.x is needed"
+            return f"flash-attn {release} is installed, but 2.7 or a later 2.x is required"
         return super().refuses(spec, device, dtype, head_dim)
 
     @staticmethod
     def load() -> ModuleType:
-        """The package's interface, imported when first used."""
+        """Import the package's interface on first use."""
         return importlib.import_module("flash_attn.flash_attn_interface")
 
     def _forward(self, q, k, v, launch, spec):
@@ -51,7 +51,7 @@ class FlashAttnKernel(VarlenKernel):
 def _options(launch, spec, q) -> dict:
     return {
         "softmax_scale": spec.score_scale(q.shape[-1]),
-        "causal": False,  # the band says it all
+        "causal": False,  # the window already expresses it
         **launch.windows,
         "softcap": spec.softcap or 0.0,
         "alibi_slopes": None,

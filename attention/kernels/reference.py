@@ -1,4 +1,4 @@
-"""Attention by einsum in the accumulating dtype: any device, every mask and score function. The oracle.
+"""Reference attention by einsum in the accumulation dtype, for any device, mask and score function.
 
 n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim.
 """
@@ -21,7 +21,7 @@ class ReferenceKernel(Kernel):
     name = "reference"
 
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return None if dtype.is_floating_point else f"dtype={dtype} is no floating point type"
+        return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         tiles = [
@@ -60,7 +60,7 @@ def _grouped(x_nANH: Tensor, kv_heads: int) -> Tensor:
 
 
 def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec) -> tuple[Tensor, Tensor | float]:
-    """Masked scores (n, K, G, A, B) and the softcap's derivative at each."""
+    """Return the masked scores (n, K, G, A, B) and the derivative of the softcap at each."""
     assert isinstance(launch, DenseLaunch)
     dtype = accumulate_dtype(q_nANH.dtype)
     q = _grouped(q_nANH, k_nBKH.shape[2]).to(dtype)
@@ -74,6 +74,6 @@ def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec)
             ~band_mask(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf")
         )
     if launch.mask is not None:
-        # (A, B) for all runs, or (n, 1, A, B) with a dimension more for the groups
+        # (A, B) is shared by all runs; (n, 1, A, B) needs another dimension for the groups
         scores = scores + (launch.mask if launch.mask.dim() == 2 else launch.mask.unsqueeze(1))
     return scores, slope

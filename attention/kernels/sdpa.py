@@ -1,7 +1,7 @@
-"""torch's own fused attention ops, called below scaled_dot_product_attention to reach the log-sum-exp.
+"""The fused attention ops behind torch's scaled_dot_product_attention, called directly to get the log-sum-exp.
 
-The dense ops here take no variable lengths; see varlen.py for those that do. Heads stand before the sequence in all of
-them (n, N, A, H); transposed views are enough, nothing is copied.
+These ops do not support variable lengths; see varlen.py for those that do. All expect heads before the sequence
+(n, N, A, H); transposed views suffice, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ LEAF = 64  # fastest of 32 to 256, forward and backward, for triangles of 512 to
 
 
 class _DenseKernel(Kernel):
-    """Common part: refusal of score functions, lowering, transposition."""
+    """Base of the dense kernels: checks of device, dtype and score function, lowering, transposition."""
 
     device_type: str
     dtypes: tuple[torch.dtype, ...]
-    grouped_heads = True  # whether K < N is taken as it is
+    grouped_heads = True  # the op supports K < N
 
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != self.device_type:
-            return f"runs on {self.device_type}, the tensors are on {device.type}"
+            return f"runs on {self.device_type}, but the tensors are on {device.type}"
         if dtype not in self.dtypes:
             return f"dtype={dtype} is not among {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
         if spec.softcap is not None:
-            return f"softcap={spec.softcap} is not offered by the op"
+            return f"softcap={spec.softcap} is not supported by the op"
         return None
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
@@ -52,7 +52,7 @@ class _DenseKernel(Kernel):
         assert isinstance(launch, DenseLaunch)
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH))
         kv_heads = k.shape[1]
-        # Ops that sum over a group of heads in half precision lose digits with every token.
+        # Summing over a group of heads in half precision inside the op loses accuracy with every token.
         if not self.grouped_heads or q.dtype.itemsize < 4:
             k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
         dq, dk, dv = self._backward(dout, q, k, v, out, lse_nNA, launch, spec.score_scale(q.shape[-1]))
@@ -75,8 +75,8 @@ class CpuFlashKernel(_DenseKernel):
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
-        # The op's causal case skips blocks of 512 keys alone: small triangles cost twice their pairs. In half precision
-        # its small squares are the slower ones.
+        # The op's causal mode skips only whole blocks of 512 keys, so small triangles cost twice their visible pairs.
+        # In half precision, its small squares are even slower.
         leaf = LEAF if dtype in (torch.float32, torch.float64) else None
         return DenseLowering(device, dtype, leaf).lower(tasks)
 
@@ -92,7 +92,7 @@ class CpuFlashKernel(_DenseKernel):
 
 
 class EfficientKernel(_DenseKernel):
-    """aten's memory-efficient attention for CUDA: the one with fp32."""
+    """aten's memory-efficient attention for CUDA, which supports fp32."""
 
     name = "efficient"
     device_type = "cuda"
@@ -106,7 +106,7 @@ class EfficientKernel(_DenseKernel):
         return out, lse[:, :, : q.shape[2]]
 
     def _backward(self, dout, q, k, v, out, lse, launch, scale):
-        # The op reads lse rows padded to a multiple of 32; there is no dropout, so its random state is not read.
+        # The op expects lse rows padded to a multiple of 32. Without dropout it does not read the random state.
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -139,7 +139,7 @@ class CudnnKernel(_DenseKernel):
 
 
 def _bias(launch: DenseLaunch, q: Tensor, k: Tensor) -> Tensor | None:
-    """The launch's mask in the (n, N, A, B) form, aligned to 16 elements, that the CUDA ops ask for."""
+    """Expand the launch's mask to (n, N, A, B), aligned to 16 elements, as the CUDA ops require."""
     if launch.mask is None:
         return None
     columns = k.shape[2]

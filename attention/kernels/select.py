@@ -1,4 +1,4 @@
-"""Which back end computes a call."""
+"""Choice of the attention back end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .reference import ReferenceKernel
 from .sdpa import CpuFlashKernel, CudnnKernel, EfficientKernel
 from .varlen import AtenFlashKernel
 
-# A name may stand for one back end per device and dtype; the first that does not refuse is taken.
+# A name may cover several back ends, one per device and dtype; the first that supports the call is used.
 KERNELS: dict[str, tuple[type[Kernel], ...]] = {
     "reference": (ReferenceKernel,),
     "sdpa": (CpuFlashKernel, AtenFlashKernel, EfficientKernel),
@@ -25,7 +25,7 @@ KERNEL_NAMES = ("auto", *KERNELS)
 
 
 def check_kernel_name(name: str) -> None:
-    """Refuse an unknown name with a ValueError that names the nearest."""
+    """Raise ValueError for an unknown name, suggesting the closest one."""
     if name not in KERNEL_NAMES:
         near = difflib.get_close_matches(name, KERNEL_NAMES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -35,12 +35,12 @@ def check_kernel_name(name: str) -> None:
 def select_kernel(
     name: str, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Kernel, str]:
-    """The back end for a call, and one line that names it and every refusal before it.
+    """Return the back end for a call, and a log line with its name and the reasons against those tried before it.
 
-    `auto` tries flash-attn, torch's fused ops, then the reference; any other name is held to.
+    `auto` tries flash-attn, torch's fused ops, then the reference; any other name allows no fallback.
 
     Raises:
-        ValueError: for an unknown name, or if each back end of that name refuses, with the reasons.
+        ValueError: for an unknown name, or if no back end of that name supports the call, with the reasons.
     """
     check_kernel_name(name)
     refusals: list[str] = []

@@ -1,7 +1,7 @@
-"""Lowering for kernels that take packed sequences of unequal length, and aten's flash attention for CUDA.
+"""Lowering for variable-length kernels, and aten's flash attention for CUDA.
 
-Each task is one packed sequence: its queries and its keys, with a band aligned to the bottom right corner, as
-flash-attention counts it. A block is one launch per kind of band, two or three in all.
+Each task becomes one packed sequence of queries and keys, with a window aligned to the bottom right corner, as in
+FlashAttention. A block takes one launch per kind of window, two or three in total.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class VarlenLaunch(Launch):
-    """Packed borders of queries and keys (int32, on the device), longest runs, and the band as (left, right) reach.
+    """cu_seqlens of queries and keys (int32, on the device), longest runs, and the (left, right) window.
 
-    Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; None is no limit.
+    Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; None for no limit.
     """
 
     cu_q: Tensor
@@ -39,7 +39,7 @@ class VarlenLaunch(Launch):
 
     @property
     def windows(self) -> dict[str, int]:
-        """The band as flash-attention's keyword arguments, where -1 is no limit."""
+        """FlashAttention's window keyword arguments, in which -1 means no limit."""
         return {
             "window_size_left": -1 if self.left is None else self.left,
             "window_size_right": -1 if self.right is None else self.right,
@@ -47,29 +47,29 @@ class VarlenLaunch(Launch):
 
 
 def lower_varlen(tasks: tuple[Task, ...], device: torch.device) -> Iterator[VarlenLaunch]:
-    """One launch per band and per layer of disjoint query ranges."""
+    """Yield one launch per window and per layer of disjoint query ranges."""
     buckets: dict[tuple[int, int | None, int | None], list[Task]] = defaultdict(list)
     for layer, task in query_layers(tasks):
-        corner = task.q_stop - task.k_stop  # i - j at the bottom right; a tight task sees that pair or one left of it
+        corner = task.q_stop - task.k_stop  # i - j at the bottom right; that pair or one left of it is visible
         left = None if task.highest is None else task.highest - corner
         right = None if task.lowest is None else corner - task.lowest
         buckets[layer, left, right].append(task)
     for (_, left, right), bucket in buckets.items():
         queries = [(t.q_start, t.q_stop) for t in bucket]
         keys = [(t.k_start, t.k_stop) for t in bucket]
-        cu_q, max_q = _borders(queries, device)
-        cu_k, max_k = _borders(keys, device)
+        cu_q, max_q = _cu_seqlens(queries, device)
+        cu_k, max_k = _cu_seqlens(keys, device)
         yield VarlenLaunch(_rows(queries, device), _rows(keys, device), cu_q, cu_k, max_q, max_k, left, right)
 
 
-def _borders(runs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:
+def _cu_seqlens(runs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:
     lengths = torch.tensor([stop - start for start, stop in runs])
-    borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return borders.to(device), int(lengths.max())
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return cu_seqlens.to(device), int(lengths.max())
 
 
 def _rows(runs: list[tuple[int, int]], device: torch.device) -> Rows:
-    """The runs one after the other, as a slice where they touch."""
+    """Concatenate the runs, as a slice if they are adjacent."""
     if all(a[1] == b[0] for a, b in pairwise(runs)):
         return Rows.of(runs[0][0], runs[-1][1])
     index = torch.cat([torch.arange(*run) for run in runs]).to(device)
@@ -77,11 +77,11 @@ def _rows(runs: list[tuple[int, int]], device: torch.device) -> Rows:
 
 
 class VarlenKernel(Kernel):
-    """Common part of the packed kernels. Tensors are packed: (total, heads, head_dim), lse (heads, total)."""
+    """Base of the variable-length kernels, on packed tensors (total, heads, head_dim) with lse (heads, total)."""
 
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
-            return f"runs on cuda, the tensors are on {device.type}"
+            return f"runs on cuda, but the tensors are on {device.type}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={dtype} is neither bfloat16 nor float16"
         if head_dim > 256 or head_dim % 8:
@@ -112,13 +112,13 @@ class VarlenKernel(Kernel):
 
 
 class AtenFlashKernel(VarlenKernel):
-    """The flash attention that torch ships for CUDA, in its packed form."""
+    """The FlashAttention that torch ships for CUDA, in its variable-length form."""
 
     name = "aten-flash"
 
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if spec.softcap is not None:
-            return f"softcap={spec.softcap} is not offered by the op"
+            return f"softcap={spec.softcap} is not supported by the op"
         return super().refuses(spec, device, dtype, head_dim)
 
     def _forward(self, q, k, v, launch, spec):
@@ -129,7 +129,7 @@ class AtenFlashKernel(VarlenKernel):
         return out, lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, spec):
-        unused = torch.zeros((), dtype=torch.uint64, device=q.device)  # random state of the dropout that is not used
+        unused = torch.zeros((), dtype=torch.uint64, device=q.device)  # dropout's random state
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k, 0.0, False, unused, unused,
             scale=spec.score_scale(q.shape[-1]), **launch.windows,

@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can load. Each file imports only earlier ones:
+"""Asynchronous checkpoints of distributed tensors, in safetensors files, which load into any parallel layout.
 
-safetensors_storage, checkpointer.
+Each file imports only earlier ones: safetensors_storage, checkpointer.
 """

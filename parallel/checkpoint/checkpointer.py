@@ -1,14 +1,13 @@
-"""Checkpoints of distributed tensors: written while training goes on, whole or not there, read into any layout.
+"""Checkpoints of distributed tensors: asynchronous, atomic, and loadable into any layout.
 
-    FOLDER/step-00000020             a whole checkpoint: see `safetensors_storage`
-    FOLDER/step-00000030.partial     one that is being written, or that a rank was killed in: never picked up
+    FOLDER/step-00000020             a complete checkpoint: see `safetensors_storage`
+    FOLDER/step-00000030.partial     in progress, or interrupted: never loaded
 
     main thread    ... step 20 | copy to host | step 21 | step 22 ...
     background                 | plan | write rank-*.safetensors | all ranks done: rename | remove old ones
 
-torch.distributed.checkpoint plans who writes and who reads which box of which tensor, and copies; tensors that several
-ranks hold alike are written once. Its collectives run on a gloo group of their own, because two threads that use one
-group would mix theirs up.
+torch.distributed.checkpoint plans which rank writes and reads which box of each tensor; replicated tensors are written
+once. Its collectives use a separate gloo group, because collectives of two threads must not share a group.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from .safetensors_storage import DOOMED, PARTIAL, SafetensorsReader, SafetensorsWriter, read_extra, remove_checkpoint
 
-_WHOLE = re.compile(r"step-(\d{8,})")
+_COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(DOOMED)})")
 
 
 def latest(folder: Path) -> Path | None:
-    """The whole checkpoint of the highest step in `folder`, if there is one."""
-    found = _whole(folder)
+    """Return the complete checkpoint of the highest step in `folder`, or None."""
+    found = _complete(folder)
     return found[max(found)] if found else None
 
 
 class Checkpointer:
-    """Saves to `folder` and loads from any. Every rank makes it and calls every method, in the same order.
+    """Saves checkpoints to `folder`, and loads them from any folder. All methods are collective.
 
-    Making one is collective, and removes what killed runs left half-written in `folder`.
+    Creation is collective too, and removes incomplete checkpoints of killed runs from `folder`.
 
     Args:
-        folder: shared by all ranks; made by the first save.
-        keep: how many whole checkpoints to keep; an older one goes when a newer one is whole.
-        device_type: where the tensors to save lie; from "cuda" they are copied through pinned memory.
+        folder: shared by all ranks; created by the first save.
+        keep: number of complete checkpoints to keep; the oldest is removed once a new one is complete.
+        device_type: device of the tensors to save; from "cuda" they are copied through pinned memory.
 
     Raises:
-        ValueError: keep < 1.
-        RuntimeError: on every rank, when something half-written cannot be removed.
+        ValueError: if keep < 1.
+        RuntimeError: on every rank, if an incomplete checkpoint cannot be removed.
     """
 
     def __init__(self, folder: Path, keep: int, device_type: str) -> None:
@@ -65,23 +64,23 @@ class Checkpointer:
             )
         )
         self.saving: tuple[Path, Future[Any]] | None = None
-        errors = self._gathered(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None)
+        errors = self._gather_errors(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None)
         if errors:
-            raise RuntimeError(f"{folder} holds a half-written checkpoint that cannot be removed: {'; '.join(errors)}")
+            raise RuntimeError(f"an incomplete checkpoint in {folder} cannot be removed: {'; '.join(errors)}")
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        """Begin to save, and return when `tensors` are copied to host memory: they may change from then on.
+        """Start saving, and return as soon as `tensors` have been copied to host memory.
 
-        A save still under way is waited for first. A whole checkpoint of the same step is replaced.
+        Waits for the previous save first. A checkpoint of the same step is replaced.
 
         Args:
             step: names the checkpoint.
-            tensors: DTensors, or plain tensors that are the same on every rank that gives their name. Ranks may give
-                different names. A name means one global tensor.
-            extra: what JSON knows and small CPU tensors, nested; the first rank's are kept.
+            tensors: DTensors, or plain tensors that are equal on every rank that passes their name. Ranks may pass
+                different names. A name identifies one global tensor.
+            extra: nested JSON values and small CPU tensors; those of the first rank are saved.
 
         Raises:
-            RuntimeError: on every rank, when the save before this one failed.
+            RuntimeError: on every rank, if the previous save failed.
         """
         self.wait()
         path = self.folder / f"step-{step:08}"
@@ -97,7 +96,7 @@ class Checkpointer:
         self.saving = (path, response)
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises RuntimeError, on every rank, when it failed on any."""
+        """Wait for the current save. Raise RuntimeError on every rank if it failed on any."""
         if self.saving is None:
             return
         (path, response), self.saving = self.saving, None
@@ -107,17 +106,17 @@ class Checkpointer:
             raise RuntimeError(f"checkpoint {path} was not saved: {_causes(error)}") from error
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill `tensors` from a checkpoint of any layout and number of ranks, in place; gives its `extra`.
+        """Fill `tensors` in place from a checkpoint of any layout and number of ranks, and return its `extra`.
 
-        A rank reads only the boxes it holds. Names that no rank asks for stay unread.
+        Each rank reads only the boxes it holds. Names that no rank requests are not read.
 
         Raises:
-            ValueError: on every rank, before any tensor is written to, when `path` is no checkpoint, or when it lacks
-                a name that a rank asks for or has it in another shape or dtype; names all of them.
-            RuntimeError: on every rank, when a file cannot be read.
+            ValueError: on every rank, before any tensor is modified, if `path` is not a checkpoint, listing the
+                requested names that it lacks or has with another shape or dtype.
+            RuntimeError: on every rank, if a file cannot be read.
         """
         self.wait()
-        if violations := self._gathered(lambda: _violations(path, tensors)):
+        if violations := self._gather_errors(lambda: _violations(path, tensors)):
             raise ValueError("; ".join(violations))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -126,14 +125,14 @@ class Checkpointer:
             raise RuntimeError(f"checkpoint {path} cannot be read: {_causes(error)}") from error
         return read_extra(path)
 
-    def _gathered(self, check: Callable[[], str | None]) -> list[str]:
-        """What `check` has to say, or fails with, on any rank: the same list on all of them."""
+    def _gather_errors(self, check: Callable[[], str | None]) -> list[str]:
+        """Run `check` on every rank; return the messages it returned or raised on any rank."""
         try:
-            said = check()
+            message = check()
         except (ValueError, OSError) as error:
-            said = str(error)
+            message = str(error)
         gathered: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, said, group=self.group)
+        dist.all_gather_object(gathered, message, group=self.group)
         return sorted({message for message in gathered if message})
 
     def _remove_leftovers(self) -> None:
@@ -143,30 +142,30 @@ class Checkpointer:
                     shutil.rmtree(path)
 
     def _remove_old(self) -> None:
-        found = _whole(self.folder)
+        found = _complete(self.folder)
         for step in sorted(found)[: -self.keep]:
             remove_checkpoint(found[step])
 
 
-def _whole(folder: Path) -> dict[int, Path]:
+def _complete(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    matches = ((_WHOLE.fullmatch(path.name), path) for path in folder.iterdir())
+    matches = ((_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
 
 
 def _violations(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """What of `tensors` the checkpoint does not hold."""
-    saved = SafetensorsReader(path).read_metadata().state_dict_metadata
-    missing = sorted(tensors.keys() - saved.keys())
-    said = [f"{path} has no {', '.join(missing)}: it is of another model"] if missing else []
-    for name in sorted(tensors.keys() & saved.keys()):
-        held, asked = saved[name], tensors[name]
-        assert isinstance(held, TensorStorageMetadata)
-        if (held.size, held.properties.dtype) != (asked.shape, asked.dtype):
-            there = f"{tuple(held.size)} {held.properties.dtype}"
-            said.append(f"{path} has {name} as {there}, not {tuple(asked.shape)} {asked.dtype}")
-    return "; ".join(said)
+    """List the tensors that the checkpoint lacks, or has with another shape or dtype."""
+    metadata = SafetensorsReader(path).read_metadata().state_dict_metadata
+    missing = sorted(tensors.keys() - metadata.keys())
+    found = [f"{path} does not contain {', '.join(missing)}: it belongs to another model"] if missing else []
+    for name in sorted(tensors.keys() & metadata.keys()):
+        saved, wanted = metadata[name], tensors[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        if (saved.size, saved.properties.dtype) != (wanted.shape, wanted.dtype):
+            shown = f"{tuple(saved.size)} {saved.properties.dtype}"
+            found.append(f"{path} has {name} as {shown}, expected {tuple(wanted.shape)} {wanted.dtype}")
+    return "; ".join(found)
 
 
 def _causes(error: BaseException) -> str:

@@ -1,12 +1,12 @@
-"""Where torch.distributed.checkpoint puts a checkpoint: safetensors files and one JSON index, and never a pickle.
+"""Storage of torch.distributed.checkpoint in safetensors files and one JSON index, without pickles.
 
     FOLDER/
-        checkpoint.json              tensors: name -> dtype, shape and boxes, each with the file that holds it; extra
-        rank-00000.safetensors       the boxes that rank 0 wrote, named NAME@OFFSETS
+        checkpoint.json              tensors: name -> dtype, shape and boxes, each with its file; extra
+        rank-00000.safetensors       the boxes written by rank 0, named NAME@OFFSETS
         extra.safetensors            the tensors of `extra`
 
-A box is the part of a global tensor at some offsets. A checkpoint is written beside its place, in FOLDER.partial, and
-renamed when every rank has its part on the disk: FOLDER is whole, or it is not there.
+A box is the part of a global tensor at some offsets. A checkpoint is written to FOLDER.partial, and renamed when every
+rank's part is on disk: FOLDER is either complete or absent.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ INDEX = "checkpoint.json"
 EXTRA = "extra.safetensors"
 PARTIAL = ".partial"  # being written
 DOOMED = ".old"  # being removed
-_TENSOR = "tensor in " + EXTRA  # the one key of what stands for a tensor in the JSON of `extra`
+_TENSOR = "tensor in " + EXTRA  # only key of the object that replaces a tensor in the JSON of `extra`
 
 
 class SafetensorsWriter(StorageWriter):
     """Writes one checkpoint.
 
     Args:
-        folder: its place.
-        extra: values JSON knows, nested as they may be, and small CPU tensors among them. The first rank's are kept.
-        finished: called by the first rank when the checkpoint is in its place.
+        folder: final path of the checkpoint.
+        extra: nested JSON values and small CPU tensors; those of the first rank are saved.
+        finished: called by the first rank when the checkpoint is complete.
     """
 
     def __init__(self, folder: Path, extra: Mapping[str, Any], finished: Callable[[], None]) -> None:
@@ -58,16 +58,16 @@ class SafetensorsWriter(StorageWriter):
         self.extra, self.finished = extra, finished
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A writer writes once."""
+        """Do nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Both roles do the same."""
+        """Do nothing: no role needs setup."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, before any rank writes into it, and give each rank its file."""
+        """Create the folder before any rank writes to it, and assign a file to each rank."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
@@ -79,10 +79,10 @@ class SafetensorsWriter(StorageWriter):
         results = []
         for item in plan.items:
             box = planner.resolve_data(item)
-            assert isinstance(box, Tensor), f"{item.index.fqn} is no tensor"
+            assert isinstance(box, Tensor), f"{item.index.fqn} is not a tensor"
             box = box.contiguous()
             if (storage := box.untyped_storage().data_ptr()) in storages:
-                box = box.clone()  # safetensors refuses names that share memory, as those of tied weights do
+                box = box.clone()  # safetensors does not support tensors that share memory, such as tied weights
             storages.add(storage)
             boxes[_key(item.index)] = box
             results.append(WriteResult(item.index, box.nbytes, plan.storage_data))
@@ -111,14 +111,14 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter` wrote, and of the files only the boxes that a rank asks for."""
+    """Reads checkpoints of `SafetensorsWriter`; each rank reads only the boxes it needs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[MetadataIndex, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """A reader reads once."""
+        """Do nothing: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, Any] = {}
@@ -159,15 +159,16 @@ class SafetensorsReader(StorageReader):
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
-    """The `extra` of a whole checkpoint; needs no process group.
+    """Read the `extra` of a complete checkpoint, without a process group.
 
-    Raises ValueError when `folder` is no checkpoint.
+    Raises:
+        ValueError: if `folder` is not a checkpoint.
     """
     return _with_tensors(_read_index(folder)["extra"], load_file(folder / EXTRA))
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a whole checkpoint: renamed first, so that at no moment a part of it looks whole."""
+    """Remove a complete checkpoint, renaming it first so that a partly removed one never looks complete."""
     doomed = folder.with_name(folder.name + DOOMED)
     with suppress(FileNotFoundError):
         shutil.rmtree(doomed)
@@ -178,7 +179,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / INDEX).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is no checkpoint: {error}") from error
+        raise ValueError(f"{folder} is not a checkpoint: {error}") from error
 
 
 def _index(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def _key(index: MetadataIndex) -> str:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """`value` for JSON: each tensor in it goes to `tensors` under its path, and a reference takes its place."""
+    """Return `value` for JSON: each tensor is added to `tensors` under its path and replaced by a reference."""
     if isinstance(value, Tensor):
         tensors[path] = value.contiguous().clone()
         return {_TENSOR: path}
@@ -228,7 +229,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Devices and links as data: rates, tiers, and the seconds of a transfer. Each file imports only earlier ones:
+"""A model of the hardware: rates of devices and links, and the time that compute and communication take on them.
 
-hardware, links.
+Each file imports only earlier ones: hardware, links.
 """

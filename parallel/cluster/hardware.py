@@ -1,8 +1,8 @@
-"""What devices compute and how they reach each other, as data: nodes of known vendors, or a file of your own.
+"""Hardware descriptions: rates of devices and links, for known nodes or from a user's JSON file.
 
-A file of `nodes/` holds one node; a user's file may name one as "base" and give only what differs. Rates are one way,
-of one device, as datasheets have them; `efficiency` says what part of them programs reach. Where a tier's links are
-shared, such as one network adapter for a whole host, the sharing is stated beside what one device can send.
+Each file of `nodes/` describes one node; a user's file may name one as "base" and override parts of it. Rates are those
+of one device, in one direction, as in datasheets; `efficiency` is the fraction that programs achieve. Where devices
+share a link, such as one network adapter per host, the shared rate is given next to the rate of one device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 NODES = Path(__file__).with_name("nodes")
 Curve = tuple[tuple[float, float], ...]
 
-# Dense bfloat16 tensor-core peak in FLOP/s, by a part of the device's name; the first match counts.
+# Dense bfloat16 tensor-core peak in FLOP/s by substring of the device name; the first match counts.
 PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("B300", 2250e12),
     ("GB200", 2500e12),
@@ -51,7 +51,7 @@ PEAK_BF16: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes alpha + n / rate."""
+    """Cost of a message: n bytes take alpha_seconds + n / bytes_per_second."""
 
     alpha_seconds: float
     bytes_per_second: float
@@ -59,16 +59,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Tier:
-    """One kind of link, and the devices that it joins.
+    """One level of the interconnect, and the devices that it connects.
 
     Attributes:
-        devices: how many, those of inner tiers included; 0 for any number.
-        send: one message to another device. gather: a step of an all-gather, or of an all-reduce. reduce: a step of a
-            reduce-scatter, which some libraries make of an all-reduce. exchange: what an all-to-all sends to one peer.
-        shared_bytes_per_second: what all devices of one inner tier can `send` out together; inf for as much as their
-            links take.
-        overlap: part of a transfer beside compute that takes nothing from it; less than 1 where processors copy what
-            is sent.
+        devices: number of devices, including those of inner tiers; 0 for any number.
+        send: a message to another device.
+        gather: a step of an all-gather or all-reduce.
+        reduce: a step of a reduce-scatter, which some libraries implement as an all-reduce.
+        exchange: the message to one peer in an all-to-all.
+        shared_bytes_per_second: rate at which all devices of one inner tier can `send` out together; inf if limited
+            only by their links.
+        overlap: fraction of a transfer that overlaps with compute without slowing it down; below 1 where CPUs copy
+            the data.
     """
 
     name: str
@@ -83,18 +85,20 @@ class Tier:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device, and how many of it are joined.
+    """A kind of device and its interconnect.
 
     Attributes:
-        peak_flops: dense, by dtype, FLOP/s. memory_bytes, memory_bytes_per_second: of the device's own memory.
-        tiers: innermost first.
-        parallel_rings: whether a ring collective uses every device's link out of a tier (NCCL) or one (gloo).
-        crowding: how much faster a device computes while all others wait; above 1 where processes share processors.
-        streams: whether collectives run beside compute (CUDA), or hold up the thread that asks for them (processors).
-        matmul: part of the peak by a product's FLOPs. attention_forward, attention_backward: of masked attention, by
-            tokens of the shorter side; what the mask hides is not counted as work. attention_forward_full,
-            attention_backward_full: without a mask.
-        memory_efficiency, link_efficiency: part of the stated rates.
+        peak_flops: dense FLOP/s by dtype.
+        memory_bytes, memory_bytes_per_second: capacity and bandwidth of the device memory.
+        tiers: tiers of the interconnect, innermost first.
+        matmul: efficiency by FLOPs of the product.
+        attention_forward, attention_backward: efficiency of masked attention by tokens of the shorter side; masked
+            pairs do not count as work.
+        attention_forward_full, attention_backward_full: the same without a mask.
+        memory_efficiency, link_efficiency: fraction of the stated rates that is achieved.
+        parallel_rings: a ring collective uses every device's link out of a tier (NCCL), not just one (gloo).
+        streams: collectives run concurrently with compute (CUDA), instead of blocking the calling thread (CPU).
+        crowding: speedup of a device while all others wait; above 1 where processes share CPUs.
     """
 
     name: str
@@ -115,66 +119,61 @@ class Hardware:
     crowding: float = 1.0
 
     def peak(self, dtype: str) -> float:
-        """Dense peak of a dtype in FLOP/s.
+        """Return the dense peak of a dtype in FLOP/s.
 
         Raises:
-            ValueError: for a dtype that is not stated.
+            ValueError: for a dtype that is not listed.
         """
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
-            raise ValueError(f"{self.name} states no peak_flops for {dtype} (it does for {known}): add it to its file")
+            raise ValueError(f"{self.name} states no peak_flops for {dtype}, only for {known}: add it to its file")
         return self.peak_flops[dtype]
 
     def matmul_seconds(self, flops: float, dtype: str, calls: float = 1) -> float:
-        """`calls` matrix products of `flops` each."""
+        """Return the time of `calls` matrix products of `flops` each."""
         return calls * flops / (self.peak(dtype) * interpolate(self.matmul, flops))
 
     def attention_seconds(self, flops: float, tokens: float, dtype: str, *, backward: bool, full: bool) -> float:
-        """One call of an attention kernel of `flops`, whose shorter side has `tokens`; `full` is without a mask."""
-        masked, unmasked = (
-            (self.attention_backward, self.attention_backward_full)
-            if backward
-            else (self.attention_forward, self.attention_forward_full)
-        )
-        curve = unmasked if full else masked
+        """Return the time of an attention kernel of `flops`, whose shorter side has `tokens`; `full` means unmasked."""
+        curve = getattr(self, f"attention_{'backward' if backward else 'forward'}{'_full' if full else ''}")
         return flops / (self.peak(dtype) * interpolate(curve, tokens))
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Reading and writing `nbytes` altogether."""
+        """Return the time of memory accesses, reads and writes, of `nbytes` in total."""
         return nbytes / (self.memory_bytes_per_second * self.memory_efficiency)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a GPU in FLOP/s; None where it is not known, and for CPUs."""
+    """Return the dense bfloat16 peak of a GPU in FLOP/s; None for unknown devices and CPUs."""
     return next((peak for part, peak in PEAK_BF16 if part in device_name), None)
 
 
 def interpolate(curve: Curve, x: float) -> float:
-    """The curve at x: straight between its points over log x, level beyond its ends."""
-    place = bisect_left(curve, (x,))
-    if place == 0 or place == len(curve):
-        return curve[min(place, len(curve) - 1)][1]
-    (left, low), (right, high) = curve[place - 1], curve[place]
+    """Return the curve's value at x: linear in log x between points, constant beyond the ends."""
+    index = bisect_left(curve, (x,))
+    if index == 0 or index == len(curve):
+        return curve[min(index, len(curve) - 1)][1]
+    (left, low), (right, high) = curve[index - 1], curve[index]
     return low + (high - low) * math.log(x / left) / math.log(right / left)
 
 
 def node_names() -> tuple[str, ...]:
-    """The nodes that are known by name."""
+    """Return the names of known nodes."""
     return tuple(sorted(path.stem for path in NODES.glob("*.json")))
 
 
 def node_of(device_name: str) -> str | None:
-    """The node whose devices call themselves so; None for others, PCIe and NVL cards with other links among them."""
+    """Return the node with this kind of device; None for others, including PCIe and NVL cards, whose links differ."""
     if re.search(r"PCIe|NVL", device_name, re.IGNORECASE):
         return None
     return next((name for name in node_names() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A node by its name, whatever the case, or a JSON file.
+    """Load a known node by name (case-insensitive), or a JSON file.
 
     Raises:
-        ValueError: for an unknown name, and naming everything that a file lacks or contradicts.
+        ValueError: for an unknown name, or listing everything that is missing or inconsistent in a file.
     """
     return hardware_from_mapping(_read(name_or_path), name_or_path)
 
@@ -183,47 +182,48 @@ def _read(name_or_path: str) -> dict[str, Any]:
     known = NODES / f"{name_or_path.lower()}.json"
     path = known if known.is_file() else Path(name_or_path)
     if not path.is_file():
-        raise ValueError(f"hardware {name_or_path!r} is no file and none of {', '.join(node_names())}")
+        raise ValueError(f"hardware {name_or_path!r} must be a file or one of {', '.join(node_names())}")
     try:
         values = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"hardware file {path} is no JSON: {error}") from error
+        raise ValueError(f"hardware file {path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"hardware file {path} must hold one object, not a {type(values).__name__}")
+        raise ValueError(f"hardware file {path} must contain one object, got a {type(values).__name__}")
     base = values.pop("base", None)
     if base is None:
         return values
     if str(base).lower() not in node_names():
         raise ValueError(f"hardware file {path}: base={base!r} must be one of {', '.join(node_names())}")
-    under = _read(str(base))
+    defaults = _read(str(base))
     for key in ("peak_flops", "efficiency"):
         if not isinstance(values.get(key, {}), dict):
-            raise ValueError(f"hardware file {path}: {key} must be an object, not {values[key]!r}")
-    merged = {key: {**under.get(key, {}), **values.get(key, {})} for key in ("peak_flops", "efficiency")}
-    return {**under, **values, **merged}
+            raise ValueError(f"hardware file {path}: {key} must be an object, got {values[key]!r}")
+    merged = {key: {**defaults.get(key, {}), **values.get(key, {})} for key in ("peak_flops", "efficiency")}
+    return {**defaults, **values, **merged}
 
 
-_NEEDED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_NEEDED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
+_REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
+_KNOWN = (*_REQUIRED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
 _MASKED = ("attention_forward", "attention_backward")
 _CURVES = ("matmul", *_MASKED, *(f"{name}_full" for name in _MASKED))
-_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "send", "gather", "reduce", "exchange")
+_KINDS = ("send", "gather", "reduce", "exchange")
+_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *_KINDS)
 
 
 def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
-    """The hardware that a file's values describe. A tier's link may be one for all, or one for each kind.
+    """Build hardware from the values of a file. A tier may have one link for all kinds of messages or one per kind.
 
     Raises:
-        ValueError: naming everything that is missing, unknown, or contradicts the rest.
+        ValueError: listing everything that is missing, unknown or inconsistent.
     """
-    problems = [f"{key} is missing" for key in _NEEDED if key not in values]
+    problems = [f"{key} is missing" for key in _REQUIRED if key not in values]
     problems += [f"{key} is unknown" for key in values if key not in _KNOWN]
     if not problems:
         try:
             hardware = _build(values)
-            problems = hardware_violations(hardware)
+            problems = _violations(hardware)
         except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-            problems = [f"it cannot be read: {error}"]
+            problems = [f"invalid value: {error}"]
     if problems:
         raise ValueError(f"hardware {where}: " + "; ".join(problems))
     return hardware
@@ -245,13 +245,13 @@ def _build(values: Mapping[str, Any]) -> Hardware:
         name=str(values["name"]),
         device=device,
         peak_flops=peaks,
-        memory_bytes=_whole(values, "memory_bytes"),
+        memory_bytes=_integer(values, "memory_bytes"),
         memory_bytes_per_second=_number(values, "memory_bytes_per_second"),
         tiers=tuple(map(_tier, values["tiers"])),
         memory_efficiency=_number(efficiency, "memory", 1.0),
         link_efficiency=_number(efficiency, "links", 1.0),
-        parallel_rings=_switch(values, "parallel_rings"),
-        streams=_switch(values, "streams"),
+        parallel_rings=_boolean(values, "parallel_rings"),
+        streams=_boolean(values, "streams"),
         crowding=_number(values, "crowding", 1.0),
         **curves,
     )
@@ -264,19 +264,19 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A finite number, or the default, stated or not."""
+    """Return a finite number, or the default (which may be infinite) if it is given or the name is missing."""
     value = values[name] if default is None else values.get(name, default)
     return default if default is not None and value == default else _finite(value, name)
 
 
-def _whole(values: Mapping[str, Any], name: str) -> int:
+def _integer(values: Mapping[str, Any], name: str) -> int:
     number = _number(values, name)
     if not number.is_integer():
-        raise ValueError(f"{name}={number:g} must be a whole number")
+        raise ValueError(f"{name}={number:g} must be an integer")
     return int(number)
 
 
-def _switch(values: Mapping[str, Any], name: str) -> bool:
+def _boolean(values: Mapping[str, Any], name: str) -> bool:
     value = values.get(name, True)
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be true or false")
@@ -288,23 +288,18 @@ def _tier(values: Mapping[str, Any]) -> Tier:
         own = values.get(kind, values.get("gather", values) if kind == "reduce" else values)
         return Link(_number(own, "alpha_seconds"), _number(own, "bytes_per_second"))
 
-    unknown = set(values) - {*_TIER, "shared_bytes_per_second", "overlap"}
-    if unknown:
+    if unknown := set(values) - set(_TIER):
         raise ValueError(f"tier {values.get('name')}: {', '.join(sorted(unknown))} is unknown")
     return Tier(
         name=str(values["name"]),
-        devices=_whole(values, "devices"),
-        send=link("send"),
-        gather=link("gather"),
-        reduce=link("reduce"),
-        exchange=link("exchange"),
+        devices=_integer(values, "devices"),
+        **{kind: link(kind) for kind in _KINDS},
         shared_bytes_per_second=_number(values, "shared_bytes_per_second", math.inf),
         overlap=_number(values, "overlap", 1.0),
     )
 
 
-def hardware_violations(hardware: Hardware) -> list[str]:
-    """Everything that cannot be true of a machine."""
+def _violations(hardware: Hardware) -> list[str]:
     positive = {
         "memory_bytes": hardware.memory_bytes,
         "memory_bytes_per_second": hardware.memory_bytes_per_second,
@@ -312,9 +307,9 @@ def hardware_violations(hardware: Hardware) -> list[str]:
     }
     found = [f"{name}={value:g} must be positive" for name, value in positive.items() if not value > 0]
     if not hardware.peak_flops:
-        found.append(f"peak_flops is missing, and device={hardware.device!r} is not a known one")
+        found.append(f"peak_flops is missing, and the peak of device={hardware.device!r} is unknown")
     if not 1 <= hardware.crowding < math.inf:
-        found.append(f"crowding={hardware.crowding:g} must be at least 1: a device alone is no slower")
+        found.append(f"crowding={hardware.crowding:g} must be at least 1")
     for name, part in (("memory", hardware.memory_efficiency), ("links", hardware.link_efficiency)):
         if not 0 < part <= 1:
             found.append(f"efficiency of {name}={part:g} must be above 0 and at most 1")
@@ -322,28 +317,28 @@ def hardware_violations(hardware: Hardware) -> list[str]:
         curve: Curve = getattr(hardware, name)
         ascending = all(x > 0 for x, _ in curve) and all(a < b for (a, _), (b, _) in pairwise(curve))
         if not curve or not ascending or not all(0 < part <= 1 for _, part in curve):
-            found.append(f"efficiency of {name} must be [size, part] pairs: sizes ascending, parts up to 1")
+            found.append(f"efficiency of {name} must be [size, fraction] pairs: sizes ascending, fractions in (0, 1]")
     return found + _tier_violations(hardware.tiers)
 
 
 def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
-    found = [] if tiers else ["tiers must name at least one kind of link"]
+    found = [] if tiers else ["tiers must contain at least one tier"]
     inner = 1
     for number, tier in enumerate(tiers):
         last = number + 1 == len(tiers)
         if tier.devices == 0 and not last:
-            found.append(f"tier {tier.name}: devices=0 (any number) is for the last tier alone")
+            found.append(f"tier {tier.name}: only the last tier may have devices=0 (any number)")
         elif tier.devices and (tier.devices <= inner or tier.devices % inner):
-            found.append(f"tier {tier.name}: devices={tier.devices} must be a multiple of the {inner} inside it")
+            found.append(f"tier {tier.name}: devices={tier.devices} must be a larger multiple of the inner {inner}")
         inner = tier.devices or inner
-        links = (("send", tier.send), ("gather", tier.gather), ("reduce", tier.reduce), ("exchange", tier.exchange))
-        for kind, link in links:
+        for kind in _KINDS:
+            link: Link = getattr(tier, kind)
             if not (link.alpha_seconds >= 0 and 0 < link.bytes_per_second < math.inf):
                 found.append(f"tier {tier.name}: {kind} needs alpha_seconds of 0 or more and positive bytes_per_second")
         if not tier.shared_bytes_per_second >= tier.send.bytes_per_second:
             found.append(
                 f"tier {tier.name}: one device's {tier.send.bytes_per_second:g} B/s is more than the "
-                f"{tier.shared_bytes_per_second:g} B/s that all share"
+                f"{tier.shared_bytes_per_second:g} B/s that all devices share"
             )
         if not 0 <= tier.overlap <= 1:
             found.append(f"tier {tier.name}: overlap={tier.overlap:g} must be from 0 to 1")

@@ -1,15 +1,15 @@
-"""How long communication takes on given hardware: alpha-beta by tier, for every group of an axis at once.
+"""Alpha-beta model of communication time on given hardware, by tier, with all groups of an axis active at once.
 
-Groups of one axis run at the same time, because all ranks run the same program. A rank's place is its number: devices
-of a host are neighbours. What crosses a tier is counted from the ranks themselves:
+All ranks run the same program, so the groups of an axis communicate simultaneously. Ranks are placed in order, so that
+adjacent ranks share a host. The traffic that crosses a tier follows from the ranks:
 
-    exchange   an all-to-all: a rank sends each peer as much; peers of several tiers are sent to at the same time.
-    gather     a ring over the ranks in order: what one rank sends crosses a tier wherever two neighbours are apart.
-    reduce     the same. With `parallel_rings` members inside a tier share the crossing (NCCL), else one link has it.
-    send       a message to the next rank, of an attention's ring or a pipeline.
+    exchange   all-to-all: a rank sends the same amount to each peer, to peers on different tiers at the same time.
+    gather     a ring over the ranks in order: data crosses a tier wherever two neighbours are on different sides.
+    reduce     the same. With `parallel_rings`, members inside a tier share the crossing (NCCL); else one link has it.
+    send       a message to the next rank, in ring attention or a pipeline.
 
-The slowest tier counts, and in it the slower of a device's link and what its inner tier's devices share. A kind that
-gets less of a link than single messages do gets as much less of what is shared.
+The slowest tier determines the time, and within it the slower of a device's link and the link that devices share. A
+kind of message that achieves a fraction of a device's `send` rate achieves the same fraction of the shared rate.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from itertools import pairwise
 
 from .hardware import Hardware, Link
 
-KINDS = ("send", "gather", "reduce", "exchange")
-
 
 def transfer_seconds(
     hardware: Hardware, ranks: Sequence[int], kind: str, nbytes: float, steps: float, world_size: int
 ) -> float:
-    """Seconds in which each of `ranks` sends `nbytes` to the others, as all groups like it do.
+    """Return the time in which each of `ranks` sends `nbytes` to the others, while all similar groups do the same.
 
     Args:
-        ranks: global, of one group, in order.
-        kind: one of KINDS.
-        steps: how many times a message's alpha counts: n - 1 for an all-gather or a reduce-scatter over n ranks, twice
-            that for an all-reduce, n - 1 peers for an all-to-all, 1 for a message; times the calls.
+        ranks: global ranks of one group, in order.
+        kind: "send", "gather", "reduce" or "exchange".
+        steps: number of message latencies: n - 1 for an all-gather, reduce-scatter or all-to-all over n ranks, twice
+            that for an all-reduce, 1 for a single message; times the number of calls.
     """
     if len(ranks) < 2:
         return 0.0
@@ -50,43 +48,43 @@ def transfer_seconds(
 
 
 def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
-    """The part of what `ranks` send each other beside compute that takes nothing from it: the outermost tier's."""
-    return hardware.tiers[level_of(hardware, min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
+    """Return the `overlap` of the outermost tier between `ranks`."""
+    return hardware.tiers[_level_of(hardware, min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
 
 
-def level_of(hardware: Hardware, a: int, b: int) -> int:
-    """The innermost tier that joins two ranks.
+def _level_of(hardware: Hardware, a: int, b: int) -> int:
+    """Return the index of the innermost tier that connects two ranks.
 
     Raises:
-        ValueError: where the last tier joins too few devices.
+        ValueError: if the last tier connects too few devices.
     """
     for level, tier in enumerate(hardware.tiers):
         if not tier.devices or a // tier.devices == b // tier.devices:
             return level
     raise ValueError(
-        f"{hardware.name} joins {hardware.tiers[-1].devices} devices, too few for rank {max(a, b)}: add a tier with "
+        f"{hardware.name} connects {hardware.tiers[-1].devices} devices, too few for rank {max(a, b)}: add a tier with "
         f"devices=0, such as the network between hosts"
     )
 
 
 def _inner(hardware: Hardware, level: int, world_size: int) -> int:
-    """How many of the devices that share a way out into this tier take part."""
+    """Return the number of participating devices that share a link out to this tier."""
     return min(hardware.tiers[level - 1].devices if level else 1, world_size)
 
 
 def _exchanged(hardware: Hardware, ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """By tier: the part of a rank's bytes on its own link, and of a device's bytes that leaves the inner tier."""
+    """Return, by tier, the fractions of a rank's bytes that use its own link and that leave the inner tier."""
     worst: dict[int, float] = {}
     for rank in ranks:
-        levels = Counter(map(partial(level_of, hardware, rank), (other for other in ranks if other != rank)))
+        levels = Counter(map(partial(_level_of, hardware, rank), (other for other in ranks if other != rank)))
         for level, count in levels.items():
             worst[level] = max(worst.get(level, 0.0), count / (len(ranks) - 1))
     return {level: (part, sum(worst[other] for other in worst if other >= level)) for level, part in worst.items()}
 
 
 def _passed_on(hardware: Hardware, ranks: Sequence[int], kind: str) -> dict[int, tuple[float, float]]:
-    """The same for what each rank sends to the next."""
-    levels = {level_of(hardware, a, b) for a, b in pairwise([*ranks, ranks[0]])}
+    """Return the same fractions if each rank sends to the next one."""
+    levels = {_level_of(hardware, a, b) for a, b in pairwise([*ranks, ranks[0]])}
     crossing = {}
     for level in levels:
         size = hardware.tiers[level - 1].devices if level else 1

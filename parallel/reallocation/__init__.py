@@ -1,5 +1,4 @@
-"""Which rank holds which part of a tensor, and how parameters move between two such layouts. Each file imports only
-earlier ones:
+"""Resharding of parameters: which rank holds which part of each tensor, and moving weights between two such layouts.
 
-boxes, param_layout, realloc_plan, reallocation.
+Each file imports only earlier ones: boxes, param_layout, realloc_plan, reallocation.
 """

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: a box, however many mesh axes shard it."""
+"""Boxes: the part of a tensor that a rank holds, however many mesh axes shard it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..local import local_tensor
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a tensor that begins at `offset` and has `sizes`, one of each per dim."""
+    """The part of a tensor that starts at `offset` and has shape `sizes`."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Box:
         return tuple(start + size for start, size in zip(self.offset, self.sizes, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
-        """What lies in both boxes of one tensor; None where nothing does."""
+        """Return the intersection with another box of the same tensor, or None if it is empty."""
         offset, sizes = [], []
         for a, a_size, b, b_size in zip(self.offset, self.sizes, other.offset, other.sizes, strict=True):
             begin, end = max(a, b), min(a + a_size, b + b_size)
@@ -44,7 +44,7 @@ class Box:
         return Box(tuple(offset), tuple(sizes))
 
     def minus(self, other: Box) -> list[Box]:
-        """What of this box lies outside the other, in boxes that do not overlap."""
+        """Return the part of this box outside the other one, as disjoint boxes."""
         common = self.overlap(other)
         if common is None:
             return [self]
@@ -58,7 +58,7 @@ class Box:
         return parts
 
     def run(self, begin: int, end: int, dim: int = 0) -> list[Box]:
-        """The elements begin to end - 1 of this box, counted row-major, in boxes in that order.
+        """Return elements begin to end - 1 of this box in row-major order, as boxes in that order.
 
         Dims before `dim` must have size 1.
         """
@@ -78,16 +78,16 @@ class Box:
         return parts + (rows(last, last + 1).run(0, end - last * row, dim + 1) if last * row < end else [])
 
     def slices(self, within: Box | None = None) -> tuple[slice, ...]:
-        """Indices of this box in the whole tensor, or in a tensor that holds just the box `within`."""
+        """Return the indices of this box in the whole tensor, or in a tensor that holds only the box `within`."""
         origin = (0,) * len(self.offset) if within is None else within.offset
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.offset, self.end, origin, strict=True))
 
 
 def local_box(tensor: Tensor) -> Box:
-    """The box that this rank holds of a tensor: all of a plain one, a part, maybe empty, of a DTensor.
+    """Return the box of a tensor that this rank holds: all of a plain tensor; of a DTensor, a part that may be empty.
 
     Raises:
-        ValueError: for a DTensor whose local part is no box of values: partial sums, or rows from several places.
+        ValueError: for a DTensor whose local part is not a box: partial sums, or non-contiguous rows.
     """
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape))
@@ -98,16 +98,16 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The values of `local_box`, sharing memory with the tensor."""
+    """Return the values of `local_box`, sharing memory with the tensor."""
     return local_tensor(tensor).detach()
 
 
 def _check(tensor: DTensor) -> None:
-    """A strided shard is one box where the axes to its right cut the dim into just the pieces it was cut in before."""
+    """Check that a rank holds one box: strided shards need the axes to their right to split the dim just as before."""
     placements, sizes = tensor.placements, tensor.device_mesh.shape
     for axis, placement in enumerate(placements):
         if placement.is_partial():
-            raise ValueError(f"placements {placements} are of partial sums, which are no part of the tensor")
+            raise ValueError(f"placements {placements} contain partial sums, which are not a part of the tensor")
         if not isinstance(placement, _StridedShard):
             continue
         right = zip(placements[axis + 1 :], sizes[axis + 1 :], strict=True)
@@ -115,9 +115,9 @@ def _check(tensor: DTensor) -> None:
         rows = tensor.shape[placement.dim]
         if pieces != placement.split_factor or rows % pieces:
             raise ValueError(
-                f"placements {placements} over mesh {tuple(sizes)} leave a rank rows of {placement.split_factor} "
-                f"places in dim {placement.dim} of {tuple(tensor.shape)}: axes to the right must cut its {rows} rows "
-                f"evenly into {placement.split_factor}, and cut them into {pieces}"
+                f"placements {placements} over mesh {tuple(sizes)} give a rank rows from {placement.split_factor} "
+                f"places in dim {placement.dim} of {tuple(tensor.shape)}: axes to the right must split its {rows} rows "
+                f"evenly into {placement.split_factor}, but split them into {pieces}"
             )
 
 

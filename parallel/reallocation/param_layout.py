@@ -1,4 +1,4 @@
-"""Which box of every parameter each rank holds: how a model lies on ranks, whatever put it there, as one value."""
+"""Layout of a model's parameters over ranks: the box of every parameter that each rank holds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .boxes import Box, local_box
 
 
 class Kind(NamedTuple):
-    """What a parameter is, wherever it lies: its global shape and its dtype."""
+    """Global shape and dtype of a parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Holding(NamedTuple):
-    """A box of a parameter, and the ranks that hold all of it, ascending."""
+    """A box of a parameter and the ranks that hold all of it, ascending."""
 
     box: Box
     ranks: tuple[int, ...]
@@ -31,14 +31,14 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """A model on ranks.
+    """Layout of a model's parameters over ranks.
 
     Attributes:
         parameters: name -> global shape and dtype.
-        boxes: name -> global rank -> the box that it holds. Ranks that hold nothing are absent.
+        boxes: name -> global rank -> box held by that rank. Empty boxes are removed.
 
     Raises:
-        ValueError: naming every parameter that has no kind, no entry in `boxes`, or a box outside its shape.
+        ValueError: listing every parameter that is not in both mappings, or has a box outside its shape.
     """
 
     parameters: Mapping[str, Kind]
@@ -51,7 +51,7 @@ class ParamLayout:
             whole = Box.whole(self.parameters[name].shape)
             for box in set(self.boxes[name].values()):
                 if len(box.sizes) != len(whole.sizes) or (box.numel and box.overlap(whole) != box):
-                    violations.append(f"{name} of shape {whole.sizes} has no box {box}")
+                    violations.append(f"{name} of shape {whole.sizes} cannot have {box}")
         if violations:
             raise ValueError("; ".join(sorted(violations)))
         held = {
@@ -61,29 +61,21 @@ class ParamLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold something, ascending."""
+        """Ranks that hold any parameter, ascending."""
         return tuple(sorted({rank for boxes in self.boxes.values() for rank in boxes}))
 
     @cached_property
     def digest(self) -> str:
-        """The same for equal layouts, in whatever order their names come; different, in practice, for others."""
+        """Hash of the layout, independent of the order of names."""
         text = hashlib.blake2b(digest_size=16)
         for name in sorted(self.parameters):
             held = [(rank, box.offset, box.sizes) for rank, box in self.boxes[name].items()]
             text.update(repr((name, *self.parameters[name], held)).encode())
         return text.hexdigest()
 
-    def nbytes(self, rank: int) -> int:
-        """What a rank holds."""
-        return sum(
-            boxes[rank].numel * self.parameters[name].dtype.itemsize
-            for name, boxes in self.boxes.items()
-            if rank in boxes
-        )
-
 
 def holdings(boxes: Mapping[int, Box]) -> list[Holding]:
-    """Cut what ranks hold of a parameter into boxes that do not overlap, each held by the same ranks all over."""
+    """Split the boxes that ranks hold of a parameter into disjoint boxes, each held completely by the same ranks."""
     ranks_of: dict[Box, tuple[int, ...]] = {}
     for rank, box in sorted(boxes.items()):
         ranks_of[box] = (*ranks_of.get(box, ()), rank)
@@ -103,16 +95,16 @@ def holdings(boxes: Mapping[int, Box]) -> list[Holding]:
 
 
 def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> ParamLayout:
-    """The layout of a model of which every rank gives what it holds: the same value on every rank. Collective.
+    """Gather the layout of a model from the tensors of each rank; every rank gets the same layout. Collective.
 
     Args:
-        tensors: by global name, DTensors or plain (all of it is here); empty on a rank that holds nothing. Only
-            shapes, dtypes and placements are read, so they may be on the meta device, or their memory given away.
-        group: the ranks that are asked; None: all. The layout names ranks by their global numbers.
+        tensors: DTensors, or plain tensors held completely, by global name; empty on a rank without any. Only shapes,
+            dtypes and placements are read, so tensors may be on the meta device, or have their storage freed.
+        group: participating ranks; None for all. Ranks in the layout are global.
 
     Raises:
-        ValueError: on every rank alike, naming every parameter that ranks give in different shapes or dtypes, or
-            whose local part is no box.
+        ValueError: on every rank, listing every parameter whose shape or dtype differs between ranks, or whose local
+            part is not a box.
     """
     held, violations = {}, []
     for name, tensor in tensors.items():

@@ -1,18 +1,18 @@
-"""Which rank sends which box of which parameter to whom, so that weights of one layout come to lie in another. Pure.
+"""Plan of a reallocation: the boxes that ranks send to each other to move parameters to another layout. Pure.
 
-    needs      of each receiver: its box in the new layout, less what it holds already, cut where holders change
-    holders    of each need: those on the receiver's host, if there are any, else all
-    sender     the only holder; of several, the one that has least to send so far
+    needs      of each receiver: its box in the new layout minus what it already holds, split where the holders change
+    holders    of each need: those on the receiver's host, if any, otherwise all
+    sender     the only holder, or the one of several holders with the least to send so far
 
-Layers repeat, so parameters of the same shape on the same boxes are planned once. Nothing is sent that its receiver
-holds, and nothing twice, so the bytes are the fewest that can be. Broadcasting each box to all that hold it in the new
-layout, as ReaL does (arXiv 2406.14088), sends up to 7/6 of them where replicas share a host.
+Parameters with the same shape and boxes are planned once, because layers repeat. No rank receives what it already
+holds, or anything twice, so the number of bytes is minimal. Broadcasting each box to all its holders in the new layout,
+as ReaL does (arXiv 2406.14088), sends up to 7/6 as much if replicas share a host.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,7 @@ from .param_layout import Kind, ParamLayout, holdings
 
 
 class Need(NamedTuple):
-    """A box that a rank lacks, and the nearest ranks that hold all of it, ascending."""
+    """A box that a rank has to receive, and the nearest ranks that hold all of it, ascending."""
 
     receiver: int
     box: Box
@@ -33,7 +33,7 @@ class Need(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """Parameters of one shape, on the same boxes."""
+    """Parameters with the same shape and boxes."""
 
     names: tuple[str, ...]
     itemsize: int
@@ -48,7 +48,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """The same transfers for each of some parameters, whose elements have `itemsize` bytes."""
+    """Transfers that are the same for several parameters, whose elements have `itemsize` bytes."""
 
     names: tuple[str, ...]
     itemsize: int
@@ -57,14 +57,13 @@ class Moves:
 
 @dataclass(frozen=True)
 class ReallocPlan:
-    """What moves from `src` to `dst`, in `rounds` of which none makes a rank send or receive above `bucket_bytes`.
+    """Transfers from `src` to `dst`, in rounds in each of which no rank sends or receives more than `bucket_bytes`.
 
     Attributes:
         links: bytes by (sender, receiver).
-        grain: each round takes a share of every link that is even to so many bytes, so that elements, and rows of up to
-            that size, stay whole.
-        minimum_bytes: the fewest bytes that any plan could send: what ranks hold in `dst` and not in `src`, counted
-            from the two layouts alone.
+        rounds: number of rounds.
+        grain: the bytes of a link are divided over rounds evenly up to this number of bytes, so that elements, and
+            rows of up to this size, are not split.
     """
 
     src: ParamLayout
@@ -75,38 +74,42 @@ class ReallocPlan:
     links: Mapping[tuple[int, int], int]
     rounds: int
     grain: int
-    minimum_bytes: int
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
-        """By rank; ranks that send nothing are absent."""
+        """Bytes sent by rank, without ranks that send nothing."""
         return _sums((sender, size) for (sender, _), size in self.links.items())
 
     @cached_property
     def received_bytes(self) -> dict[int, int]:
-        """By rank; ranks that receive nothing are absent."""
+        """Bytes received by rank, without ranks that receive nothing."""
         return _sums((receiver, size) for (_, receiver), size in self.links.items())
 
     def lacking_bytes(self, rank: int) -> int:
-        """What a rank holds in `dst` and not in `src`, counted from the two layouts alone: it can receive no less."""
+        """Return the bytes that a rank holds in `dst` but not in `src`: the minimum that it has to receive."""
         return sum(
             _lacking(rank, self.src.boxes[name], boxes) * self.wire_dtype(name).itemsize
             for name, boxes in self.dst.boxes.items()
             if rank in boxes
         )
 
+    @property
+    def minimum_bytes(self) -> int:
+        """Minimum that any plan has to send, computed from the two layouts without the transfers."""
+        return sum(map(self.lacking_bytes, self.dst.ranks))
+
     def wire_dtype(self, name: str) -> torch.dtype:
-        """What a parameter travels in: of its two dtypes the shorter one, that of `dst` where they are as long."""
+        """Return the dtype in which a parameter is sent: the smaller of its two dtypes, or that of `dst` if equal."""
         return _wire_dtype(self.src.parameters[name], self.dst.parameters[name])
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that send or receive, ascending: the others do not wait for them."""
+        """Ranks that send or receive, ascending; other ranks do not wait for them."""
         return tuple(sorted(self.sent_bytes.keys() | self.received_bytes.keys()))
 
     @property
     def identity(self) -> tuple[str, str, int, int]:
-        """What the plan was made of: plans of equal identity are equal."""
+        """Inputs of the plan: plans with equal identities are equal."""
         return (self.src.digest, self.dst.digest, self.bucket_bytes, self.ranks_per_host)
 
     @property
@@ -115,12 +118,12 @@ class ReallocPlan:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that a rank needs at most beside its parameters: messages of up to two rounds, sent and received."""
+        """Maximum additional memory of a rank: messages of up to two rounds, sent and received."""
         message = min(self.bucket_bytes, max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0))
         return message * 2 * min(self.rounds, 2)
 
     def kept(self, rank: int) -> dict[str, Box]:
-        """What a rank holds in both layouts, by name: copied on the rank, or not at all where it `may_share`."""
+        """Return the boxes that a rank holds in both layouts, by name, which are copied locally."""
         boxes = {}
         for name, held in self.dst.boxes.items():
             before = self.src.boxes[name]
@@ -128,40 +131,20 @@ class ReallocPlan:
                 boxes[name] = common
         return boxes
 
-    def may_share(self, rank: int) -> tuple[str, ...]:
-        """Parameters of which a rank has the same box, in the same dtype, before and after: they may share memory."""
-        held = ((name, boxes) for name, boxes in self.dst.boxes.items() if rank in boxes)
-        same = (name for name, boxes in held if boxes[rank] == self.src.boxes[name].get(rank))
-        return tuple(name for name in same if self.src.parameters[name] == self.dst.parameters[name])
-
-    def predicted_seconds(self, bandwidth_intra: float, bandwidth_inter: float, latency: float) -> float:
-        """Time of the slowest rank, sending and receiving at once: bytes over bandwidth, and a latency per round.
-
-        Args:
-            bandwidth_intra, bandwidth_inter: bytes per second and direction of a rank, inside its host and out of it.
-            latency: seconds.
-        """
-        seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for (sender, receiver), size in self.links.items():
-            near = sender // self.ranks_per_host == receiver // self.ranks_per_host
-            for end in (("sends", sender), ("receives", receiver)):
-                seconds[end] += size / (bandwidth_intra if near else bandwidth_inter)
-        return self.rounds * latency + max(seconds.values(), default=0)
-
 
 def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks_per_host: int) -> ReallocPlan:
-    """Plan to give every rank what it holds in `dst` from what the ranks hold in `src`.
+    """Plan the transfers that turn layout `src` into layout `dst`.
 
-    Floating-point numbers may be of another dtype in `dst`: weights that train in float32 go out in bfloat16.
+    Floating-point parameters may change dtype: weights trained in float32 can be sent in bfloat16.
 
     Args:
-        bucket_bytes: the most that a rank sends in a round, and the most that it receives.
+        bucket_bytes: maximum that a rank sends, and maximum that it receives, in a round.
         ranks_per_host: rank r is on host r // ranks_per_host.
 
     Raises:
-        ValueError: naming all parameters of `dst` that `src` lacks, that have another shape there, or another dtype and
-            are not both floating point, or of which no rank holds some elements; for a bucket that is too small for a
-            few bytes of every peer.
+        ValueError: listing all parameters of `dst` that are missing from `src`, have another shape there, have another
+            dtype and are not both floating-point, or have elements that no rank holds; for a bucket too small for the
+            number of peers.
     """
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
@@ -172,19 +155,17 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
         kinds = (src.parameters[name].dtype, dst.parameters[name])
         pattern = (*kinds, *src.boxes[name].items(), None, *dst.boxes[name].items())
         alike.setdefault(pattern, []).append(name)
-    patterns, minimum = [], 0
+    patterns = []
     for names in alike.values():
         held, wanted = src.boxes[names[0]], dst.boxes[names[0]]
         needs = list(_needs(held, wanted, ranks_per_host))
         found: Counter[int] = Counter()
         for need in needs:
             found[need.receiver] += need.box.numel
-        lacking = {rank: _lacking(rank, held, wanted) for rank in wanted}
-        for rank, elements in lacking.items():
-            if missing := elements - found[rank]:
+        for rank in wanted:
+            if missing := _lacking(rank, held, wanted) - found[rank]:
                 problems.append(f"no rank holds {missing} elements of {', '.join(names)} that rank {rank} needs")
         itemsize = _wire_dtype(src.parameters[names[0]], dst.parameters[names[0]]).itemsize
-        minimum += sum(lacking.values()) * itemsize * len(names)
         patterns.append(_Pattern(tuple(names), itemsize, needs))
     if problems:
         raise ValueError(f"the parameters cannot be reallocated: {'; '.join(problems)}")
@@ -194,7 +175,7 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
         for sender, receiver, box in move.transfers:
             links[sender, receiver] += box.numel * move.itemsize * len(move.names)
     rounds, grain = _rounds(links, bucket_bytes, max((move.itemsize for move in moves), default=1))
-    return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, grain, minimum)
+    return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, grain)
 
 
 def _wire_dtype(src: Kind, dst: Kind) -> torch.dtype:
@@ -202,16 +183,16 @@ def _wire_dtype(src: Kind, dst: Kind) -> torch.dtype:
 
 
 def _differences(src: ParamLayout, dst: ParamLayout) -> dict[str, str]:
-    """What is wrong with parameters, by name."""
+    """Return the parameters of `dst` that `src` cannot provide, with the reason."""
     found = {}
     for name, kind in dst.parameters.items():
-        there = src.parameters.get(name)
-        if there is None:
-            found[name] = f"{name} is not among what is held"
+        held = src.parameters.get(name)
+        if held is None:
+            found[name] = f"{name} is missing from src"
             continue
-        convertible = there.dtype.is_floating_point and kind.dtype.is_floating_point
-        if there.shape != kind.shape or not (there.dtype == kind.dtype or convertible):
-            found[name] = f"{name} is held as {there.shape} {there.dtype} and wanted as {kind.shape} {kind.dtype}"
+        convertible = held.dtype.is_floating_point and kind.dtype.is_floating_point
+        if held.shape != kind.shape or not (held.dtype == kind.dtype or convertible):
+            found[name] = f"{name} is {held.shape} {held.dtype} in src and {kind.shape} {kind.dtype} in dst"
     return found
 
 
@@ -226,15 +207,15 @@ def _needs(held: Mapping[int, Box], wanted: Mapping[int, Box], ranks_per_host: i
 
 
 def _lacking(rank: int, held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:
-    """Elements that a rank wants and does not hold."""
+    """Count the elements that a rank needs and does not hold."""
     common = wanted[rank].overlap(held[rank]) if rank in held else None
     return wanted[rank].numel - (common.numel if common else 0)
 
 
 def _choose_senders(patterns: Sequence[_Pattern]) -> tuple[Moves, ...]:
-    """First what only one rank can send; then the rest, large boxes first, each from who has least to send so far.
+    """Assign needs with a single holder first, then the others, large boxes first, to the least loaded holder.
 
-    Large elements go first, so that messages of one dtype, and most of several, have their elements aligned.
+    Moves are sorted by descending element size, so that elements are aligned in messages.
     """
     loads: Counter[int] = Counter()
     moves = []
@@ -252,7 +233,7 @@ def _choose_senders(patterns: Sequence[_Pattern]) -> tuple[Moves, ...]:
 
 
 def _least_loaded(pattern: _Pattern, loads: Counter[int]) -> list[Moves]:
-    """Choose for each parameter, adding to the loads; one `Moves` for those that chose the same."""
+    """Choose the senders of each parameter, updating the loads; equal choices share one `Moves`."""
     chosen: dict[tuple[int, ...], list[str]] = {}
     for name in pattern.names:
         senders = []
@@ -269,7 +250,7 @@ def _least_loaded(pattern: _Pattern, loads: Counter[int]) -> list[Moves]:
 
 
 def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:
-    """How many rounds the links are divided over evenly, and the grain: what a round may take of a link beyond that."""
+    """Return the number of rounds and the grain: how much more than its even share of a link a round may take."""
     loads: dict[tuple[str, int], list[int]] = {}
     for (sender, receiver), size in links.items():
         loads.setdefault(("sends", sender), []).append(size)
@@ -281,7 +262,7 @@ def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: i
     spare = bucket_bytes - grain * peers
     if spare < 1:
         raise ValueError(
-            f"bucket_bytes={bucket_bytes} must be above {grain * peers}, {grain} bytes for each of up to {peers} peers "
+            f"bucket_bytes={bucket_bytes} must be above {grain * peers}: {grain} bytes for each of up to {peers} peers "
             f"of a rank"
         )
     return max(math.ceil(sum(sizes) / spare) for sizes in loads.values()), grain

@@ -1,12 +1,12 @@
-"""Weights from one layout into another, as `realloc_plan` says: every byte that a rank lacks, sent to it once.
+"""Execution of a reallocation plan: weights move from one layout to another, each missing byte sent exactly once.
 
-    round 0    pack | fly ................ | unpack
-    round 1           pack | fly ................... | unpack
-    round 2                                  pack | fly ...
+    round 0    pack | transfer ........... | unpack
+    round 1           pack | transfer .............. | unpack
+    round 2                                  pack | transfer ...
 
-Every link sends the same share of its bytes in every round, so no round waits for one busy rank, and messages of two
-rounds at most are in memory. A large piece is a message of its own: where it is one run of memory, at either end, it is
-sent from its place or received in it. Small pieces, and what lies in strides, are packed and unpacked.
+Every link sends the same share of its bytes in every round, so that no round waits for one busy rank, and messages of
+at most two rounds are in memory. Large pieces are separate messages, sent from or received into the parameter directly
+if contiguous there. Small and strided pieces are packed and unpacked.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .boxes import Box, local_part
 from .param_layout import ParamLayout
 from .realloc_plan import ReallocPlan
 
-_ALONE = 512 << 10  # bytes from which a piece has a message of its own: below, one costs more than to copy twice
+_SEPARATE_BYTES = 512 << 10  # size from which a piece is a separate message: below, packing it is cheaper
 
 
 class Piece(NamedTuple):
-    """A box of a parameter that travels as a whole, row-major."""
+    """A box of a parameter that is sent as a unit, in row-major order."""
 
     name: str
     box: Box
 
 
 class Round(NamedTuple):
-    """What one rank sends and receives: pieces, in order, by peer."""
+    """Pieces that one rank sends and receives, in order, by peer."""
 
     sends: Mapping[int, Sequence[Piece]]
     receives: Mapping[int, Sequence[Piece]]
 
 
 def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
-    """A rank's part of a plan. Sender and receiver find the same pieces in the same order. Pure."""
+    """Return a rank's part of a plan; sender and receiver derive the same pieces in the same order. Pure."""
     sends: dict[int, list[Piece]] = {}
     receives: dict[int, list[Piece]] = {}
     for move in plan.moves:
@@ -58,7 +58,7 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
 
 
 def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
-    """Pieces in order, cut into a share of as many bytes for each round, to the plan's grain."""
+    """Divide pieces, in order, into shares of equal size for all rounds, up to the plan's grain."""
     itemsizes = [plan.wire_dtype(piece.name).itemsize for piece in pieces]
     total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
     shares: list[list[Piece]] = [[] for _ in range(plan.rounds)]
@@ -73,19 +73,19 @@ def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
                 count -= count % whole
             shares[number] += [Piece(name, part) for part in box.run(done, done + count)]
             done, sent = done + count, sent + count * itemsize
-            number += done < box.numel  # what is left belongs to the next round
+            number += done < box.numel  # the rest belongs to the next round
     return shares
 
 
 class Reallocation:
-    """Executes a plan, as often as it is asked to. Every rank of the world makes it, in the same order as others.
+    """Executes a plan, any number of times. Must be created on every rank of the world, in the same order.
 
     Args:
-        groups: of the process; what moves does so in the group of just the ranks that send or receive.
-        device: where the parameters lie.
+        groups: the process groups; the plan runs in the group of the ranks that send or receive.
+        device: device of the parameters.
 
     Raises:
-        RuntimeError: on every rank, if they do not have the same plan.
+        RanksDisagree: on every rank, if they have different plans.
     """
 
     def __init__(self, plan: ReallocPlan, groups: ProcessGroups, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Reallocation:
         self._rank, self._device = dist.get_rank(), device
         self._group = groups.get(plan.ranks) if plan.ranks else None
         if self._group is not None:
-            dist.barrier(self._group)  # NCCL: all ranks of a group must meet in it before two of them alone may
+            dist.barrier(self._group)  # NCCL needs a collective of the whole group before point-to-point messages
         self._rounds = [
             (_messages(sends, plan.src, plan, self._rank), _messages(receives, plan.dst, plan, self._rank))
             for sends, receives in rank_rounds(plan, self._rank)
@@ -107,25 +107,23 @@ class Reallocation:
 
     @torch.no_grad()
     def run(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Fill `dst` with the weights of `src`. Collective over the ranks of both; others may call it too.
+        """Copy the weights of `src` to `dst`. Collective over the ranks of both; other ranks may call it too.
 
-        Bit by bit; numbers of a longer dtype than `dst` has are rounded before they are sent.
-
-        `dst` may share memory with `src` where `ReallocPlan.may_share` says so, and nowhere else.
+        Values are bitwise equal, unless `dst` has a smaller dtype: then they are rounded before being sent.
 
         Args:
-            src, dst: what this rank holds, as the plan's layouts say; empty where it holds nothing.
+            src, dst: parameters of this rank in the plan's two layouts, which must not share memory.
 
         Raises:
-            ValueError: naming every parameter of this rank that is missing, or whose local part has another shape or
-                dtype than the plan was made for; before anything is sent.
+            ValueError: before anything is sent, listing every parameter of this rank that is missing, or whose local
+                part does not have the shape and dtype of the plan.
         """
         before = _local_parts(src, self.plan.src, self._rank, "src")
         after = _local_parts(dst, self.plan.dst, self._rank, "dst")
         if self._group is None:
-            self._keep(before, after)
+            self._copy_kept(before, after)
             return
-        flying: _Flight | None = None
+        pending: _Pending | None = None
         for sends, receives in self._rounds:
             posted = _post(
                 [(message, message.parts(before)) for message in sends],
@@ -133,22 +131,21 @@ class Reallocation:
                 self._group,
                 self._device,
             )
-            if flying:
-                flying.land()
+            if pending:
+                pending.wait()
             else:
-                self._keep(before, after)
-            flying = posted
-        assert flying is not None
-        flying.land()
+                self._copy_kept(before, after)
+            pending = posted
+        assert pending is not None
+        pending.wait()
 
-    def _keep(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    def _copy_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
         for name, old, new in self._kept:
-            if before[name].data_ptr() != after[name].data_ptr():
-                after[name][new].copy_(before[name][old])
+            after[name][new].copy_(before[name][old])
 
 
 class _Message(NamedTuple):
-    """Pieces that travel together: their parameters, where they lie in what this rank holds of them, their dtypes."""
+    """Pieces sent together: their parameters, their slices of this rank's local parts, and their dtypes."""
 
     peer: int
     places: Sequence[tuple[str, tuple[slice, ...]]]
@@ -166,7 +163,7 @@ def _messages(
         small, dtypes = [], []
         for name, box in pieces:
             place, dtype = (name, box.slices(layout.boxes[name][rank])), plan.wire_dtype(name)
-            if box.numel * dtype.itemsize < _ALONE:
+            if box.numel * dtype.itemsize < _SEPARATE_BYTES:
                 small.append(place)
                 dtypes.append(dtype)
             else:
@@ -176,17 +173,17 @@ def _messages(
     return messages
 
 
-class _Flight(NamedTuple):
-    """Messages under way, and the parts of parameters that wait for what is in a buffer."""
+class _Pending(NamedTuple):
+    """Messages in flight, and the parts of parameters to be filled from receive buffers."""
 
     works: Sequence[dist.Work]
-    sent: Sequence[Tensor]  # kept until they have left
-    landing: Sequence[tuple[Tensor, _Message, Sequence[Tensor]]]
+    sent: Sequence[Tensor]  # send buffers must outlive the transfer
+    received: Sequence[tuple[Tensor, _Message, Sequence[Tensor]]]
 
-    def land(self) -> None:
+    def wait(self) -> None:
         for work in self.works:
             work.wait()
-        for buffer, message, parts in self.landing:
+        for buffer, message, parts in self.received:
             for values, part in _typed(buffer, message, parts):
                 part.copy_(values)
 
@@ -196,13 +193,13 @@ def _post(
     receives: Sequence[tuple[_Message, Sequence[Tensor]]],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> _Flight:
-    """Send parts of parameters to peers, and receive parts from peers."""
-    operations, sent, landing = [], [], []
+) -> _Pending:
+    """Start sending parts of parameters to peers and receiving parts from peers."""
+    operations, sent, received = [], [], []
     for message, parts in receives:
         if (buffer := _in_place(message, parts, device)) is None:
             buffer = _buffer(message, parts, device)
-            landing.append((buffer, message, parts))
+            received.append((buffer, message, parts))
         operations.append(dist.P2POp(dist.irecv, buffer, message.peer, group))
     for message, parts in sends:
         if (buffer := _in_place(message, parts, device)) is None:
@@ -211,11 +208,11 @@ def _post(
                 values.copy_(part)
         operations.append(dist.P2POp(dist.isend, buffer, message.peer, group))
         sent.append(buffer)
-    return _Flight(dist.batch_isend_irecv(operations) if operations else [], sent, landing)
+    return _Pending(dist.batch_isend_irecv(operations) if operations else [], sent, received)
 
 
 def _in_place(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """The bytes of a part that is alone, as it travels, and one run of memory where messages are sent from."""
+    """Return a single part as bytes, if it can be sent or received without a copy."""
     if len(parts) > 1 or parts[0].dtype != message.dtypes[0]:
         return None
     (part,) = parts
@@ -231,7 +228,7 @@ def _buffer(message: _Message, parts: Sequence[Tensor], device: torch.device) ->
 
 
 def _typed(buffer: Tensor, message: _Message, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each part with its piece of the buffer. Elements are aligned in it, because a plan has large ones first."""
+    """Yield each part with its piece of the buffer, in which elements are aligned, because large ones come first."""
     pieces = buffer.split(_sizes(message, parts))
     for values, dtype, part in zip(pieces, message.dtypes, parts, strict=True):
         yield values.view(dtype).view(part.shape), part
@@ -247,8 +244,8 @@ def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, 
             continue
         part, wanted = local_part(tensors[name]), (boxes[rank].sizes, layout.parameters[name].dtype)
         if (tuple(part.shape), part.dtype) != wanted:
-            violations.append(f"{name} is {tuple(part.shape)} {part.dtype} and must be {wanted[0]} {wanted[1]}")
+            violations.append(f"{name} is {tuple(part.shape)} {part.dtype} but must be {wanted[0]} {wanted[1]}")
         parts[name] = part
     if violations:
-        raise ValueError(f"{what} on rank {rank} must be what its layout says: {'; '.join(violations)}")
+        raise ValueError(f"{what} on rank {rank} must match its layout: {'; '.join(violations)}")
     return parts

@@ -1,4 +1,4 @@
-"""The oracle: dense attention of the whole sequence on one process, from the definition of the mask."""
+"""Reference results: dense attention over the whole sequence in one process, from the definition of the mask."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def visible(
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """(batch, query, key): whether the query sees the key, pair by pair from positions and document numbers."""
+    """Return a bool mask (batch, query, key), pair by pair from positions and document numbers."""
     position = torch.arange(seq_len)
-    ahead = position.unsqueeze(0) - position.unsqueeze(1)  # how far the key lies ahead of the query
+    ahead = position.unsqueeze(0) - position.unsqueeze(1)  # key position - query position
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
     if causal:
         seen &= ahead <= 0
@@ -27,9 +27,9 @@ def visible(
             seen &= distance <= reach
     seen = seen.expand(batch, -1, -1).clone()
     if cu_seqlens is not None:
-        for row, borders in enumerate(cu_seqlens.expand(batch, -1)):
+        for row, boundaries in enumerate(cu_seqlens.expand(batch, -1)):
             document = torch.full((seq_len,), -1)
-            for number, (start, stop) in enumerate(pairwise(borders.tolist())):
+            for number, (start, stop) in enumerate(pairwise(boundaries.tolist())):
                 document[start:stop] = number
             seen[row] &= (document.unsqueeze(0) == document.unsqueeze(1)) & (document >= 0)
     return seen
@@ -45,7 +45,7 @@ def dense_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Differentiable; rows that see nothing are zero."""
+    """Compute differentiable attention; rows without a visible key are zero."""
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
     scores = torch.einsum("bqnh,bknh->bnqk", q_BSNH, k) * (scale or q_BSNH.shape[-1] ** -0.5)
@@ -63,12 +63,12 @@ def dense_attention(
 
 
 def relative_l2(x: Tensor, exact: Tensor) -> float:
-    """|x - exact| / |exact|, in fp64."""
+    """Return |x - exact| / |exact|, in fp64."""
     x, exact = x.detach().double(), exact.detach().double()
-    assert exact.norm() > 0, "nothing to be relative to"
+    assert exact.norm() > 0, "the relative error of a zero tensor is undefined"
     return float((x - exact).norm() / exact.norm())
 
 
 def worst(errors: list[float]) -> float:
-    """The largest; nan if any is, which Python's max would pass over."""
+    """Return the largest error, or nan if any is nan, which Python's max would ignore."""
     return float(torch.tensor(errors, dtype=torch.float64).max())

@@ -12,7 +12,7 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor
     return total.result()
 
 
-def test_merging_is_safe_where_either_side_or_both_are_empty() -> None:
+def test_merging_handles_empty_parts() -> None:
     empty = torch.zeros(2), torch.tensor(float("-inf"))
     some = torch.tensor([1.0, 3.0]), torch.tensor(0.5)
     for parts in ([empty, some], [some, empty], [empty, some, empty]):
@@ -22,7 +22,7 @@ def test_merging_is_safe_where_either_side_or_both_are_empty() -> None:
     assert out.flatten().tolist() == [0.0, 0.0] and lse.item() == float("-inf")
 
 
-def test_merging_weighs_by_the_log_sum_exp_however_large() -> None:
+def test_merging_weights_by_log_sum_exp_without_overflow() -> None:
     low, high = (torch.tensor([1.0, 0.0]), torch.tensor(1000.0)), (torch.tensor([0.0, 1.0]), torch.tensor(1000.0))
     out, lse = merged([low, high])
     assert torch.allclose(out.flatten(), torch.tensor([0.5, 0.5]))

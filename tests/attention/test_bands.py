@@ -1,4 +1,4 @@
-"""Tasks and schedules see each visible pair once, and nothing else, for random layouts and masks."""
+"""Tasks and schedules cover each visible pair exactly once, and no other pair, for random layouts and masks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_tight_task_has_a_visible_pair_in_every_row_and_column(rectangle, lowe
 
 
 @given(rectangles, limits, limits, rectangles, limits, limits)
-def test_joined_tasks_see_the_pairs_of_both(r, low, high, other, other_low, other_high) -> None:
+def test_joined_tasks_cover_the_pairs_of_both(r, low, high, other, other_low, other_high) -> None:
     a, b = tight_task(*r, low, high), tight_task(*other, other_low, other_high)
     if a is None or b is None or pairs(a) & pairs(b):
         return
@@ -50,12 +50,12 @@ def test_joined_tasks_see_the_pairs_of_both(r, low, high, other, other_low, othe
     assert joined is None or pairs(joined) == pairs(a) | pairs(b)
 
 
-def test_zigzag_causal_is_one_task_a_block() -> None:
+def test_causal_zigzag_needs_one_task_per_block() -> None:
     layout = SequenceLayout("zigzag", 64, ring=4)
     for rank in range(4):
         steps = ring_schedule(layout, AttentionSpec(), 1, rank).steps
         assert [len(step.tasks) for step in steps] == [1, 1, 1, 1]
-        assert steps[0].tasks[0].lowest == 0  # one triangle over both chunks
+        assert steps[0].tasks[0].lowest == 0  # one triangle across both chunks
         assert all(step.tasks[0].full for step in steps[1:])
 
 
@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_a_schedule_sees_each_visible_pair_once_and_moves_each_needed_key_once(problem) -> None:
+def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
     layout, spec, batch = problem
     documents = None if spec.documents is None else torch.tensor(spec.documents)
     seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, cu_seqlens=documents)
@@ -92,19 +92,19 @@ def test_a_schedule_sees_each_visible_pair_once_and_moves_each_needed_key_once(p
 
 
 def token(layout: SequenceLayout, rank: int, local: int) -> tuple[int, int]:
-    """(row, global position) of a ring rank's local token."""
+    """Return (row, global position) of a ring rank's local token."""
     row, index = divmod(local, layout.ring_len)
     return row, int(layout.positions(rank)[index])
 
 
 def needed_keys(layout: SequenceLayout, seen: torch.Tensor, q_rank: int, k_rank: int) -> list[int]:
-    """Local indices of the owner's keys that any query of `q_rank` sees."""
+    """Return local indices of the keys of `k_rank` that any query of `q_rank` attends to."""
     block = seen[:, layout.positions(q_rank)][:, :, layout.positions(k_rank)]
     return block.any(1).flatten().nonzero().flatten().tolist()
 
 
 def assert_messages_match(schedules: list[RingSchedule]) -> None:
-    """What is sent at a step is what its peer expects at that step."""
+    """Check that every message sent at a step is expected by its receiver at that step."""
 
     def sizes(rank: int, messages: tuple[Message, ...], outgoing: bool) -> dict[tuple[int, int], int]:
         ends = {((rank, m.peer) if outgoing else (m.peer, rank)): m.tokens for m in messages}
@@ -124,7 +124,7 @@ def assert_messages_match(schedules: list[RingSchedule]) -> None:
         assert returned == collected
 
 
-def test_a_window_talks_to_neighbours_alone_and_documents_to_those_who_share_one() -> None:
+def test_windows_communicate_only_with_neighbours_and_documents_only_with_ranks_that_share_one() -> None:
     layout = SequenceLayout("contiguous", 64, ring=8)
     window = [ring_schedule(layout, AttentionSpec(window=(4, 0)), 1, rank) for rank in range(8)]
     assert [s.tokens_sent for s in window] == [4] * 7 + [0]
@@ -133,7 +133,7 @@ def test_a_window_talks_to_neighbours_alone_and_documents_to_those_who_share_one
     assert [ring_schedule(layout, apart, 1, rank).tokens_sent for rank in range(8)] == [0, 0, 8, 16, 0, 8, 16, 0]
 
 
-def test_causal_traffic_in_units_of_a_full_ring() -> None:
+def test_causal_traffic_relative_to_a_full_ring() -> None:
     def share(kind: str, ring: int) -> float:
         layout = SequenceLayout(kind, 64 * ring, ring)
         sent = sum(ring_schedule(layout, AttentionSpec(), 1, rank).tokens_sent for rank in range(ring))
@@ -144,5 +144,5 @@ def test_causal_traffic_in_units_of_a_full_ring() -> None:
         assert share("zigzag", ring) == 0.75
         assert 0.95 < share("striped", ring) < 1
     zigzag = ring_schedule(SequenceLayout("zigzag", 256, 4), AttentionSpec(), 1, 2)
-    assert zigzag.direction == -1  # rank j sends to j - 1, and to nobody else
+    assert zigzag.direction == -1  # rank j sends only to j - 1
     assert {m.peer for step in zigzag.steps for m in (*step.send_held, *step.send_own)} == {1}

@@ -1,4 +1,4 @@
-"""Attention over a cache, whole and in parts, against dense fp64 attention."""
+"""Attention over a KV cache, complete and split into parts, against dense fp64 attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def exact(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, window: int | None) -> Tensor:
-    """The last token's attention, (N, H)."""
+    """Return the last token's attention output, (N, H)."""
     position = torch.arange(len(k_TKH))
     seen = position > position[-1] - (window or len(k_TKH))
     return dense_attention(q_NH[None, None], k_TKH[None], v_TKH[None], seen[None, None])[0, 0]
@@ -31,10 +31,10 @@ def exact(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, window: int | None) -> Ten
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-14)]
 )
-def test_steps_after_a_prefill(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+def test_decode_steps_match_dense_attention(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
     cache = KVCache.allocate((3,), SLOTS, CAPACITY, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=CPU)
     assert cache.nbytes == 2 * SLOTS * CAPACITY * KV_HEADS * HEAD_DIM * dtype.itemsize
-    cache.keys[3].fill_(100)  # of a sequence that has left
+    cache.keys[3].fill_(100)  # left over from a finished sequence
     cache.positions.fill_(0)
     cache.clear(torch.arange(SLOTS))
     k_RSKH, v_RSKH = (draw(seed, 2, 9, KV_HEADS, HEAD_DIM).to(dtype) for seed in (0, 1))
@@ -55,7 +55,7 @@ def test_steps_after_a_prefill(window: int | None, dtype: torch.dtype, tolerance
             assert relative_l2(out[slot, 0], wanted) <= tolerance
 
 
-def test_a_token_of_another_rank_is_not_kept() -> None:
+def test_a_token_of_another_rank_is_not_cached() -> None:
     cache = KVCache.allocate((0,), 2, 4, kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU)
     at = torch.tensor([1, 2])
     step = DecodeStep(cache, at, at, torch.tensor([True, False]), length=4, group=None)
@@ -64,12 +64,12 @@ def test_a_token_of_another_rank_is_not_kept() -> None:
     assert (cache.positions == 1).nonzero().tolist() == [[0, 1]] and not bool((cache.positions == 2).any())
 
 
-def test_parts_of_the_keys_merge_to_the_whole() -> None:
+def test_merging_parts_of_the_keys_gives_attention_over_all_of_them() -> None:
     keys = 11
     q, k, v = draw(0, 4, 2, 3, HEAD_DIM), draw(1, 4, 2, keys, HEAD_DIM), draw(2, 4, 2, keys, HEAD_DIM)
     seen = torch.rand(4, 1, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.4
     seen[..., 3:6] = False  # the second part is empty
-    seen[2] = False  # and the third row of all parts
+    seen[2] = False  # and so is the third row in all parts
     mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, float("-inf"))
     cuts = (slice(0, 3), slice(3, 6), slice(6, keys))
     parts = [partial_attention(q, k[:, :, cut], v[:, :, cut], mask[..., cut], 0.5) for cut in cuts]

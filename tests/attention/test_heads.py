@@ -8,7 +8,7 @@ from attention import HeadPlan
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12))
-def test_every_query_head_has_one_rank_and_its_kv_head_there(group: int, num_kv_heads: int, ulysses: int) -> None:
+def test_every_query_head_is_on_one_rank_together_with_its_kv_head(group: int, num_kv_heads: int, ulysses: int) -> None:
     plan = HeadPlan(group * num_kv_heads, num_kv_heads, ulysses)
     seen = [head for start, stop in plan.q_ranges for head in range(start, stop)]
     assert seen == list(range(plan.num_heads))
@@ -16,14 +16,14 @@ def test_every_query_head_has_one_rank_and_its_kv_head_there(group: int, num_kv_
     assert max(sizes) - min(sizes) <= 1
     for rank, ((q_start, q_stop), (kv_start, kv_stop)) in enumerate(zip(plan.q_ranges, plan.kv_ranges, strict=True)):
         read = [head // group for head in range(q_start, q_stop)]
-        assert sorted(set(read)) == list(range(kv_start, kv_stop))  # no KV head travels that nobody reads there
+        assert sorted(set(read)) == list(range(kv_start, kv_stop))  # no KV head is sent to a rank that does not use it
         if read:
             index = plan.kv_index(rank)
             per_key = len(read) // (kv_stop - kv_start)
             assert [kv_start + (i // per_key if index is None else index[i]) for i in range(len(read))] == read
 
 
-def test_kv_heads_are_replicated_only_as_far_as_needed() -> None:
+def test_kv_heads_are_replicated_only_where_needed() -> None:
     assert HeadPlan(8, 2, 4).kv_ranges == ((0, 1), (0, 1), (1, 2), (1, 2))
     assert HeadPlan(8, 8, 4).kv_ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
     assert HeadPlan(6, 3, 4).q_ranges == ((0, 2), (2, 4), (4, 5), (5, 6))

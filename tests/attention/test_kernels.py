@@ -1,4 +1,4 @@
-"""Every back end on blocks of random tasks, against the definition of its mask; on a GPU the CUDA ones too."""
+"""Every back end on blocks of tasks, against the definition of the mask; the CUDA back ends need a GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seen_by(tokens: int, tasks: tuple[Task, ...]) -> Tensor:
 
 
 def errors(kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, spec: AttentionSpec) -> list[float]:
-    """Relative L2 of out, dq, dk, dv."""
+    """Return the relative L2 errors of out, dq, dk, dv."""
     tokens, tasks = block(name)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
@@ -92,12 +92,12 @@ def errors(kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, 
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 1e-2)], ids=str
 )
 @pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuFlashKernel()], ids=lambda k: k.name)
-def test_cpu_kernels(kernel: Kernel, name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_cpu_kernels_match_dense_attention(kernel: Kernel, name: str, dtype: torch.dtype, tolerance: float) -> None:
     assert worst(errors(kernel, name, dtype, CPU, AttentionSpec())) <= tolerance
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_reference_softcap(name: str) -> None:
+def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> None:
     assert worst(errors(ReferenceKernel(), name, torch.float32, CPU, AttentionSpec(softcap=2.0))) <= 1e-6
 
 
@@ -115,7 +115,7 @@ def test_reference_softcap(name: str) -> None:
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_cuda_kernels(kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str) -> None:
+def test_cuda_kernels_match_dense_attention(kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str) -> None:
     device = torch.device("cuda")
     refusal = kernel.refuses(AttentionSpec(), device, dtype, HEAD_DIM)
     if refusal is not None:
@@ -124,8 +124,8 @@ def test_cuda_kernels(kernel: Kernel, dtype: torch.dtype, tolerance: float, name
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_varlen_launches_see_the_tasks_pairs(name: str) -> None:
-    """The packed form, whose kernels need a GPU, by the alignment rule that flash-attention documents."""
+def test_varlen_launches_cover_the_pairs_of_the_tasks(name: str) -> None:
+    """Check the variable-length lowering without its GPU kernels, by FlashAttention's documented alignment rule."""
     tokens, tasks = block(name)
     counted = torch.zeros(tokens, tokens, dtype=torch.int)
     for launch in lower_varlen(tasks, CPU):
@@ -141,7 +141,7 @@ def test_varlen_launches_see_the_tasks_pairs(name: str) -> None:
                 assert launch.left >= 0
                 inside &= -ahead <= launch.left
             if launch.right is not None:
-                assert launch.right >= 0  # a negative reach would be read as no limit
+                assert launch.right >= 0  # a negative window would mean no limit
                 inside &= ahead <= launch.right
             counted[q.unsqueeze(1), k] += inside.int()
     assert torch.equal(counted, seen_by(tokens, tasks).int())
@@ -153,8 +153,8 @@ limits = st.none() | st.integers(-900, 900)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(bands, limits, limits), max_size=3), st.sampled_from((None, LEAF)))
-def test_dense_launches_see_the_tasks_pairs(rectangles: list, leaf: int | None) -> None:
-    """Bands of any shape, cut into the rectangles, triangles and masks of the dense kernels."""
+def test_dense_launches_cover_the_pairs_of_the_tasks(rectangles: list, leaf: int | None) -> None:
+    """Check bands of any shape, split into the rectangles, triangles and masks of the dense kernels."""
     found = [tight_task(q, q + n, k, k + m, low, high) for (q, n, k, m), low, high in rectangles]
     tasks = tuple(task for task in found if task is not None)
     wanted, counted = torch.zeros(1600, 1600, dtype=torch.int), torch.zeros(1600, 1600, dtype=torch.int)
@@ -171,7 +171,7 @@ def test_dense_launches_see_the_tasks_pairs(rectangles: list, leaf: int | None) 
         if launch.mask is not None:
             inside = inside & (launch.mask == 0)
         padded = launch.queries.valid is not None
-        if not padded:  # a padding row sees nothing, any other row of a launch sees a key
+        if not padded:  # every row of a launch except padding has a visible key
             assert inside.any(-1).all()
         for run in range(len(queries)):
             counted.index_put_((queries[run].unsqueeze(1), keys[run]), inside[run, 0].int(), accumulate=True)
@@ -179,12 +179,12 @@ def test_dense_launches_see_the_tasks_pairs(rectangles: list, leaf: int | None) 
 
 
 def relative_band(task: Task) -> tuple[int | None, int | None]:
-    """The band's limits counted from the rectangle's own corner."""
+    """Return the band's limits counted from the rectangle's corner."""
     moved = task.shift_keys(task.q_start - task.k_start)
     return moved.lowest, moved.highest
 
 
-def test_small_work_is_gathered_and_masks_stay_small() -> None:
+def test_tiny_tasks_are_batched_and_masks_stay_small() -> None:
     kernel = CpuFlashKernel()
     _, documents = block("documents of one and two tokens")
     assert len(kernel.lower(documents, CPU, torch.float32)) == 1
@@ -192,20 +192,20 @@ def test_small_work_is_gathered_and_masks_stay_small() -> None:
     assert band is not None
     masks = [launch.mask for launch in kernel.lower((band,), CPU, torch.float32) if launch.mask is not None]
     assert masks and all(max(mask.shape) <= CHUNK for mask in masks)
-    assert len({mask.data_ptr() for mask in masks}) < len(masks)  # chunks of one shape share theirs
+    assert len({mask.data_ptr() for mask in masks}) < len(masks)  # chunks of equal shape share a mask
 
 
-def test_selection_names_the_pick_and_each_refusal() -> None:
+def test_selection_reports_the_choice_and_each_refusal() -> None:
     kernel, line = select_kernel("auto", AttentionSpec(softcap=5.0), CPU, torch.float32, 64)
     assert kernel.name == "reference"
     assert "attention kernel: reference; flash-attn refused: " in line and "sdpa refused: softcap=5.0" in line
     assert select_kernel("auto", AttentionSpec(), CPU, torch.bfloat16, 64)[0].name == "sdpa"
 
 
-def test_a_named_kernel_is_held_to() -> None:
+def test_a_named_kernel_has_no_fallback() -> None:
     with pytest.raises(ValueError, match=r"kernel='sdpa' cannot compute this call \(sdpa refused: softcap=5.0"):
         select_kernel("sdpa", AttentionSpec(softcap=5.0), CPU, torch.float32, 64)
-    with pytest.raises(ValueError, match=r"cudnn refused: runs on cuda, the tensors are on cpu"):
+    with pytest.raises(ValueError, match=r"cudnn refused: runs on cuda, but the tensors are on cpu"):
         select_kernel("cudnn", AttentionSpec(), CPU, torch.bfloat16, 64)
     with pytest.raises(ValueError, match=r"kernel='falsh' is unknown \(did you mean 'flash'\?\)"):
         check_kernel_name("falsh")

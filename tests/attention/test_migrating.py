@@ -1,4 +1,4 @@
-"""The claim of docs/migrating.md that data pipelines carry over: our layouts give each rank yunchang's tokens."""
+"""Layouts give each rank the same tokens as yunchang, so data pipelines carry over (docs/migrating.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ DEGREES = [(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2)]  # (ulysses, ring)
 
 
 def zigzag_of_the_paper(seq_len: int, ulysses: int, ring: int, rank: int) -> list[int]:
-    """Algorithm 2 of the USP paper for the rank numbering with Ulysses innermost: 2 * ring chunks, one from each end
-    for a ring rank, which its Ulysses ranks then divide evenly."""
+    """Apply Algorithm 2 of the USP paper with Ulysses innermost.
+
+    A ring rank gets one of 2 * ring chunks from each end, which its Ulysses ranks divide evenly.
+    """
     ring_rank, ulysses_rank = divmod(rank, ulysses)
     chunk = seq_len // (2 * ring)
     from_front = [ring_rank * chunk + i for i in range(chunk)]
@@ -27,7 +29,7 @@ def zigzag_of_the_paper(seq_len: int, ulysses: int, ring: int, rank: int) -> lis
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), DEGREES)
-def test_zigzag_is_that_of_the_paper_token_for_token(ulysses: int, ring: int) -> None:
+def test_zigzag_matches_the_paper_token_for_token(ulysses: int, ring: int) -> None:
     layout = SequenceLayout("zigzag", 48, ring=ring, ulysses=ulysses)
     for rank in range(ulysses * ring):
         ours = layout.positions(*divmod(rank, ulysses)).tolist()
@@ -49,7 +51,7 @@ def extracted_by_yunchang(ulysses: int, ring: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 4), (2, 2), (4, 1)])
-def test_every_layout_gives_the_tokens_that_yunchang_extracts(ranks: RankPool, ulysses: int, ring: int) -> None:
+def test_every_layout_matches_yunchang(ranks: RankPool, ulysses: int, ring: int) -> None:
     pytest.importorskip("yunchang", reason="yunchang, an extra, is not installed")
     for rank, extracted in enumerate(ranks.run(extracted_by_yunchang, 4, ulysses, ring)):
         for kind, tokens in extracted.items():

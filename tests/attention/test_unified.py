@@ -1,4 +1,7 @@
-"""The unified operator on every factoring of 1, 2, 4 and 8 ranks against dense fp64 attention, bytes included."""
+"""Unified attention on every ring x ulysses grid of 1, 2, 4 and 8 ranks, against dense fp64 attention.
+
+The bytes sent are compared with the prediction.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +62,13 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every layout, head count, mask and batch in fp32; some in bf16, fp64, with softcap and sinks, and long ones."""
+    """Return all layouts, head counts, masks and batches in fp32, and some in bf16, fp64, with softcap, and long."""
     fits = [(mask, batch) for mask, batch in product(MASKS, (1, 2)) if (mask, batch) != (DIFFERENT_ROWS, 1)]
     every = [Case(layout, heads, mask, batch) for layout, heads, (mask, batch) in product(LAYOUTS, HEADS, fits)]
     every += [Case("zigzag", (8, 2), mask, 2, torch.bfloat16, 1e-2) for mask in MASKS]
     every += [Case("striped", (8, 2), mask, 2, torch.float64, 1e-13) for mask in MASKS]
     every += [Case("zigzag", (8, 2), mask, 2, softcap=3.0, sinks=True) for mask in MASKS]
-    # Long enough for triangles that the CPU kernel cuts, chunked bands, and messages in several pieces.
+    # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (8, 4), mask, 1, seq_len=2400)
         for layout in LAYOUTS
@@ -75,7 +78,7 @@ def cases() -> list[Case]:
 
 
 def exact(case: Case) -> dict[str, list[Tensor]]:
-    """Inputs (q, k, v, dout; sinks) and what dense fp64 attention makes of them (out, dq, dk, dv; dsinks)."""
+    """Return inputs (q, k, v, dout; sinks) and the results of dense fp64 attention (out, dq, dk, dv; dsinks)."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(case.batch, case.seq_len, heads, HEAD_DIM) for heads in (*case.heads, case.heads[1], case.heads[0])]
     shapes += [case.heads[:1]] if case.sinks else []
@@ -90,7 +93,7 @@ def exact(case: Case) -> dict[str, list[Tensor]]:
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with `exact(case)` for each of `cases()`, computed once for all grids and layouts."""
+    """Write `exact(case)` for each of `cases()` to a file, computed once for all grids and layouts."""
     path = tmp_path_factory.mktemp("oracle") / "exact.pt"
     without_layout = [replace(case, layout="") for case in cases()]
     known = {case: exact(case) for case in set(without_layout)}
@@ -99,7 +102,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grid_errors(dims: ParallelDims, oracle: Path, chosen: slice) -> list[tuple[Case, float, int, int]]:
-    """Per chosen case: the largest relative L2, the bytes counted on the wire and those that the plan predicts."""
+    """Return, for each chosen case, the largest relative L2 error, the bytes sent and the bytes predicted."""
     mesh = ParallelMesh.create(dims)
     known = list(zip(cases(), torch.load(oracle, mmap=True, weights_only=True), strict=True))
     return [(case, *_run(case, mesh, **results)) for case, results in known[chosen]]
@@ -111,7 +114,7 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
     arguments = {**case.mask_arguments(), "softcap": case.softcap}
     module = UnifiedSPAttention(mesh, case.layout)
     with torch.no_grad():
-        module(*leaves[:3], **arguments)  # plans and agrees, which sends bytes of its own
+        module(*leaves[:3], **arguments)  # builds the plan and compares it across ranks, which sends bytes too
     with count_sent_bytes() as sent:
         out = module(*leaves[:3], **arguments, sinks=leaves[3] if case.sinks else None)
         out.backward(dout)
@@ -138,7 +141,7 @@ def test_matches_dense_attention_and_its_own_byte_count(
     ranks: RankPool, oracle: Path, ulysses: int, ring: int, order: str
 ) -> None:
     dims = ParallelDims(ring=ring, ulysses=ulysses, sp_order=order)
-    # The grids of 8 ranks take turns: each case is run on two of the six.
+    # Each case runs on two of the six grids of 8 ranks.
     chosen = slice(GRIDS.index((ulysses, ring, order)) % 3, None, 3) if ulysses * ring == 8 else slice(None)
     per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, chosen, timeout=600)
     wrong = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows if not row[1] <= row[0].tolerance]
@@ -150,7 +153,7 @@ def test_matches_dense_attention_and_its_own_byte_count(
 
 
 def zigzag_units(dims: ParallelDims) -> float:
-    """Sent bytes of a causal forward and backward, in units of batch x seq x hidden x itemsize (MHA, fp32)."""
+    """Return the bytes sent by a causal forward and backward, in units of batch x seq x hidden x itemsize."""
     mesh, seq_len, heads = ParallelMesh.create(dims), 256, 4
     module = UnifiedSPAttention(mesh, "zigzag")
     q, k, v = (torch.randn(1, seq_len // mesh.size("sp"), heads, HEAD_DIM, requires_grad=True) for _ in range(3))
@@ -160,8 +163,8 @@ def zigzag_units(dims: ParallelDims) -> float:
     return sent.total / (seq_len * heads * HEAD_DIM * 4)
 
 
-def test_zigzag_causal_ring_of_four_sends_the_least_that_moving_keys_can(ranks: RankPool) -> None:
+def test_a_causal_zigzag_ring_of_four_sends_the_minimum(ranks: RankPool) -> None:
     units = ranks.run(zigzag_units, 4, ParallelDims(ring=4))
-    # Each rank must receive 3/4 of what a full ring passes, K and V forward, K and V backward, and give as much back.
+    # Each rank receives 3/4 of a full ring's traffic: K and V forward, K and V backward, and the same in gradients.
     assert sum(units) / 4 == pytest.approx(3 * 0.75 * 2 * 3 / 4)
     assert sum(units) / 4 <= 3.5

@@ -11,7 +11,7 @@ def test_dp_shard_takes_the_rest() -> None:
     assert str(dims) == "dp_shard=4 ring=2 ulysses=4"
 
 
-def test_degrees_stand_in_the_order_of_the_mesh() -> None:
+def test_degrees_are_in_mesh_order() -> None:
     assert list(ParallelDims().degrees()) == ["pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp"]
     inside = ParallelDims(sp_order="ulysses-outer")
     assert list(inside.degrees()) == ["pp", "dp_replicate", "dp_shard", "ulysses", "ring", "tp"]
@@ -24,7 +24,7 @@ def test_degrees_must_multiply_to_the_world_size() -> None:
         ParallelDims(ring=2, dp_shard=3).resolve(8)
 
 
-def test_all_wrong_degrees_come_together() -> None:
+def test_all_invalid_degrees_are_reported_together() -> None:
     with pytest.raises(
         ValueError, match=r"dp_shard=-2 must .* \(or -1 for the rest\); ring=0 must .*sp_order='inside'"
     ):

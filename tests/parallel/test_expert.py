@@ -1,4 +1,4 @@
-"""Dispatch and combine are what one rank with all experts computes, and send what the plan says."""
+"""Expert parallelism gives the results of one rank with all experts, and sends the bytes that the plan implies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ EXPERTS, TOKENS, TOP_K, HIDDEN = 4, 5, 2, 8
 
 
 def inputs(rank: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank's tokens, distinct choices and weights. "empty": only experts of the first half; "one": one rank's."""
+    """Return a rank's tokens, distinct choices and weights.
+
+    "spread" uses all experts, "empty" only the first half, "one" the experts of a single rank.
+    """
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randn(TOKENS + rank, HIDDEN, generator=generator, dtype=torch.float64)
     among = {"spread": EXPERTS, "empty": EXPERTS // 2, "one": EXPERTS // 2}[kind]
@@ -46,7 +49,9 @@ def mixed(kind: str) -> dict[str, Tensor]:
             group=group,
             experts=lambda x, rows_of_expert: grouped_linear(x, own, rows_of_expert),
         )
-    rows, counts = plan.sent_bytes(rank, row_bytes=HIDDEN * 8), (world - 1) * EXPERTS // world * 8  # in int64
+    splits = enumerate(zip(plan.send_splits, plan.receive_splits, strict=True))
+    rows = HIDDEN * 8 * sum(sum(both) for peer, both in splits if peer != rank)  # dispatch and combine
+    counts = (world - 1) * EXPERTS // world * 8  # in int64
     assert sent.total == rows + counts
     with count_sent_bytes() as sent:
         out.square().sum().backward()
@@ -56,7 +61,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
 
 
 def dense(world: int, kind: str) -> dict[str, Tensor]:
-    """Every expert on every token, one process."""
+    """Compute every expert on every token in one process."""
     each = [inputs(rank, kind) for rank in range(world)]
     tokens, choices, weights = (torch.cat(parts).detach() for parts in zip(*each, strict=True))
     all_matrices = matrices().requires_grad_()
@@ -68,7 +73,7 @@ def dense(world: int, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "spread"), (2, "empty"), (4, "spread"), (4, "empty"), (2, "one")])
-def test_mixed_experts_are_those_of_one_rank(ranks: RankPool, world: int, kind: str) -> None:
+def test_expert_parallel_results_match_one_rank(ranks: RankPool, world: int, kind: str) -> None:
     found, wanted = ranks.run(mixed, world, kind), dense(world, kind)
     for name, tensor in wanted.items():
         together = torch.cat([result[name] for result in found])  # a missing gradient is a KeyError
@@ -76,7 +81,7 @@ def test_mixed_experts_are_those_of_one_rank(ranks: RankPool, world: int, kind: 
 
 
 @pytest.mark.parametrize(("rows", "size_in"), [([3, 0, 5], 8), ([0, 0, 0], 8), ([3, 0, 5], 7), ([0, 0, 0], 7)])
-def test_one_matrix_for_each_expert_aligned_or_not(rows: list[int], size_in: int) -> None:
+def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: int) -> None:
     x = torch.randn(sum(rows), size_in, requires_grad=True)
     weight = torch.randn(3, 4, size_in, requires_grad=True)
     out = grouped_linear(x, weight, rows)
@@ -89,10 +94,8 @@ def test_one_matrix_for_each_expert_aligned_or_not(rows: list[int], size_in: int
         torch.testing.assert_close(found, expected)
 
 
-def test_a_plan_says_what_a_rank_sends() -> None:
+def test_splits_and_expert_row_counts_of_a_plan() -> None:
     plan = DispatchPlan(sent=((1, 2), (3, 4)), received=((5, 0), (7, 8)))
     assert plan.send_splits == [3, 7]
     assert plan.receive_splits == [5, 15]
     assert plan.rows_of_expert == [12, 8]
-    assert plan.sent_bytes(0, row_bytes=10) == 10 * (7 + 15)
-    assert plan.sent_bytes(1, row_bytes=10) == 10 * (3 + 5)

@@ -1,4 +1,4 @@
-"""The mesh on real ranks: coordinates, agreement, and FSDP's sums."""
+"""The mesh on real ranks: coordinates, comparison of values, and FSDP's gradient sums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from parallel import (
     ParallelDims,
     ParallelMesh,
     ProcessGroups,
+    RanksDisagree,
     apply_fsdp,
     before_micro_batch,
     clip_grad_norm,
+    format_ranks,
 )
 from parallel.testing import RankError, RankPool
 
@@ -30,7 +32,7 @@ def coordinates(dims: ParallelDims) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
+def test_coordinates_follow_sp_order(ranks: RankPool) -> None:
     outer = ranks.run(coordinates, 8, ParallelDims(ring=2, ulysses=2, dp_replicate=2))
     assert [c["ring"][0] for c in outer] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [c["ulysses"][0] for c in outer] == [0, 1, 0, 1, 0, 1, 0, 1]
@@ -44,7 +46,7 @@ def test_coordinates_nest_as_sp_order_says(ranks: RankPool) -> None:
 
 
 def meshes_side_by_side() -> tuple[int, list[tuple[int, float]]]:
-    """How many groups this rank makes for four meshes, and its place and a sum in those that it is a member of."""
+    """Return the number of groups this rank needs for four meshes, and size and rank sum of each mesh it is in."""
     groups, found = ProcessGroups(), []
     for ranks, dims in (
         (None, ParallelDims(pp=2, ulysses=2, tp=2)),
@@ -65,11 +67,11 @@ def meshes_side_by_side() -> tuple[int, list[tuple[int, float]]]:
     return len(groups), found
 
 
-def test_meshes_of_some_ranks_live_side_by_side_and_share_groups(ranks: RankPool) -> None:
+def test_meshes_over_different_ranks_coexist_and_share_groups(ranks: RankPool) -> None:
     for rank, (made, found) in enumerate(ranks.run(meshes_side_by_side, 8)):
         half = (4, 6.0) if rank < 4 else (4, 22.0)
         assert found == [(8, 28.0), half] + ([(3, 10.0)] if rank in (1, 3, 6) else [])
-        assert made <= 11, made  # a group for each axis of each of 5 views would be 23 for a mesh
+        assert made <= 11, made  # one group per axis and view would be 23 for each mesh
 
 
 def expert_coordinates(dims: ParallelDims) -> tuple[int, int, int]:
@@ -87,7 +89,7 @@ def test_ep_regroups_the_ranks_that_hold_different_tokens(ranks: RankPool) -> No
 def disagree(axis: str) -> str:
     mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
     mesh.agree("the same", "the plan", (axis,))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RanksDisagree) as caught:
         mesh.agree({"seq_len": 64 if dist.get_rank() else 32}, "the plan", (axis,))
     return str(caught.value)
 
@@ -98,38 +100,43 @@ def test_a_disagreement_is_the_same_error_on_every_rank(ranks: RankPool) -> None
     assert "the plan must be the same on all ranks, but differs: rank 0: {'seq_len': 32}; rank 1:" in messages[0]
 
 
+def test_ranks_are_formatted_as_runs() -> None:
+    assert format_ranks([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert format_ranks([3], ", ") == "3" and format_ranks([1, 2, 4], ", ") == "1-2, 4"
+
+
 def wrong_world() -> None:
     ParallelMesh.create(ParallelDims(ring=3))
 
 
-def test_degrees_are_checked_before_any_group_is_made(ranks: RankPool) -> None:
+def test_degrees_are_checked_before_any_group_is_created(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="ring=3 = 3 ranks must divide the world size 2"):
         ranks.run(wrong_world, 2)
 
 
-def test_a_mesh_needs_a_process_group() -> None:
+def test_a_mesh_requires_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ParallelMesh.create(ParallelDims())
 
 
 def summed_gradients(dims: ParallelDims, zero: int, micro_batches: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Gradients of a model whose loss is each rank's own input, by FSDP and by the sum over all inputs."""
+    """Return clipped gradients under FSDP with different inputs on each rank, and those of one model on all inputs."""
     mesh = ParallelMesh.create(dims)
     torch.manual_seed(0)
-    model, alone = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
-    alone.load_state_dict(model.state_dict())
+    model, reference = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
     inputs = torch.arange(dist.get_world_size() * micro_batches * 6.0).view(-1, micro_batches, 6) / 10
     apply_fsdp(model, mesh, list(model), zero=zero)
     for number, row in enumerate(inputs[dist.get_rank()], start=1):
         before_micro_batch(model, zero, last=number == micro_batches)
         model(row).square().sum().backward()
-    alone(inputs).square().sum().backward()
+    reference(inputs).square().sum().backward()
     norm = clip_grad_norm(model.parameters(), float("inf"), mesh)
-    wanted = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    wanted = nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
     assert norm == pytest.approx(wanted, rel=1e-5)
     clip_grad_norm(model.parameters(), wanted / 2, mesh)
     sharded = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return [g.flatten().tolist() for g in sharded], [(p.grad / 2).flatten().tolist() for p in alone.parameters()]
+    return [g.flatten().tolist() for g in sharded], [(p.grad / 2).flatten().tolist() for p in reference.parameters()]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -138,6 +145,6 @@ def summed_gradients(dims: ParallelDims, zero: int, micro_batches: int) -> tuple
 def test_gradients_are_summed_over_ranks_and_micro_batches_and_clipped_by_their_norm(
     ranks: RankPool, dims: ParallelDims, zero: int, micro_batches: int
 ) -> None:
-    for sharded, alone in ranks.run(summed_gradients, 4, dims, zero, micro_batches):
-        for found, wanted in zip(sharded, alone, strict=True):
+    for sharded, reference in ranks.run(summed_gradients, 4, dims, zero, micro_batches):
+        for found, wanted in zip(sharded, reference, strict=True):
             assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Pipelines as data agree with torch's schedules; a step through one has the gradients of one process."""
+"""Stage placement and bubbles agree with torch's schedules; pipeline steps match the gradients of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ degrees = st.integers(1, 16)
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_stages_share_all_layers_evenly_the_ends_no_more_than_the_middle(layers: int, stages: int) -> None:
+def test_layers_are_divided_evenly_with_extra_layers_in_the_middle_stages_first(layers: int, stages: int) -> None:
     if layers < stages:
         with pytest.raises(ValueError, match=f"{layers} layers cannot fill {stages} stages"):
             stage_layers(layers, stages)
@@ -51,14 +51,14 @@ def test_every_stage_is_on_one_rank(schedule: str, pp: int) -> None:
 
 
 @given(schedules, degrees, st.integers(1, 100))
-def test_a_refused_number_of_micro_batches_comes_with_one_that_fits(schedule: str, pp: int, number: int) -> None:
+def test_a_refusal_suggests_a_valid_number_of_micro_batches(schedule: str, pp: int, number: int) -> None:
     violation = micro_batch_violation(schedule, pp, number)
     if violation is None:
         assert number >= pp
         return
     assert str(number) in violation
-    offered = int(violation.split("use ")[1])
-    assert offered > number and micro_batch_violation(schedule, pp, offered) is None
+    suggested = int(violation.split("use ")[1])
+    assert suggested > number and micro_batch_violation(schedule, pp, suggested) is None
 
 
 # torch's schedules
@@ -67,7 +67,7 @@ KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_
 
 
 class Recorded(nn.Module):
-    """A stage that notes what it does."""
+    """A stage that records its forwards and backwards."""
 
     def __init__(self, stage: int, last: bool) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Recorded(nn.Module):
 
 
 def order_of(schedule: str, micro_batches: int) -> list[tuple[str, int, int]]:
-    """What this rank does in order: (forward, backward or one of its halves, stage, micro-batch)."""
+    """Return this rank's actions in order: (forward, backward or one of its halves, stage, micro-batch)."""
     pp = dist.get_world_size()
     mesh = ParallelMesh.create(ParallelDims(pp=pp))
     stages = [Recorded(stage, stage == pp - 1) for stage in rank_stages(schedule, pp, mesh.rank("pp"))]
-    pipeline = Pipeline(stages, mesh, schedule, micro_batches=micro_batches, handed=[torch.empty(1, 1)], zero=0)
-    if schedule == "1f1b":  # torch states the order of the other two only
+    pipeline = Pipeline(stages, mesh, schedule, micro_batches=micro_batches, stage_outputs=[torch.empty(1, 1)], zero=0)
+    if schedule == "1f1b":  # torch exposes the order only of the other two
         pipeline.step(torch.randn(micro_batches, 1))
         return stages[0].actions
     order = pipeline._schedule.pipeline_order[mesh.rank("pp")]
@@ -97,7 +97,7 @@ def order_of(schedule: str, micro_batches: int) -> list[tuple[str, int, int]]:
 
 
 def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
-    """Of the ranks' time, when a forward of a stage takes 1 and its backward 2, or 1 for each half."""
+    """Return the idle fraction of the ranks' time if a stage's forward takes 1 and its backward 2, or 1 per half."""
     seconds = {"F": 1, "B": 2, "I": 1, "W": 1}
     done: dict[tuple[str, int, int], int] = {}
     clock, left = dict.fromkeys(order, 0), {rank: list(actions) for rank, actions in order.items()}
@@ -129,7 +129,7 @@ def idle_part(order: dict[int, list[tuple[str, int, int]]]) -> float:
         *(("zero-bubble", 2, 3), ("zero-bubble", 4, 9)),
     ],
 )
-def test_bubbles_are_those_of_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
+def test_bubbles_match_torchs_schedules(ranks: RankPool, schedule: str, pp: int, micro_batches: int) -> None:
     order = dict(enumerate(ranks.run(order_of, pp, schedule, micro_batches)))
     for rank, actions in order.items():
         assert {stage for _, stage, _ in actions} == set(rank_stages(schedule, pp, rank))
@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks, with a float32 sum that goes along with the hidden states and carries gradient."""
+    """Blocks, with a float32 sum that is passed along with the hidden states and carries gradient."""
 
     def __init__(self, blocks: list[nn.Module], first: bool, last: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, total: Tensor | None = None, *, wanted: Tensor, scale: float) -> object:
         if total is None:
-            total = torch.full((2, 3), 257.0)  # bfloat16 would make it 256
+            total = torch.full((2, 3), 257.0)  # bfloat16 would round it to 256
         assert total.dtype == torch.float32
         for block in self.blocks:
             x = block(x)
@@ -172,7 +172,7 @@ class Stage(nn.Module):
 
 @dataclass
 class Seen:
-    """What FSDP2 held when a block ran forward: blocks that were whole, and those with gradients scattered."""
+    """State of FSDP2 at each block's forward: number of unsharded blocks, and of blocks with sharded gradients."""
 
     whole: list[int] = field(default_factory=list)
     scattered: list[int] = field(default_factory=list)
@@ -186,7 +186,7 @@ def blocks_and_batch() -> tuple[list[nn.Module], Tensor, Tensor]:
 def step(
     dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype
 ) -> tuple[float, dict[int, list[Tensor]], Seen]:
-    """Loss, gradients by block, and what was seen, of one of 2 x 2 ranks."""
+    """Return loss, gradients by block, and the observed FSDP2 states of one of 2 x 2 ranks."""
     mesh = ParallelMesh.create(dims)
     blocks, x, target = blocks_and_batch()
     indices, seen, stages = rank_stages(schedule, 2, mesh.rank("pp")), Seen(), []
@@ -205,15 +205,15 @@ def step(
         for block in stage.blocks:
             block.register_forward_pre_hook(look)
     rows = slice(mesh.rank("batch") * ROWS, (mesh.rank("batch") + 1) * ROWS)
-    handed = [torch.empty(ROWS // MICRO_BATCHES, WIDTH, dtype=dtype), torch.empty(2, 3)]
-    pipeline = Pipeline(stages, mesh, schedule, micro_batches=MICRO_BATCHES, handed=handed, zero=zero)
+    outputs = [torch.empty(ROWS // MICRO_BATCHES, WIDTH, dtype=dtype), torch.empty(2, 3)]
+    pipeline = Pipeline(stages, mesh, schedule, micro_batches=MICRO_BATCHES, stage_outputs=outputs, zero=zero)
     loss = sum(pipeline.step(x[rows], wanted=target[rows], scale=0.1).item() for _ in range(2))
     held = [i for index in indices for i in layers[index]]
     grads = {i: [p.grad.full_tensor() for p in blocks[i].parameters()] for i in held}
     return loss, grads, seen
 
 
-def step_alone() -> tuple[float, dict[int, list[Tensor]]]:
+def reference_step() -> tuple[float, dict[int, list[Tensor]]]:
     blocks, x, target = blocks_and_batch()
     stage, total = Stage(blocks, True, True), torch.zeros(())
     for _ in range(2):
@@ -236,11 +236,11 @@ def step_alone() -> tuple[float, dict[int, list[Tensor]]]:
     ],
     ids=str,
 )
-def test_gradients_add_up_over_micro_batches_and_ranks(
+def test_gradients_are_summed_over_micro_batches_and_ranks(
     ranks: RankPool, dims: ParallelDims, schedule: str, zero: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     found = ranks.run(step, 4, dims, schedule, zero, dtype)
-    loss, wanted = step_alone()
+    loss, wanted = reference_step()
     assert sum(part for part, _, _ in found) == pytest.approx(loss, rel=tolerance)
     for _, grads, _ in found:
         for block, parts in grads.items():
@@ -249,10 +249,10 @@ def test_gradients_add_up_over_micro_batches_and_ranks(
     assert {block for _, grads, _ in found for block in grads} == set(range(BLOCKS))
 
 
-def test_zero_3_gathers_a_block_at_a_time_and_scatters_gradients_at_once(ranks: RankPool) -> None:
+def test_zero_3_gathers_one_block_at_a_time_and_reduce_scatters_immediately(ranks: RankPool) -> None:
     for _, _, seen in ranks.run(step, 4, SHARDED, "1f1b", 3, torch.float32):
         assert max(seen.whole) == 1
-        assert seen.scattered[2 * MICRO_BATCHES - 1] == 1, "of two blocks, the one that is not running"
+        assert seen.scattered[2 * MICRO_BATCHES - 1] == 1, "the block of two that is not running"
 
 
 def wrong_pipelines() -> list[str]:
@@ -262,12 +262,13 @@ def wrong_pipelines() -> list[str]:
         apply_fsdp(stage, mesh, [])
     for micro_batches, zero in ((4, 3), (2, 1)):
         with pytest.raises(ValueError) as caught:
-            Pipeline(stages, mesh, "zero-bubble", micro_batches=micro_batches, handed=[torch.empty(1)], zero=zero)
+            outputs = [torch.empty(1)]
+            Pipeline(stages, mesh, "zero-bubble", micro_batches=micro_batches, stage_outputs=outputs, zero=zero)
         messages.append(str(caught.value))
     return messages
 
 
-def test_what_a_schedule_cannot_run_is_refused(ranks: RankPool) -> None:
+def test_unsupported_schedules_are_refused(ranks: RankPool) -> None:
     for messages in ranks.run(wrong_pipelines, 2):
-        assert messages[0].startswith("zero=3 gives parameters") and messages[0].endswith("use zero=1")
-        assert "at least 2 x 2 - 1 = 3, not 2: use 3" in messages[1]
+        assert messages[0].startswith("zero=3 frees parameters") and messages[0].endswith("use zero=1")
+        assert "at least 2 x 2 - 1 = 3, got 2: use 3" in messages[1]

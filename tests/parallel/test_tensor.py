@@ -1,4 +1,4 @@
-"""Models divided by a plan compute what they compute alone, and what a plan cannot mean is refused."""
+"""Tensor-parallel models match the results of one process, and invalid plans are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Toy(nn.Module):
         return (self.norm(hidden) @ weight.T).logsumexp(-1).square().sum()
 
 
-def divided(ranks: int, token_dim: int | None) -> Toy:
+def parallelized(ranks: int, token_dim: int | None) -> Toy:
     mesh, model = init_device_mesh("cpu", (ranks,)), Toy()
     apply_tensor_parallel(model, mesh, PLAN, token_dim=token_dim)
     if token_dim is not None:
@@ -83,21 +83,21 @@ def divided(ranks: int, token_dim: int | None) -> Toy:
 
 
 def largest_error(ranks: int, token_dim: int | None) -> float:
-    """Of the loss and of every gradient, relative."""
+    """Return the largest relative error of the loss and of every gradient."""
     ids = torch.arange(24).view(2, 12) % VOCAB
-    model, alone = divided(ranks, token_dim), Toy()
-    losses = [m(ids) for m in (model, alone)]
+    model, reference = parallelized(ranks, token_dim), Toy()
+    losses = [m(ids) for m in (model, reference)]
     for loss in losses:
         loss.backward()
     found = [losses[0].detach(), *(p.grad.full_tensor() for p in model.parameters())]
-    wanted = [losses[1].detach(), *(p.grad for p in alone.parameters())]
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in alone.named_parameters()]
+    wanted = [losses[1].detach(), *(p.grad for p in reference.parameters())]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
     errors = [(f - w).norm() / w.norm() for f, w in zip(found, wanted, strict=True)]
     return torch.stack(errors).max().item()
 
 
 @pytest.mark.parametrize(("size", "token_dim"), [(2, None), (3, 1)])
-def test_loss_and_gradients_are_those_of_one_process(ranks: RankPool, size: int, token_dim: int | None) -> None:
+def test_loss_and_gradients_match_one_process(ranks: RankPool, size: int, token_dim: int | None) -> None:
     for error in ranks.run(largest_error, size, size, token_dim):
         assert error < 1e-5
 
@@ -121,13 +121,13 @@ def test_parameters_on_the_meta_device_stay_there_and_stay_shared(ranks: RankPoo
 
 
 def after_an_exception() -> None:
-    model = divided(2, None)
+    model = parallelized(2, None)
     with pytest.raises(ValueError, match="not finite"):
         model.norm(torch.full((1, 1, WIDTH), torch.nan))
     assert isinstance(model.norm.weight, DTensor)
 
 
-def test_parameters_are_back_after_a_forward_that_failed(ranks: RankPool) -> None:
+def test_parameters_are_restored_after_a_failed_forward(ranks: RankPool) -> None:
     ranks.run(after_an_exception, 2)
 
 
@@ -141,15 +141,15 @@ def refusals() -> list[str]:
             apply_tensor_parallel(model, mesh, plan)
         messages.append(str(caught.value))
     with pytest.raises(ValueError) as caught:
-        divided(2, 1)(torch.zeros(2, 5, dtype=torch.int64))
+        parallelized(2, 1)(torch.zeros(2, 5, dtype=torch.int64))
     return [*messages, str(caught.value)]
 
 
-def test_what_a_plan_cannot_mean_is_refused(ranks: RankPool) -> None:
+def test_invalid_plans_are_refused(ranks: RankPool) -> None:
     for plan, unnamed, tokens in ranks.run(refusals, 2):
-        assert "embed: 'colwise' is for Linear, and this is Embedding" in plan
-        assert "norm: 'mla_kv_a_proj' is not a style, which are colwise, rowwise" in plan
-        assert "blocks.0.mlp: has colwise linears alone" in plan and "blocks.1.mlp" in plan
+        assert "embed: 'colwise' requires Linear, got Embedding" in plan
+        assert "norm: 'mla_kv_a_proj' must be one of colwise, rowwise" in plan
+        assert "blocks.0.mlp: has only colwise linears" in plan and "blocks.1.mlp" in plan
         assert "blocks.0.mlp.up: 2 ranks must divide out_features=9" in plan
         assert "the plan must name blocks.0.mlp.scale" in unnamed and "norm.weight" not in unnamed
         assert "tp=2 must divide the 5 tokens" in tokens

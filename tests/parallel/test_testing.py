@@ -1,4 +1,4 @@
-"""The rank pool's results, failures and time-outs, and the wire meter against sizes worked out by hand."""
+"""Results, failures and timeouts of the rank pool, and byte counts against sizes worked out by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hang_in_a_collective() -> None:
     dist.barrier()
 
 
-def test_results_come_in_rank_order_and_workers_are_reused(ranks: RankPool) -> None:
+def test_results_are_in_rank_order_and_workers_are_reused(ranks: RankPool) -> None:
     first = ranks.run(describe, 4, 1)
     second = ranks.run(describe, 2, 0)
     assert [row[:4] for row in first] == [(rank, 4, 10.0, 1) for rank in range(4)]
@@ -50,7 +50,7 @@ def test_results_come_in_rank_order_and_workers_are_reused(ranks: RankPool) -> N
     assert [row[4] for row in second] == [row[4] for row in first[:2]]
 
 
-def test_a_failure_names_its_rank_and_leaves_peers_noise_out(ranks: RankPool) -> None:
+def test_a_failure_names_its_rank_and_omits_lost_peer_errors(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"fail_on on 3 ranks: rank 1 failed(?s:.)*ValueError: rank 1 cannot") as caught:
         ranks.run(fail_on, 3, 1)
     assert list(caught.value.failures) == [1]
@@ -69,11 +69,11 @@ def test_a_dead_worker_is_reported(ranks: RankPool) -> None:
         ranks.run(die, 2, 1)
 
 
-def test_a_time_out_shows_every_waiting_rank_s_stack(ranks: RankPool) -> None:
+def test_a_timeout_shows_the_stack_of_every_waiting_rank(ranks: RankPool) -> None:
     with pytest.raises(TimeoutError) as caught:
         ranks.run(hang_in_a_collective, 3, timeout=2.0)
     message = str(caught.value)
-    assert "ranks [1, 2] gave no answer within 2 s (ranks [0] had finished)" in message
+    assert "ranks [1, 2] did not answer within 2 s (ranks [0] had finished)" in message
     assert message.count("in hang_in_a_collective") == 2
     assert ranks.run(describe, 3, 0)[2][2] == 3.0
 
@@ -85,12 +85,12 @@ def test_a_pool_must_be_open_and_large_enough() -> None:
         pool.run(describe, 0, 0)
 
 
-def test_run_ranks_needs_no_pool() -> None:
+def test_run_ranks_creates_its_own_pool() -> None:
     assert [row[0] for row in run_ranks(describe, 2, 0)] == [0, 1]
 
 
 def sent_by_each_collective() -> dict[str, int]:
-    """What this rank of 4 sends in each case, float32 rows of 5 numbers (20 bytes)."""
+    """Return the bytes that this rank of 4 sends in each case, for float32 rows of 5 numbers (20 bytes)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
@@ -139,7 +139,7 @@ def sent_by_each_collective() -> dict[str, int]:
     return totals
 
 
-def test_the_meter_counts_what_goes_to_others(ranks: RankPool) -> None:
+def test_bytes_sent_to_other_ranks_are_counted(ranks: RankPool) -> None:
     all_but_one = {"even": 60, "list": 60, "scatter": 60, "functional": 60, "autograd": 120, "reduce": 120}
     for rank, totals in enumerate(ranks.run(sent_by_each_collective, 4)):
         uneven = 20 * (1 + 2 + 3 + 4 - (rank + 1))
@@ -149,7 +149,7 @@ def test_the_meter_counts_what_goes_to_others(ranks: RankPool) -> None:
 
 
 def sent_by_group() -> tuple[dict, dict]:
-    """Two rows and two columns of a 2 x 2 grid, and a group of one rank."""
+    """Communicate in the rows and columns of a 2 x 2 grid and in a group of one rank; return bytes and calls."""
     rank, rows = dist.get_rank(), torch.zeros(4, 5)
     groups = {peers: dist.new_group(list(peers)) for peers in ((0, 1), (2, 3), (0, 2), (1, 3), (0,))}
     own = [group for peers, group in groups.items() if rank in peers]
@@ -163,7 +163,7 @@ def sent_by_group() -> tuple[dict, dict]:
     return dict(sent.by_group), dict(sent.calls)
 
 
-def test_the_meter_splits_by_group(ranks: RankPool) -> None:
+def test_bytes_and_calls_are_counted_by_group(ranks: RankPool) -> None:
     for rank, (nbytes, calls) in enumerate(ranks.run(sent_by_group, 4)):
         row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
         reduced = {(row, "allreduce_"): 80, (column, "allreduce_"): 80, (column, "all_reduce"): 80}
@@ -176,6 +176,6 @@ def count_a_broadcast() -> None:
         dist.broadcast(torch.zeros(1), 0)
 
 
-def test_the_meter_refuses_what_it_cannot_count(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"does not know how much c10d\.broadcast_"):
+def test_unsupported_collectives_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"count_sent_bytes does not support c10d\.broadcast_"):
         ranks.run(count_a_broadcast, 2)

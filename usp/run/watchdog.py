@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from parallel import format_ranks
+
 from .failures import HUNG, reachable_board, tell_launcher, wait_for_key
 from .launch import LONG_PHASE, Launch
 from .stacks import whereabouts
@@ -168,11 +170,4 @@ def _suspects(answers: Mapping[int, Answer], silent: list[int]) -> list[int]:
 
 def named(ranks: list[int]) -> str:
     """`[0, 1, 2, 5]` as `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks, ', ')}"

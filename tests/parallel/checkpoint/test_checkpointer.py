@@ -1,4 +1,4 @@
-"""Checkpoints: any layout to any other, bit by bit; whole or not there, whenever a rank is killed."""
+"""Checkpoints load bitwise into any layout, and are complete or absent whenever a rank is killed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel.checkpoint.checkpointer import Checkpointer, latest
-from parallel.checkpoint.safetensors_storage import read_extra
+from parallel import Checkpointer, latest, local_tensor, read_extra
 from parallel.testing import RankError, RankPool
 
 
 def values() -> dict[str, Tensor]:
-    """Global tensors of every kind: uneven, shorter than the number of ranks, empty, 0-dim, not a number."""
+    """Return global tensors of every kind: uneven, shorter than the number of ranks, empty, 0-dim, with nan."""
     random = torch.Generator().manual_seed(0)
     tensors = {
         "even": torch.randn(16, 8, generator=random),
@@ -46,7 +45,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-# Layouts: a global tensor to what this rank holds of it
+# Layouts: functions from global tensors to this rank's tensors
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,20 +53,20 @@ def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every tensor sharded over all ranks by its first dim."""
+    """Shard every tensor over all ranks by its first dim."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {name: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t.clone() for name, t in tensors.items()}
 
 
 def hsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Two copies of what is sharded."""
+    """Shard every tensor over half of the ranks, in two replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     placements = [Replicate(), Shard(0)]
     return {name: distribute_tensor(t, mesh, placements) if t.ndim else t.clone() for name, t in tensors.items()}
 
 
 def tp_fsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """tp=2 by the first or the last dim, then FSDP2 by the first, as FSDP2 itself lays them out."""
+    """Shard by tp=2 along the first or last dim, then by FSDP2 along the first."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
     held = {}
     for place, (name, tensor) in enumerate(tensors.items()):
@@ -82,7 +81,7 @@ def tp_fsdp(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Two pipeline stages: one name is of both, the others of one each, sharded over the ranks of the stage."""
+    """Divide names over two pipeline stages, except one that both have, and shard over the ranks of a stage."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "fsdp"))
     own = {
         name: t
@@ -100,7 +99,7 @@ LAYOUTS = {layout.__name__: layout for layout in (plain, fsdp, hsdp, tp_fsdp, st
 
 def zeroed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for tensor in tensors.values():
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        local_tensor(tensor).zero_()
     return dict(tensors)
 
 
@@ -111,18 +110,16 @@ def save(folder: Path, layout: str, step: int, extra: dict[str, Any]) -> None:
 
 
 def differing(path: Path, layout: str) -> list[str]:
-    """Load; the names whose bits are not those of `values`."""
+    """Load a checkpoint and return the names whose values are not bitwise equal to `values`."""
     expected, held = LAYOUTS[layout](values()), zeroed(LAYOUTS[layout](values()))
     Checkpointer(path.parent, keep=2, device_type="cpu").load(path, held)
-
-    def local(tensor: Tensor) -> Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    return [name for name in held if not torch.equal(bits(local(held[name])), bits(local(expected[name])))]
+    return [
+        name for name in held if not torch.equal(bits(local_tensor(held[name])), bits(local_tensor(expected[name])))
+    ]
 
 
-def test_every_layout_reads_what_another_wrote_bit_by_bit(ranks: RankPool, tmp_path: Path) -> None:
-    """Every layout writes, and every layout reads, each of them with other numbers of ranks."""
+def test_checkpoints_of_every_layout_load_bitwise_into_every_layout(ranks: RankPool, tmp_path: Path) -> None:
+    """Write with every layout and read with every layout, on different numbers of ranks."""
     written = [("fsdp", 8), ("tp_fsdp", 4), ("hsdp", 4), ("stages", 4), ("plain", 1)]
     read = [("tp_fsdp", 4), ("hsdp", 4), ("stages", 2), ("fsdp", 3), ("plain", 1)]
     for saved_as, world_size in written:
@@ -132,7 +129,7 @@ def test_every_layout_reads_what_another_wrote_bit_by_bit(ranks: RankPool, tmp_p
             assert ranks.run(differing, size, path, layout) == [[]] * size, (saved_as, layout)
 
 
-def test_what_many_ranks_hold_is_written_once(ranks: RankPool, tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 4, tmp_path, "hsdp", 20, {})
     index = json.loads((tmp_path / "step-00000020" / "checkpoint.json").read_text())
     for name, tensor in values().items():
@@ -141,27 +138,27 @@ def test_what_many_ranks_hold_is_written_once(ranks: RankPool, tmp_path: Path) -
     assert not [path for path in tmp_path.rglob("*") if path.suffix not in ("", ".json", ".safetensors")]
 
 
-def test_extra_comes_back_and_needs_no_process_group(ranks: RankPool, tmp_path: Path) -> None:
+def test_extra_is_restored_without_a_process_group(ranks: RankPool, tmp_path: Path) -> None:
     extra = {"step": 20, "data": {"ids": torch.arange(6).view(2, 3), "big": 2**100}, "list": [1.5, None, "x", [True]]}
     ranks.run(save, 2, tmp_path, "fsdp", 20, extra)
     read = read_extra(tmp_path / "step-00000020")
     assert torch.equal(read["data"].pop("ids"), extra["data"].pop("ids"))
     assert read == extra
-    with pytest.raises(ValueError, match="step-00000030 is no checkpoint"):
+    with pytest.raises(ValueError, match="step-00000030 is not a checkpoint"):
         read_extra(tmp_path / "step-00000030")
 
 
-# Whole or not there
+# Atomicity
 
 
 def save_and_change(folder: Path) -> list[str]:
-    """Change every tensor as soon as save() returns, several times, and say which checkpoints hold other values."""
+    """Modify every tensor as soon as save() returns, several times, and return the checkpoints with wrong values."""
     checkpointer = Checkpointer(folder, keep=10, device_type="cpu")
     tensors = fsdp({"big": torch.zeros(1024, 1024), "small": torch.zeros(5), "step": torch.zeros(())})
     tensors["tied"] = tensors["big"]
     for step in range(1, 5):
         for tensor in tensors.values():
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(step)
+            local_tensor(tensor).fill_(step)
         checkpointer.save(step, tensors, {"step": step})
     zeroed(tensors)
     checkpointer.wait()
@@ -169,13 +166,13 @@ def save_and_change(folder: Path) -> list[str]:
     for step in range(1, 5):
         path = folder / f"step-{step:08}"
         extra = checkpointer.load(path, tensors)
-        held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
+        held = [local_tensor(tensor) for tensor in tensors.values()]
         if extra != {"step": step} or not all(bool((part == step).all()) for part in held):
             wrong.append(path.name)
     return wrong
 
 
-def test_a_checkpoint_holds_what_was_there_when_save_returned(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_values_from_before_save_returned(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(save_and_change, 2, tmp_path) == [[], []]
 
 
@@ -186,7 +183,7 @@ def save_steps(folder: Path, steps: list[int], keep: int) -> None:
     checkpointer.wait()
 
 
-def test_the_newest_are_kept_and_only_our_leftovers_removed(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_only_incomplete_checkpoints_removed(ranks: RankPool, tmp_path: Path) -> None:
     for name in ("step-00000007.partial", "step-00000003.old", "step-7.partial", "notes.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -213,8 +210,8 @@ def save_until_killed(folder: Path, victim: int, delay: float) -> None:
         checkpointer.save(step, tensors, {"step": step})
 
 
-def test_a_rank_killed_at_any_moment_leaves_whole_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
-    """Each round loads what the one before it left, and is killed in the middle of saving."""
+def test_a_rank_killed_at_any_time_leaves_complete_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    """Each round loads the last checkpoint of the previous one, and is killed while saving."""
     steps = [0]
     for victim, delay in [(0, 0.05), (1, 0.11), (0, 0.16), (1, 0.2), (0, 0.31)]:
         with pytest.raises(RankError, match="the worker died"):
@@ -230,10 +227,10 @@ def test_a_rank_killed_at_any_moment_leaves_whole_checkpoints(ranks: RankPool, t
 
 
 def save_beyond_a_limit(folder: Path) -> list[str]:
-    """Rank 1 may write no file as large as its part: what a full disk is to it."""
+    """Limit the file size of rank 1 below that of its part, as a full disk would."""
     checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
     tensors = fsdp({"weight": torch.zeros(64, 1024)})
-    said = []
+    messages = []
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -243,17 +240,17 @@ def save_beyond_a_limit(folder: Path) -> list[str]:
         try:
             checkpointer.save(6, tensors, {}) if save_again else checkpointer.wait()
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     checkpointer.save(7, tensors, {})
     checkpointer.wait()
-    return said
+    return messages
 
 
-def test_a_failure_in_the_background_is_an_error_of_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(save_beyond_a_limit, 2, tmp_path):
-        assert len(said) == 2
-        for message in said:
+def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for messages in ranks.run(save_beyond_a_limit, 2, tmp_path):
+        assert len(messages) == 2
+        for message in messages:
             assert message.startswith(f"checkpoint {tmp_path / 'step-00000005'} was not saved: rank 1: ")
             assert "File too large" in message
     assert latest(tmp_path) == tmp_path / "step-00000007"
@@ -262,30 +259,30 @@ def test_a_failure_in_the_background_is_an_error_of_every_rank(ranks: RankPool, 
 def load_wrong(folder: Path) -> tuple[list[str], float]:
     checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
     kept = torch.full((3, 4), 7.0)
-    asked = [{"uneven": torch.zeros(11, 6), "bias": torch.zeros(1)}, {"short": kept, "bf16": torch.zeros(10, 4)}]
-    said = []
+    requested = [{"uneven": torch.zeros(11, 6), "bias": torch.zeros(1)}, {"short": kept, "bf16": torch.zeros(10, 4)}]
+    messages = []
     for path, tensors in [
-        (folder / "step-00000020", asked[dist.get_rank()]),
+        (folder / "step-00000020", requested[dist.get_rank()]),
         (folder / "step-00000040", {}),
     ]:
         try:
             checkpointer.load(path, tensors)
         except ValueError as error:
-            said.append(str(error))
-    return said, kept.mean().item()
+            messages.append(str(error))
+    return messages, kept.mean().item()
 
 
-def test_a_checkpoint_of_something_else_is_refused_by_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 1, tmp_path, "plain", 20, {})
-    (said, _), (also_said, kept) = ranks.run(load_wrong, 2, tmp_path)
-    assert said == also_said and kept == 7.0  # nothing was read into what was right
+    (first, _), (second, kept) = ranks.run(load_wrong, 2, tmp_path)
+    assert first == second and kept == 7.0  # the matching tensor was not modified
     for part in (
-        "has no bias: it is of another model",
-        "has uneven as (11, 5) torch.float32, not (11, 6) torch.float32",
-        "has bf16 as (10, 4) torch.bfloat16, not (10, 4) torch.float32",
+        "does not contain bias: it belongs to another model",
+        "has uneven as (11, 5) torch.float32, expected (11, 6) torch.float32",
+        "has bf16 as (10, 4) torch.bfloat16, expected (10, 4) torch.float32",
     ):
-        assert part in said[0]
-    assert "step-00000040 is no checkpoint" in said[1]
+        assert part in first[0]
+    assert "step-00000040 is not a checkpoint" in first[1]
 
 
 def load_missing_file(folder: Path) -> str:
@@ -296,11 +293,11 @@ def load_missing_file(folder: Path) -> str:
     return ""
 
 
-def test_a_lost_file_is_an_error_of_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save, 2, tmp_path, "fsdp", 20, {})
     (tmp_path / "step-00000020" / "rank-00001.safetensors").unlink()
-    for said in ranks.run(load_missing_file, 2, tmp_path):
-        assert "cannot be read: " in said and "rank-00001.safetensors" in said
+    for message in ranks.run(load_missing_file, 2, tmp_path):
+        assert "cannot be read: " in message and "rank-00001.safetensors" in message
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:

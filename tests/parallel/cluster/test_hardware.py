@@ -1,4 +1,4 @@
-"""Hardware files: every known node, a user's own, what contradicts itself; and how long messages take on them."""
+"""Hardware files: known nodes, a user's file, inconsistent files; and the time of messages on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_every_known_node_is_read_and_true_to_itself() -> None:
+def test_every_known_node_is_consistent() -> None:
     assert set(node_names()) == {"a100", "a800", "b200", "h100", "h200", "l20"}
     for name in node_names():
         node = load_hardware(name.upper())
@@ -47,14 +47,14 @@ def test_peaks_are_known_by_device_name() -> None:
     assert peak_flops("Some CPU") is None
 
 
-def test_a_file_may_change_a_known_node(tmp_path: Path) -> None:
+def test_a_file_may_override_a_known_node(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"base": "H100", "name": "mine", "efficiency": {"links": 0.5}}))
     mine, h100 = load_hardware(str(path)), load_hardware("h100")
     assert (mine.name, mine.link_efficiency, mine.matmul) == ("mine", 0.5, h100.matmul)
 
 
-def test_contradictions_are_refused_in_one_message() -> None:
+def test_inconsistencies_are_reported_in_one_message() -> None:
     wrong: dict[str, Any] = {
         "memory_bytes": 0,
         "tiers": [{**HOST, "devices": 0}, {**NETWORK, "shared_bytes_per_second": 10.0}],
@@ -67,17 +67,17 @@ def test_contradictions_are_refused_in_one_message() -> None:
         assert part in str(refused.value)
 
 
-def test_what_is_no_hardware_is_refused(tmp_path: Path) -> None:
+def test_invalid_hardware_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tiers is missing; speed is unknown"):
         hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
-    with pytest.raises(ValueError, match="it cannot be read"):
+    with pytest.raises(ValueError, match="invalid value"):
         hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
     with pytest.raises(ValueError, match="efficiency of attention is unknown"):
         hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": [[1, 1]]}}, "mine.json")
-    with pytest.raises(ValueError, match="is no file and none of a100, a800"):
+    with pytest.raises(ValueError, match="must be a file or one of a100, a800"):
         load_hardware("h1000")
     (tmp_path / "x.json").write_text("x")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         load_hardware(str(tmp_path / "x.json"))
     with pytest.raises(ValueError, match="no peak_flops for bfloat16"):
         hardware_from_mapping(SMALL, "").peak("bfloat16")
@@ -87,35 +87,35 @@ HUGE = 10**400
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ({"efficiency": [1]}, r"efficiency must be an object, not \[1\]"),
-        ({"efficiency": None}, "efficiency must be an object, not None"),
-        ({"peak_flops": None}, "peak_flops must be an object, not None"),
+        ({"efficiency": [1]}, r"efficiency must be an object, got \[1\]"),
+        ({"efficiency": None}, "efficiency must be an object, got None"),
+        ({"peak_flops": None}, "peak_flops must be an object, got None"),
         ({"peak_flops": {"bfloat16": "fast"}}, "bfloat16='fast' must be a finite number"),
         ({"memory_bytes": math.inf}, "memory_bytes=inf must be a finite number"),
-        ({"memory_bytes": HUGE}, "it cannot be read: int too large"),
-        ({"memory_bytes": 0.5}, "memory_bytes=0.5 must be a whole number"),
+        ({"memory_bytes": HUGE}, "invalid value: int too large"),
+        ({"memory_bytes": 0.5}, "memory_bytes=0.5 must be an integer"),
         ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be a finite number"),
         ({"parallel_rings": "false"}, "parallel_rings='false' must be true or false"),
         ({"streams": "no"}, "streams='no' must be true or false"),
         ({"crowding": "1"}, "crowding='1' must be a finite number"),
         ({"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}}, "matmul=inf must be a finite number"),
-        ({"tiers": [{**HOST, "devices": 2.7}]}, "devices=2.7 must be a whole number"),
+        ({"tiers": [{**HOST, "devices": 2.7}]}, "devices=2.7 must be an integer"),
         ({"tiers": [{**HOST, "devices": math.inf}]}, "devices=inf must be a finite number"),
         ({"tiers": [{**HOST, "alpha_seconds": math.inf}]}, "alpha_seconds=inf must be a finite number"),
         ({"tiers": [{**HOST, "bytes_per_second": "1e9"}]}, "bytes_per_second='1e9' must be a finite number"),
     ],
     ids=str,
 )
-def test_values_of_another_kind_are_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+def test_values_of_the_wrong_type_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"base": "h100", **wrong}))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_hardware(str(path))
 
 
-def test_times_by_tier() -> None:
+def test_transfer_times_by_tier() -> None:
     small = hardware_from_mapping(SMALL, "")
 
     def seconds(ranks: range, kind: str, nbytes: float, steps: int = 0) -> float:
@@ -123,20 +123,20 @@ def test_times_by_tier() -> None:
 
     assert seconds(range(4), "gather", 1000.0) == 1.0
     assert seconds(range(1), "gather", 1000.0) == 0.0
-    # All eight in one ring: one rank of each host sends everything over the network, alone.
+    # A ring over all eight ranks: one rank of each host sends all data over the network.
     assert seconds(range(8), "gather", 1000.0, steps=7) == 10.0 + 3.5
-    # Four pairs across the network share it.
+    # Four pairs across hosts share the network.
     assert seconds(range(0, 8, 4), "send", 1000.0) == 40.0
-    # Of an all-to-all over eight, 4 of 7 parts leave the host, of four ranks at once.
+    # In an all-to-all over eight ranks, 4 of 7 messages leave the host, from four ranks at once.
     assert math.isclose(seconds(range(8), "exchange", 700.0), 4 * 400 / 100)
-    # With an adapter for each device, and rings over all of them, a host's members share the crossing.
+    # With one adapter per device and parallel rings, the ranks of a host share the crossing.
     nccl = hardware_from_mapping({**SMALL, "tiers": [HOST, NETWORK], "parallel_rings": True}, "")
     assert transfer_seconds(nccl, range(8), "gather", 1000.0, 0, 8) == 2.5
-    with pytest.raises(ValueError, match="joins 4 devices, too few for rank 4"):
+    with pytest.raises(ValueError, match="connects 4 devices, too few for rank 4"):
         transfer_seconds(hardware_from_mapping({**SMALL, "tiers": [HOST]}, ""), range(8), "send", 1.0, 1, 8)
 
 
-def test_attention_without_a_mask_has_a_rate_of_its_own_where_one_is_given() -> None:
+def test_unmasked_attention_uses_its_own_efficiency_if_given() -> None:
     own = hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_backward_full": [[1, 1.0]]}}, "")
 
     def seconds(backward: bool, full: bool) -> float:
@@ -146,6 +146,6 @@ def test_attention_without_a_mask_has_a_rate_of_its_own_where_one_is_given() -> 
     assert seconds(True, full=False) == seconds(False, full=True) == seconds(False, full=False) == 2.0
 
 
-def test_curves() -> None:
+def test_curves_are_interpolated_in_log_x_and_constant_beyond_their_ends() -> None:
     curve = ((1.0, 0.5), (100.0, 1.0))
     assert [interpolate(curve, x) for x in (0.1, 1, 10, 100, 1000)] == [0.5, 0.5, 0.75, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""A small model of odd sizes, and how grids of ranks hold it: as boxes, and as the DTensors of torch."""
+"""A small model with odd sizes, and its layouts over grids of ranks, as boxes and as torch DTensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYER = {
     "scale": (1,),
     "experts": (8, 5, 3),
 }
-COLUMNS = ("o", "down")  # divided over tp by columns; norm and scale are not, experts go to ep
+COLUMNS = ("o", "down")  # sharded over tp by columns; norm and scale are replicated, experts are sharded over ep
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (40, 16),
     **{f"layers.{n}.{name}": shape for n in range(4) for name, shape in LAYER.items()},
@@ -36,7 +36,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Of two sizes, so that elements in a message may be unaligned."""
+    """Return one of two dtypes, so that elements in a message may be unaligned."""
     return torch.bfloat16 if name.endswith(("experts", "norm")) else torch.float32
 
 
@@ -44,14 +44,14 @@ KINDS = {name: Kind(shape, dtype_of(name)) for name, shape in SHAPES.items()}
 
 
 def values() -> dict[str, Tensor]:
-    """The model: random bits, other ones in every element but by chance."""
+    """Return the model's parameters, with random values."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator).to(dtype_of(name)) for name, shape in SHAPES.items()}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks of pp x replicate x shard x tp, tp innermost; experts are divided over ep inside a stage."""
+    """A grid of pp x replicate x shard x tp ranks, tp innermost; experts are sharded over ep inside a stage."""
 
     ranks: tuple[int, ...]
     pp: int = 1
@@ -61,7 +61,7 @@ class Grid:
     ep: int = 1
 
     def box(self, name: str, number: int) -> Box | None:
-        """What number `number` of the grid holds."""
+        """Return the box that rank `number` of the grid holds."""
         stage, rest = divmod(number, len(self.ranks) // self.pp)
         fsdp, tp = divmod(rest % (self.shard * self.tp), self.tp)
         first = stage * len(SHAPES) // self.pp
@@ -85,7 +85,7 @@ class Grid:
 
 
 def cut(box: Box, dim: int, pieces: int, piece: int) -> Box:
-    """As torch cuts: all pieces of the same size, but for the last ones."""
+    """Split a box as torch does: all pieces have the same size, except the last ones."""
     step = -(-box.sizes[dim] // pieces)
     begin = min(piece * step, box.sizes[dim])
     size = min(step, box.sizes[dim] - begin)
@@ -126,7 +126,7 @@ GRIDS = {
 
 
 def plain_tensors(layout: ParamLayout, rank: int) -> dict[str, Tensor]:
-    """What a rank holds, as tensors of just its boxes."""
+    """Return a rank's boxes as plain tensors."""
     return {name: values()[name][boxes[rank].slices()].clone() for name, boxes in layout.boxes.items() if rank in boxes}
 
 
@@ -142,7 +142,7 @@ REAL = {
 
 
 def dtensors(dims: ParallelDims, groups: ProcessGroups) -> dict[str, Tensor]:
-    """The model as tensor parallelism and FSDP2 hold it. Collective over the world."""
+    """Return the model sharded with tensor parallelism and FSDP2. Collective over the world."""
     mesh = ParallelMesh.create(dims, groups=groups)
     replicas = ("dp_replicate",) if dims.dp_replicate > 1 else ()
     tp, ep = mesh.parameter_mesh("tp"), mesh.expert_mesh("ep")

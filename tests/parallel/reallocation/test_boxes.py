@@ -1,4 +1,4 @@
-"""Boxes: what overlaps, and which part of a tensor each rank holds under FSDP2, tensor parallelism and both."""
+"""Boxes: their operations, and the part of a tensor that each rank holds under FSDP2, tensor parallelism and both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel.testing import RankPool
 SHAPES = ((8, 3), (7, 3), (3, 5), (1, 4), (9,), (4, 6, 5))
 
 
-def test_boxes_overlap_where_both_are() -> None:
+def test_overlap_is_the_intersection() -> None:
     first, second = Box((0, 2), (4, 5)), Box((3, 0), (6, 4))
     assert first.overlap(second) == second.overlap(first) == Box((3, 2), (1, 2))
     assert first.overlap(Box((4, 2), (1, 1))) is None
@@ -24,14 +24,14 @@ def test_boxes_overlap_where_both_are() -> None:
     assert first.overlap(Box.whole((9, 9))) == first
 
 
-def test_slices_are_of_the_whole_or_of_a_box() -> None:
+def test_slices_index_the_whole_tensor_or_a_box() -> None:
     whole = torch.arange(63).view(7, 9)
     outer, inner = Box((2, 3), (4, 5)), Box((3, 4), (2, 2))
     assert torch.equal(whole[outer.slices()][inner.slices(outer)], whole[inner.slices()])
     assert inner.numel == whole[inner.slices()].numel()
 
 
-def test_a_difference_and_a_run_are_boxes_that_do_not_overlap() -> None:
+def test_differences_and_runs_are_disjoint_boxes() -> None:
     outer = Box((1, 2, 0), (4, 3, 2))
     for other in (Box((2, 3, 0), (2, 1, 1)), Box((0, 0, 0), (3, 4, 2)), Box((9, 9, 9), (1, 1, 1)), outer):
         covered = torch.zeros(6, 6, 3, dtype=torch.int64)
@@ -55,7 +55,7 @@ def values(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def check(tensor: torch.Tensor, whole: torch.Tensor) -> int:
-    """Held elements, all of which must be those that the box says."""
+    """Check that the local part is the tensor's box, and return its number of elements."""
     box = local_box(tensor)
     assert torch.equal(local_part(tensor), whole[box.slices()]), (box, tensor)
     return box.numel
@@ -116,8 +116,8 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_what_is_no_box_is_refused(ranks: RankPool) -> None:
+def test_local_parts_that_are_not_a_box_are_refused(ranks: RankPool) -> None:
     partial, loose, uneven = ranks.run(refusals, 4)[0]
     assert "partial sums" in partial
-    assert "rows of 2 places in dim 0 of (8, 3)" in loose and "and cut them into 1" in loose
-    assert "must cut its 7 rows evenly into 2" in uneven
+    assert "rows from 2 places in dim 0 of (8, 3)" in loose and "but split them into 1" in loose
+    assert "must split its 7 rows evenly into 2" in uneven

@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
     assert "position_ids is not a key" in unknown and "pixels is not a key" in unknown
     assert "labels (2, 23) must have the shape of input_ids (2, 24)" in shapes
     assert "seq_len=22 cannot be divided by layout='zigzag' over ring=2" in length and "use 20 or 24" in length
-    assert "cu_seqlens ends at 48, behind the 24 tokens of a row" in borders
+    assert "cu_seqlens ends at 48, past the 24 tokens of a row" in borders
     assert "cu_seqlens must be integers" in floats
 
 

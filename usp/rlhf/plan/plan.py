@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attention import LAYOUTS
-from parallel import ZERO_STAGES, ParallelDims
+from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 
@@ -133,14 +133,3 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         yield f"a function has no model to divide, but {dims} was asked: leave only data-parallel degrees"
     if kind == "compute" and (layout.zero or layout.micro_batch_tokens):
         yield "a function has no weights and no micro-batches: leave out zero and micro_batch_tokens"
-
-
-def format_ranks(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ascending ranks as "0-3,6"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from parallel import ParallelDims
+from parallel import ParallelDims, format_ranks
 
-from .plan import CallLayout, ExecutionPlan, format_ranks
+from .plan import CallLayout, ExecutionPlan
 
 _DEGREES = tuple(field.name for field in fields(ParallelDims))
 _OPTIONS = ("zero", "micro_batch_tokens", "tp_sequence_parallel", "sp_layout")

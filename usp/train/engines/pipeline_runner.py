@@ -63,7 +63,7 @@ class PipelineRunner:
     def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
         handed = self.handed.tensors(rows, tokens)
         return Pipeline(
-            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, handed=handed, zero=self.zero
+            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, stage_outputs=handed, zero=self.zero
         )
 
 

@@ -143,7 +143,7 @@ def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: p
         (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
         (["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"], "16 devices cannot share 3 sequences"),
         (["--model", "llama2-70b", "--seq-len", "1048576"], "fits 8 x H100 in none of"),
-        (["--hardware", "h900"], "'h900' is no file and none of"),
+        (["--hardware", "h900"], "'h900' must be a file or one of"),
         (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
         (["--out", "plan.txt"], "must be a .yaml file"),
     ],
