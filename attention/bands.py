@@ -72,7 +72,7 @@ class Task:
 
     def visible(self) -> int:
         """The number of visible (query, key) pairs."""
-        return _visible(self.rows, self.columns, self.q_start - self.k_start, self.lowest, self.highest)
+        return band_pairs(self.rows, self.columns, self.q_start - self.k_start, self.lowest, self.highest)
 
 
 def tight_task(
@@ -105,8 +105,8 @@ def query_layers(tasks: Iterable[Task]) -> Iterator[tuple[int, Task]]:
         yield layer, task
 
 
-def _visible(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:
-    """Pairs of a rows x columns rectangle with lowest <= offset + i - j <= highest."""
+def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:
+    """Count the pairs (i, j) of a rows x columns rectangle with lowest <= offset + i - j <= highest."""
 
     def triangle(n: int) -> int:
         return n * (n + 1) // 2 if n > 0 else 0

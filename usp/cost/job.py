@@ -17,7 +17,7 @@ from usp.config import TrainConfig
 from usp.hf.balance import aux_loss_coefficient
 from usp.hf.models import ModelConfig, model_facts
 from usp.hf.shapes import model_shape
-from usp.model.shapes import LayerShape, ModelShape, ParameterShape
+from usp.model.facts import LayerShape, ModelShape, ParameterShape
 from usp.run.failures import ConfigurationError, listed
 from usp.train.validate import parallel_dims, settle_batch, violations
 

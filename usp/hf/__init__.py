@@ -1,5 +1,5 @@
-"""Everything that touches transformers. Each file imports only earlier ones:
+"""Everything that depends on transformers. Each file imports only earlier ones:
 
-expert_parallel, tokenizers, prune, tensor_parallel, balance, integrate, stage, models, shapes, disk, initialise,
+tokenizers, prune, integrate, models, expert_parallel, tensor_parallel, shapes, balance, stage, disk, initialise,
 export_plan, weights, export.
 """

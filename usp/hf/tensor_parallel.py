@@ -1,62 +1,42 @@
-"""Tensor parallelism of transformers models, from the plan that each family ships (`base_model_tp_plan`)."""
+"""Tensor parallelism for transformers models, from the plan that each family ships (`base_model_tp_plan`)."""
 
 from __future__ import annotations
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from parallel import ParallelMesh, divisors
+from parallel import ParallelMesh
 from parallel.tensor import apply_tensor_parallel, gather_output
+from usp.model.rules import tp_violations
+
+from .models import model_facts
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
-_EXPERTS = "moe_tp_experts"  # the style that marks the module of all experts
+_EXPERTS = "moe_tp_experts"  # style of the experts module in shipped plans
 _KNOWN = {"colwise", "rowwise", "replicated_with_grad_allreduce", "untouched"}
 
 
-def tp_violations(config: PretrainedConfig, tp: int, sequence_parallel: bool) -> list[str]:
-    """What about a model forbids dividing it over `tp` ranks; empty where nothing does. Pure."""
-    if tp == 1:
-        return ["--tp-sequence-parallel shards tokens over tp ranks: give --tp 2 or more"] if sequence_parallel else []
-    plan = _shipped_plan(config)
-    if not plan:
-        return [f"tp={tp} needs a model type with a tensor-parallel plan, and {config.model_type!r} has none: use tp=1"]
-    divided = {"vocab_size": config.vocab_size, "num_attention_heads": config.num_attention_heads}
-    divided["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if _has_dense_mlp(config):
-        divided["intermediate_size"] = config.intermediate_size
-    violations = [
-        f"tp={tp} must divide {name}={size}: use tp={divisors(size, tp)[-1]}"
-        for name, size in divided.items()
-        if size % tp
-    ]
-    for name, style in _without_experts(plan).items():
-        if style not in _KNOWN:
-            violations.append(f"tp={tp}: {config.model_type!r} wants style {style!r} for {name}, which is not known")
-    if _has_experts(config) and not sequence_parallel:
-        violations.append(f"--tp {tp} with a mixture of experts needs --tp-sequence-parallel")
-    return violations
-
-
 def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool) -> None:
-    """Divide heads, MLP columns and vocabulary over the mesh's tp axis, in place. Nothing to do for tp=1.
+    """Shard heads, MLP columns and vocabulary over the mesh's tp axis, in place; does nothing for tp=1.
 
     Call it after `apply_unified_sp` and before FSDP; parameters may be on the meta device, else every tp rank must hold
-    the same values. All parameters become DTensors over tp, except those of experts, which are left alone. Each tp rank
-    takes the same tokens and returns the same hidden states. The output head is not called: the loss takes its weight,
-    of which each rank has rows of the vocabulary.
+    the same values. All parameters except experts become DTensors over tp. Each tp rank takes the same tokens and
+    returns the same hidden states. The output head is not called: the loss uses its weight, sharded by vocabulary rows.
 
     Args:
-        sequence_parallel: between attentions and MLPs, hidden states are (B, S / tp, H), where S are the tokens of a
-            ring x ulysses rank. A pipeline stage that is not the first takes them so, and returns them so where its
-            final norm is no norm (nn.Identity); the last one's output is gathered.
+        sequence_parallel: between attention and MLP, hidden states are (B, S / tp, H), where S are the tokens of a
+            ring x ulysses rank. A pipeline stage other than the first takes them in this shape, and returns them in it
+            if its final norm is nn.Identity; the last stage's output is gathered.
 
     Raises:
-        ValueError: naming everything about the model that forbids this.
+        ValueError: naming all `tp_violations` and `plan_violations`.
     """
-    violations = tp_violations(model.config, mesh.size("tp"), sequence_parallel)
+    config, tp = model.config, mesh.size("tp")
+    violations = tp_violations(model_facts(config.model_type, config), tp, sequence_parallel)
+    violations += plan_violations(config) if tp > 1 else []
     if violations:
         raise ValueError("; ".join(violations))
-    if mesh.size("tp") == 1:
+    if tp == 1:
         return
     tp_mesh = mesh.parameter_mesh("tp")
     apply_tensor_parallel(model, tp_mesh, tp_plan(model), token_dim=_TOKEN_DIM if sequence_parallel else None)
@@ -65,8 +45,16 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
 
+def plan_violations(config: PretrainedConfig) -> list[str]:
+    """Return why the tensor-parallel plan of a model type is not supported."""
+    plan = _without_experts(_shipped_plan(config))
+    unknown = [f"style {style!r} of {name} is not supported" for name, style in plan.items() if style not in _KNOWN]
+    missing = [] if plan else ["transformers ships none"]
+    return [f"tensor-parallel plan of model_type={config.model_type!r}: {text}; use tp=1" for text in missing + unknown]
+
+
 def tp_plan(model: PreTrainedModel) -> dict[str, str]:
-    """The style of each divided module of a causal LM: {dotted name, in which * stands for one part: style}."""
+    """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
     base = model.base_model_prefix
     plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
     return plan | {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
@@ -77,19 +65,8 @@ def _shipped_plan(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _without_experts(plan: dict[str, str]) -> dict[str, str]:
-    """The plan in which experts are untouched: they are divided over ep, and see each tp rank's own tokens."""
+    """Mark experts as untouched: they are sharded over ep, and each tp rank routes different tokens."""
     experts = [name for name, style in plan.items() if style == _EXPERTS]
     below = tuple(f"{name}." for name in experts)
     rest = {name: style for name, style in plan.items() if not name.startswith(below)}
     return rest | dict.fromkeys(experts, "untouched")
-
-
-def _has_experts(config: PretrainedConfig) -> bool:
-    return _EXPERTS in _shipped_plan(config).values()
-
-
-def _has_dense_mlp(config: PretrainedConfig) -> bool:
-    """Whether some layer has an MLP of `intermediate_size`; with experts it is a layer that is said to have none."""
-    if not _has_experts(config):
-        return True
-    return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) > 1

@@ -1,4 +1,4 @@
-"""Weights out of transformers' safetensors folders, each rank reading the boxes that it holds."""
+"""Import of weights from a transformers safetensors directory; each rank reads only its boxes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
-from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
-from usp.hf.initialise import fill_buffers, initialise
-from usp.hf.models import causal_config, empty_model, kept_names, load_generation_config
 
+from .disk import DiskEntry, DiskTensor, choose_tensors, read_headers
+from .initialise import fill_buffers, initialise
+from .models import causal_config, empty_model, kept_names, load_generation_config
 from .prune import head_name
 
 _ROWS_AT_A_TIME = 4096
@@ -24,16 +24,16 @@ _ROWS_AT_A_TIME = 4096
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = None) -> None:
-    """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `materialise`.
+    """Load a model or a pipeline stage from a directory written by `save_pretrained`, after `materialise`.
 
-    Parameters may be plain or DTensors, of any dtype; a rank reads the parts that it holds, and nothing is
-    communicated. Buffers are computed, and the model gets the folder's generation configuration where it has one.
+    Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
+    Buffers are computed, and the model gets the directory's generation configuration, if any.
 
-    head_seed: the folder is a causal LM's and the model has a scalar head, which is drawn from this seed instead.
+    head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
     Raises:
-        ValueError: on every rank alike and before a weight is read, naming files that cannot be read, and every tensor
-            that is missing, superfluous, or of another shape.
+        ValueError: on every rank and before reading weights, naming unreadable files, and every tensor that is missing,
+            unexpected, or of the wrong shape.
     """
     whole = empty_model(model.config if head_seed is None else causal_config(model.config))
     kept = kept_names(whole)
@@ -73,6 +73,6 @@ def _check_equal(
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
         if not torch.equal(_read(files, found, first, rows), _read(files, found, copy, rows)):
             raise ValueError(
-                f"{first.name} and {copy.name} differ, but tie_word_embeddings=True in config.json makes them one "
-                f"parameter: set it to false, or remove one of the two"
+                f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
+                f"to false, or remove one of the two"
             )

@@ -16,7 +16,8 @@ from usp.config import DEVICES, DTYPES, TrainConfig
 from usp.data.documents import open_source
 from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelConfig, empty_model, load_model_config, matmul_parameters, model_facts
+from usp.hf.models import ModelConfig, empty_model, load_model_config, model_facts
+from usp.hf.shapes import matmul_parameters
 from usp.hf.tokenizers import load_tokenizer
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed

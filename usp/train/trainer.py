@@ -34,7 +34,7 @@ from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses.output_heads import NextTokenLoss
 from usp.model.facts import training_flops
 from usp.run.failures import ConfigurationError, Stopped, TrainingDiverged
 from usp.run.launch import Launch, outlast, process_group
@@ -147,7 +147,7 @@ class Trainer:
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         local = self._local_part(batch)
         tokens = int(global_token_count(local["shift_labels"], self.mesh))
-        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), NextToken(tokens))
+        share = self.engine.forward_backward(split_rows(local, self.config.micro_batches), NextTokenLoss(tokens))
 
         sent = self._attention_sent() - sent_before
         total_loss, total_sent, stops = self._sum([share.item(), sent, float(self.stop.requested)])

@@ -17,8 +17,7 @@ from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import blank_batch
 from usp.hf.expert_parallel import local, router_modules
 from usp.hf.models import load_model_config, materialise
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss, global_token_count
 from usp.sp.batch import split_rows
 from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
 from usp.train.engines.base import AdamW
@@ -46,7 +45,7 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
     def step() -> None:
         batch = blank_batch(config, mesh)
         tokens = int(global_token_count(batch["shift_labels"], mesh))
-        engine.forward_backward(split_rows(batch, config.micro_batches), NextToken(tokens))
+        engine.forward_backward(split_rows(batch, config.micro_batches), NextTokenLoss(tokens))
         engine.step(config.learning_rate, config.max_grad_norm)
 
     return step

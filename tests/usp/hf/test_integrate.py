@@ -40,8 +40,8 @@ def refused_models() -> list[str]:
 
 def test_models_that_cannot_be_honoured(ranks: RankPool) -> None:
     kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
-    assert "must be a transformers PreTrainedModel, not Linear" in kind
-    assert "model_type='gpt2' is not among the families" in family
+    assert "must be a transformers PreTrainedModel, got Linear" in kind
+    assert "model_type='gpt2' is not among the supported families" in family
     assert "attention_dropout=0.1" in both and "output_attentions=True" in both
     assert "already has unified sequence parallel attention" in twice
     assert "layout='strip' must be one of" in layout
@@ -56,7 +56,7 @@ def turned_by_the_longest_position(ring: int) -> str:
 
 
 def test_positions_that_depend_on_the_whole_sequence(ranks: RankPool) -> None:
-    assert all("rope_type='dynamic' turns" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
+    assert all("rope_type='dynamic' depends" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
     assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
 
 
@@ -76,7 +76,7 @@ def models_of_one_config() -> tuple[bool, str]:
 def test_other_models_of_a_config_stay_as_they_are_and_classifiers_are_refused(ranks: RankPool) -> None:
     for same, classifier in ranks.run(models_of_one_config, 2):
         assert same
-        assert "LlamaForSequenceClassification reads the last token of each rank's part" in classifier
+        assert "LlamaForSequenceClassification would read the last token of each rank's shard" in classifier
 
 
 def copied() -> bool:
@@ -100,7 +100,7 @@ def too_many_ranks() -> str:
 
 def test_more_ulysses_ranks_than_heads(ranks: RankPool) -> None:
     assert all(
-        "ulysses=4 exceeds the 2 query heads: 2 of 4 ranks would idle" in message
+        "ulysses=4 exceeds the 2 query heads: 2 of 4 ulysses ranks have no head" in message
         for message in ranks.run(too_many_ranks, 4)
     )
 
@@ -164,29 +164,29 @@ def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
 
 def test_what_one_rank_refuses_all_hear_of(ranks: RankPool) -> None:
     for layout, padding, borders in ranks.run(refused_by_some, 2):
-        assert "position_ids are not those of layout='zigzag'" in layout
-        assert "attention_mask hides padding" in padding
+        assert "position_ids do not match layout='zigzag'" in layout
+        assert "attention_mask masks padding" in padding
         assert "must start at 0" in borders
 
 
 def test_labels_by_position_are_seen_and_autocast_is_honoured(ranks: RankPool) -> None:
     for labels, dtype in ranks.run(by_position_or_in_half_precision, 2):
-        assert "give shard_batch the labels" in labels
+        assert "pass labels to shard_batch" in labels
         assert dtype == torch.bfloat16
 
 
 def test_forwards_that_cannot_be_honoured(ranks: RankPool) -> None:
     found = ranks.run(refused_forwards, 2)[0]
     wanted = {
-        "labels": "give shard_batch the labels",
-        "padding": "attention_mask hides padding",
-        "4d mask": "ready-made attention_mask",
-        "masks by kind": "ready-made attention_mask",
-        "no positions": "position_ids must be given",
-        "no borders": "position_ids are not those of layout='zigzag' with the given cu_seqlens",
+        "labels": "pass labels to shard_batch",
+        "padding": "attention_mask masks padding",
+        "4d mask": "prebuilt attention_mask",
+        "masks by kind": "prebuilt attention_mask",
+        "no positions": "position_ids from shard_batch must be given",
+        "no borders": "position_ids do not match layout='zigzag' and cu_seqlens",
         "cache": "a KV cache",
         "weights": "output_attentions=True",
-        "unknown": "block_tables is not known to unified_sp",
-        "unpatched": "0 of 2 attention layers went through unified sequence parallelism",
+        "unknown": "block_tables is not supported by unified_sp",
+        "unpatched": "only 0 of 2 attention layers used unified sequence parallelism",
     }
     assert {name: wanted[name] in message for name, message in found.items()} == dict.fromkeys(wanted, True), found

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import AutoModelForCausalLM, BertConfig, MixtralConfig, Qwen3MoeConfig
 
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
-from usp.hf.models import (
-    empty_model,
-    load_model_config,
-    matmul_parameters,
-    model_facts,
-)
+from usp.hf.models import empty_model, load_model_config, model_facts
+from usp.hf.shapes import matmul_parameters
 from usp.hf.weights import load_weights
 from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
@@ -45,6 +41,8 @@ def test_facts_are_read_from_the_configuration() -> None:
     tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
     assert model_facts("tiny", load_model_config("tiny")) == tiny
     assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
+    for kind, size in ((MixtralConfig(intermediate_size=5), 0), (Qwen3MoeConfig(mlp_only_layers=[0]), 6144)):
+        assert model_facts("m", kind).intermediate_size == size
 
 
 def test_a_mixture_of_layer_kinds_has_a_window_each() -> None:
@@ -85,12 +83,14 @@ def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> No
 
 
 def test_an_unknown_model_names_the_presets() -> None:
-    with pytest.raises(ValueError, match=r"no preset \(did you mean 'llama3-8b'\?\) and no folder: give one of tiny"):
+    with pytest.raises(
+        ValueError, match=r"neither a preset \(did you mean 'llama3-8b'\?\) nor a directory: use one of tiny"
+    ):
         load_model_config("llama3-8")
 
 
 def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         load_model_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read its config\.json"):
@@ -101,7 +101,7 @@ def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"bert"', '"clip"'))
-    with pytest.raises(ValueError, match=r"of type 'clip', and the types that can be trained .* are llama"):
+    with pytest.raises(ValueError, match=r"model_type='clip', which .* does not support: use one of llama"):
         load_model_config(str(tmp_path))
 
 
@@ -114,7 +114,7 @@ def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Pat
         load_model_config(str(tmp_path))
     for text in ("{", "[1]"):
         file.write_text(text)
-        with pytest.raises(ValueError, match=rf"{file} must be corrected or removed, transformers cannot read it: \S"):
+        with pytest.raises(ValueError, match=rf"{file}: transformers cannot read it, correct or remove it: \S"):
             load_model_config(str(tmp_path))
 
 

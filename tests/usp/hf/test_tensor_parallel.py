@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from parallel.testing import RankPool, count_sent_bytes
@@ -29,8 +29,8 @@ from tests.usp.tiny import (
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
-from usp.hf.tensor_parallel import apply_tp, tp_violations
-from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.hf.tensor_parallel import apply_tp, plan_violations
+from usp.losses import causal_lm_loss, global_token_count
 
 
 @dataclass(frozen=True)
@@ -213,28 +213,10 @@ def test_a_model_on_the_meta_device_stays_there_with_tied_weights(ranks: RankPoo
     ranks.run(on_meta, 2)
 
 
-def test_what_tp_cannot_divide_is_named_with_numbers() -> None:
-    sizes = {"vocab_size": 99, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 62}
-    violations = tp_violations(LlamaConfig(**sizes, hidden_size=24), 4, False)
-    assert violations == [
-        "tp=4 must divide vocab_size=99: use tp=3",
-        "tp=4 must divide num_attention_heads=6: use tp=3",
-        "tp=4 must divide num_key_value_heads=3: use tp=3",
-        "tp=4 must divide intermediate_size=62: use tp=2",
-    ]
-    assert tp_violations(Qwen3Config(), 1, False) == tp_violations(Qwen3Config(), 2, True) == []
-    assert "give --tp 2 or more" in tp_violations(Qwen3Config(), 1, True)[0]
-
-
-def test_styles_that_are_not_known_are_named() -> None:
+def test_unsupported_plans_are_rejected() -> None:
     config = LlamaConfig()
+    assert plan_violations(config) == plan_violations(MixtralConfig()) == plan_violations(Qwen3MoeConfig()) == []
     config.base_model_tp_plan = {"layers.*.self_attn.kv_a": "mla_kv_a_proj"}
-    assert "'mla_kv_a_proj' for layers.*.self_attn.kv_a" in tp_violations(config, 2, False)[0]
+    assert "'mla_kv_a_proj' of layers.*.self_attn.kv_a is not supported" in plan_violations(config)[0]
     config.base_model_tp_plan = None
-    assert "'llama' has none" in tp_violations(config, 2, False)[0]
-
-
-@pytest.mark.parametrize("config", [MixtralConfig(intermediate_size=5), Qwen3MoeConfig(intermediate_size=5)])
-def test_experts_need_their_own_tokens_on_each_rank(config: MixtralConfig | Qwen3MoeConfig) -> None:
-    assert tp_violations(config, 2, True) == []
-    assert tp_violations(config, 2, False) == ["--tp 2 with a mixture of experts needs --tp-sequence-parallel"]
+    assert "model_type='llama': transformers ships none; use tp=1" in plan_violations(config)[0]

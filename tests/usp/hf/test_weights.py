@@ -159,7 +159,7 @@ def test_a_module_that_transformers_does_not_initialise_is_refused(monkeypatch: 
     model = empty_model(config_of("llama"))
     materialise(model, CPU)
     monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
-    with pytest.raises(ValueError, match=r"no first values to weight of model\.embed_tokens \(Embedding\)"):
+    with pytest.raises(ValueError, match=r"does not initialize weight of model\.embed_tokens \(Embedding\)"):
         initialise(model, 0)
 
 
@@ -295,11 +295,17 @@ def test_a_generation_configuration_comes_along(tmp_path: Path) -> None:
 
 
 EDITS = [
-    (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, r"layers\.0\.self_attn\.q_proj\.weight, .* missing"),
-    (lambda t: t | {"model.layers.9.w": torch.ones(2)}, r"model\.layers\.9\.w of no parameter"),
-    (lambda t: t | {"model.norm.weight": torch.ones(33)}, r"norm\.weight \(33,\) instead of \(32,\) of another shape"),
+    (
+        lambda t: {k: v for k, v in t.items() if "q_proj" not in k},
+        r"missing: model\.layers\.0\.self_attn\.q_proj\.weight, ",
+    ),
+    (lambda t: t | {"model.layers.9.w": torch.ones(2)}, r"unexpected: model\.layers\.9\.w$"),
+    (
+        lambda t: t | {"model.norm.weight": torch.ones(33)},
+        r"wrong shape: model\.norm\.weight has shape \(33,\), expected \(32,\)",
+    ),
     (lambda t: t | {"lm_head.weight": torch.ones(96, 32)}, r"embed_tokens\.weight and lm_head\.weight differ"),
-    (lambda t: {k: v for k, v in t.items() if "layers" not in k}, r"and 17 more missing"),
+    (lambda t: {k: v for k, v in t.items() if "layers" not in k}, r"missing: .* and 17 more"),
 ]
 
 
@@ -374,11 +380,11 @@ def test_pipeline_stages_save_together_or_fail_together(ranks: RankPool, tmp_pat
     first, second = ranks.run(save_stages, 2, tmp_path / "target")
     assert first == second
     missing, wrong, occupied, failed = first
-    assert "ranks hold 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
-    assert "odd is no parameter of the qwen3 of the configuration" in wrong
-    assert "model.norm.weight is (31,) torch.float32, and must be (32,) of one dtype" in wrong
-    assert "occupied holds something else than a model" in occupied
-    assert "the folder is as it was: rank 1: " in failed and "No space left on device" in failed
+    assert "ranks hold only 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
+    assert "odd is not a parameter of the configured qwen3 model" in wrong
+    assert "model.norm.weight is (31,) torch.float32, but must be (32,) of one dtype" in wrong
+    assert "occupied contains files other than a model" in occupied
+    assert "the directory is unchanged: rank 1: " in failed and "No space left on device" in failed
     assert (tmp_path / "occupied" / "thesis.tex").exists()
 
 

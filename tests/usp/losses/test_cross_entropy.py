@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.testing import RankPool
-from usp.losses.cross_entropy import vocab_loss
+from usp.losses import vocab_loss
 
 BATCH, TOKENS, HIDDEN, VOCAB, TARGETS = 2, 13, 6, 23, 41
 

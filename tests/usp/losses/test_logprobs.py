@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.testing import RankPool
 from tests.usp.losses.test_cross_entropy import BATCH, HIDDEN, TOKENS, VOCAB, Operators, difference, inputs
-from usp.losses.logprobs import vocab_logprobs
+from usp.losses import vocab_logprobs
 
 TEMPERATURE = 0.7
 

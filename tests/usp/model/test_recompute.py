@@ -16,7 +16,7 @@ from tests.usp.tiny import packed_batch, tiny_model
 from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, tiled_mlp_violations
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
@@ -36,7 +36,7 @@ def build(dims: ParallelDims, mode: str, offload: bool, tile: int) -> tuple[Caus
 
 def loss_of(stage: CausalLMStage, mesh: ParallelMesh, step: int) -> Tensor:
     batch = shard_batch(packed_batch(step), mesh, "zigzag")
-    return stage(batch.pop("input_ids"), **batch, head=NextToken(TOKENS))
+    return stage(batch.pop("input_ids"), **batch, head=NextTokenLoss(TOKENS))
 
 
 def gradients(stage: CausalLMStage) -> dict[str, Tensor]:
@@ -193,12 +193,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"mode='some' must be one of none, attention-saved, full"):
         apply_activation_checkpointing([layer], "some")
-    with pytest.raises(ValueError, match="needs the attention"):
+    with pytest.raises(ValueError, match="needs attention, the layer"):
         apply_activation_checkpointing([layer], "attention-saved")
-    with pytest.raises(ValueError, match="mode='none' keeps everything"):
+    with pytest.raises(ValueError, match="mode='none' disables it"):
         apply_activation_checkpointing([layer], "none", offload=True)
     apply_activation_checkpointing([layer, nn.Identity()], "full")
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(ValueError, match="only once"):
         apply_activation_checkpointing([layer], "full")
     moe = nn.Module()
     moe.mlp = nn.Linear(1, 1)

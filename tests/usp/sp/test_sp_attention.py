@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
-from usp.sp.sp_attention import _reach
+from usp.sp.sp_attention import _window
 
 
 def refusals() -> dict[str, str]:
@@ -35,7 +35,7 @@ def refusals() -> dict[str, str]:
         with pytest.raises(ValueError) as caught:
             call()
         messages[name] = str(caught.value)
-    with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, not str"):
+    with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, got str"):
         UnifiedSPAttention("cuda")
     return messages
 
@@ -43,11 +43,11 @@ def refusals() -> dict[str, str]:
 def test_calls_that_do_not_fit_are_refused(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
-    assert "share batch, tokens and head_dim" in found["tokens"]
-    assert "share dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
+    assert "have the same batch, tokens and head_dim" in found["tokens"]
+    assert "have the same dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
     assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
     assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
-    assert "sinks (2,) must hold one logit for each query head" in found["sinks"]
+    assert "sinks (2,) must have one logit per query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
 
@@ -70,9 +70,9 @@ def test_strides_make_no_difference(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("window", [0, (), [4.5, 0], "ab", (1, 2, 3)])
 def test_windows_that_are_none(window: object) -> None:
-    with pytest.raises(ValueError, match=r"must be \(left, right\)"):
-        _reach(window)  # type: ignore[arg-type]
-    assert _reach([4, 0]) == (4, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be None or \(left, right\)"):
+        _window(window)  # type: ignore[arg-type]
+    assert _window([4, 0]) == (4, 0)  # type: ignore[arg-type]
 
 
 def gradient_of_sinks() -> list[float]:
@@ -130,7 +130,7 @@ def wrong_axes() -> None:
 
 
 def test_a_device_mesh_must_name_an_axis(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"it must name at least one of ring and ulysses"):
+    with pytest.raises(RankError, match=r"must name at least one of ring and ulysses"):
         ranks.run(wrong_axes, 2)
 
 
@@ -174,4 +174,4 @@ def test_the_pick_is_logged_once_on_one_rank_and_idle_ranks_are_warned_of(ranks:
     first, *others = ranks.run(log_lines, 4)
     assert len(first) == 2 and not any(others)
     assert first[0].startswith("attention kernel: sdpa; flash-attn refused: ")
-    assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks attend with no head" in first[1]
+    assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks have no head" in first[1]

@@ -28,8 +28,7 @@ from usp import shard_batch
 from usp.config import TrainConfig
 from usp.data.tokenizer import BYTES
 from usp.hf.models import load_model_config, model_facts
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss, global_token_count
 from usp.sp.batch import split_rows
 from usp.train.build import build_engine
 from usp.train.prepare import Prepared
@@ -121,7 +120,7 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
         tokens = int(global_token_count(local["shift_labels"], mesh))
-        loss = engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
+        loss = engine.forward_backward(split_rows(local, config.micro_batches), NextTokenLoss(tokens))
         for axis in ("pp", "loss"):
             dist.all_reduce(loss, group=mesh.group(axis))
         history.append((loss.item(), engine.step(LEARNING_RATE, MAX_NORM)))

@@ -25,7 +25,7 @@ from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, load_model_config, materialise, model_facts
 from usp.hf.stage import CausalLMStage
 from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses.output_heads import NextTokenLoss
 from usp.run.failures import ConfigurationError, listed
 from usp.sp.batch import shard_batch, split_rows
 from usp.train.build import StageRecipe, build_fsdp2_engine, build_stages, shard_stage
@@ -195,7 +195,7 @@ def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: 
     local = blank_batch(config, mesh)
     memory.label_since(begin, ACTIVATIONS)
     tokens = int(global_token_count(local["shift_labels"], mesh))
-    engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
+    engine.forward_backward(split_rows(local, config.micro_batches), NextTokenLoss(tokens))
     memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
     engine.step(config.learning_rate, config.max_grad_norm)
 

@@ -19,7 +19,8 @@ from usp.__main__ import main
 from usp.commands.dry_run import DryRunLine
 from usp.config import TrainConfig, config_to_mapping
 from usp.cost.dry_run.dry_run import dry_run
-from usp.hf.models import empty_model, load_model_config, matmul_parameters
+from usp.hf.models import empty_model, load_model_config
+from usp.hf.shapes import matmul_parameters
 from usp.run.failures import ConfigurationError
 
 WORLD = 8

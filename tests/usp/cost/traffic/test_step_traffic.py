@@ -22,8 +22,7 @@ from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, ste
 from usp.data.tokenizer import BYTES
 from usp.hf.expert_parallel import router_modules
 from usp.hf.models import load_model_config, model_facts
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss, global_token_count
 from usp.sp.batch import split_rows
 from usp.train.build import build_engine
 from usp.train.prepare import Prepared
@@ -89,7 +88,7 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
 
     def step() -> None:
         tokens = int(global_token_count(local["shift_labels"], mesh))
-        engine.forward_backward(split_rows(local, config.micro_batches), NextToken(tokens))
+        engine.forward_backward(split_rows(local, config.micro_batches), NextTokenLoss(tokens))
         engine.step(1e-3, 1.0)
 
     step()  # in the first, ranks agree on what they are about to do
