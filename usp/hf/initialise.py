@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,18 +39,15 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
     for prefix, module in whole.named_modules():
         names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]
         targets = {name: held[full] for name, full in names if kept[full] == full and full in held}
-        if targets and only in ("", prefix):
-            _fill(whole, prefix, seed, targets)
+        if not targets or only not in ("", prefix):
+            continue
+        values = _drawn(whole, prefix, seed)
+        for name, parameters in targets.items():
+            for parameter in parameters:
+                local_part(parameter).copy_(values[name][local_box(parameter).slices()])
+        del values
+        module.to_empty(device="meta", recurse=False)
     fill_buffers(model)
-
-
-def _fill(whole: PreTrainedModel, prefix: str, seed: int, targets: Mapping[str, Sequence[Tensor]]) -> None:
-    """Draw a module, copy its boxes into `targets`, and free it."""
-    values = _drawn(whole, prefix, seed)
-    for name, held in targets.items():
-        for target in held:
-            local_part(target).copy_(values[name][local_box(target).slices()])
-    whole.get_submodule(prefix).to_empty(device="meta", recurse=False)
 
 
 @torch.no_grad()

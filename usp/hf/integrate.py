@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from attention import DecodeStep, Prefill
-from parallel import ParallelMesh
+from parallel import ParallelMesh, agree
 from usp.sp.axes import SpAxes
 from usp.sp.batch import document_starts
 from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
@@ -156,8 +156,8 @@ class _ForwardGuard:
         cu_seqlens = named.get("cu_seqlens")
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
-            found = "; ".join(violations) or documents_of(cu_seqlens)
-            self.attention.axes.agree(found, "a forward's errors and cu_seqlens")
+            found, axes = "; ".join(violations) or documents_of(cu_seqlens), self.attention.axes
+            agree(found, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
             self.compared = True
         if violations:
             raise ValueError("; ".join(violations))

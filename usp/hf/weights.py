@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     choice = choose_tensors(whole, model.config.model_type, found, folder)
     with ExitStack() as stack:
         files = {entry.file: stack.enter_context(safe_open(entry.file, framework="pt")) for entry in found.values()}
+        read = partial(_read, files, found)
         for first, copy in choice.copies:
-            _check_equal(files, found, first, copy)
+            _check_equal(read, first, copy)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if head_seed is not None and name.startswith(f"{head_name(model)}."):
                 continue
@@ -50,8 +52,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
             for tensor in choice.tensors[kept[name]]:
                 part = held.overlap(tensor.box)
                 if part is not None:
-                    read = _read(files, found, tensor, part.slices(tensor.box))
-                    values[part.slices(held)] = read.view(part.sizes).to(values.dtype)
+                    loaded = read(tensor, part.slices(tensor.box))
+                    values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
     if head_seed is None:
         fill_buffers(model)
     else:
@@ -66,12 +68,10 @@ def _read(
     return files[found[tensor.name].file].get_slice(tensor.name)[slices[len(slices) - len(tensor.shape) :]]
 
 
-def _check_equal(
-    files: Mapping[Path, Any], found: Mapping[str, DiskEntry], first: DiskTensor, copy: DiskTensor
-) -> None:
+def _check_equal(read: Callable[..., Tensor], first: DiskTensor, copy: DiskTensor) -> None:
     for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
-        if not torch.equal(_read(files, found, first, rows), _read(files, found, copy, rows)):
+        if not torch.equal(read(first, rows), read(copy, rows)):
             raise ValueError(
                 f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
                 f"to false, or remove one of the two"

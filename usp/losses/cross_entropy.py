@@ -1,7 +1,6 @@
 """Cross-entropy of language models, normalized by the number of targets on all ranks.
 
-B batch, S a rank's tokens of each row, T = B * S, C tokens of a chunk, H hidden size, V vocabulary (this rank's shard
-of it).
+B batch, S tokens per row on this rank, T = B * S, C tokens of a chunk, H hidden size, V this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def vocab_loss(
     """
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
-    rows = VocabularyRows.of(weight, group)
-    local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, rows)
+    rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     loss: Tensor = _VocabLoss.apply(
         hidden_BSH.flatten(0, 1), local, labels, 1 / global_tokens, chunk_tokens, rows, torch.is_grad_enabled()
     )

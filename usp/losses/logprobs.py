@@ -1,7 +1,6 @@
 """Log-probabilities and entropies from hidden states and the output head's weight, without materializing all logits.
 
-B batch, S a rank's tokens of each row, T = B * S, C tokens of a chunk, H hidden size, V vocabulary (this rank's shard
-of it).
+B batch, S tokens per row on this rank, T = B * S, C tokens of a chunk, H hidden size, V this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def vocab_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0: for greedy decoding, use 1")
-    rows = VocabularyRows.of(weight, group)
-    local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, rows)
+    rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     logprobs, entropies = _VocabLogprobs.apply(
         hidden_BSH.flatten(0, 1), local, labels, temperature, chunk_tokens, rows, entropy
     )

@@ -27,26 +27,18 @@ class VocabularyRows:
 
     @staticmethod
     def of(weight: Tensor, group: dist.ProcessGroup | None) -> VocabularyRows:
-        """Locate the rows of an output head's `weight`; see `vocab_loss`.
-
-        Raises:
-            ValueError: for a DTensor that is not sharded by rows over the group.
-        """
+        """Locate the rows of an output head's `weight`; raises ValueError for a DTensor not sharded over `group`."""
         size = 1 if group is None else dist.get_world_size(group)
         rank = 0 if group is None else dist.get_rank(group)
         if not isinstance(weight, DTensor):
             return VocabularyRows(weight.shape[0] * size, weight.shape[0] * rank, group if size > 1 else None)
-        sharded = all(
-            isinstance(placement, Shard) and placement.dim == 0 and degree == size
-            for placement, degree in zip(weight.placements, weight.device_mesh.shape, strict=True)
-        )
         each = -(-weight.shape[0] // size)  # DTensor makes ceil-sized shards first
-        if weight.device_mesh.ndim != 1 or not sharded or each * (size - 1) >= weight.shape[0]:
+        sharded = weight.device_mesh.shape == (size,) and weight.placements == (Shard(0),)
+        if not sharded or each * (size - 1) >= weight.shape[0]:
             raise ValueError(
                 f"weight {tuple(weight.shape)} has placements {weight.placements} on a mesh of "
                 f"{tuple(weight.device_mesh.shape)}, but must be Shard(0) over the {size} ranks of group, with at "
-                f"least one row per rank: shard the output head by rows over tp only, or pass the group it is sharded "
-                f"over"
+                f"least one row each: shard the output head by rows over tp only, or pass the group it is sharded over"
             )
         return VocabularyRows(weight.shape[0], each * rank, group if size > 1 else None)
 
@@ -91,14 +83,15 @@ class HeadGradients:
 
 
 def head_inputs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, rows: VocabularyRows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's rows of the weight, the flat labels, and a mask of labels outside the vocabulary.
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, group: dist.ProcessGroup | None
+) -> tuple[VocabularyRows, Tensor, Tensor, Tensor]:
+    """Return this rank's rows of the vocabulary and of the weight, the flat labels, and which are out of range.
 
     Raises:
-        ValueError: for mismatched shapes, and for labels outside the vocabulary if they are on the CPU (on a device,
-            the check would synchronize).
+        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU (on a
+            device, the check would synchronize).
     """
+    rows = VocabularyRows.of(weight, group)
     violations = []
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2:] != weight.shape[1:]:
         violations.append("hidden must be (batch, tokens, hidden size) and weight (vocabulary, hidden size)")
@@ -117,7 +110,7 @@ def head_inputs(
     outside = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= rows.vocabulary))
     if flat.device.type == "cpu" and bool(outside.any()):
         raise ValueError(f"labels {flat[outside][:5].tolist()} are not in the vocabulary of {rows.vocabulary}")
-    return local_tensor(weight), flat, outside
+    return rows, local_tensor(weight), flat, outside
 
 
 def softmax_dtype(hidden: Tensor) -> torch.dtype:

@@ -98,21 +98,6 @@ class _Replay:
         self.context.__exit__(*error)
 
 
-def tiled_mlp_violations(layers: Iterable[nn.Module], tile_tokens: int) -> list[str]:
-    """Return why `apply_tiled_mlp` does not support `layers`, one message per violation."""
-    violations = []
-    if tile_tokens < 1:
-        violations.append(f"tile_tokens={tile_tokens} must be at least 1")
-    mlps = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
-    if any(mlp is None for mlp in mlps):
-        violations.append("every layer must have its feed-forward block in `mlp`")
-    if any(hasattr(mlp, "experts") for mlp in mlps):
-        violations.append("experts do not support tiling, they route all tokens of a rank together: disable it")
-    if any(mlp is not None and "forward" in vars(mlp) for mlp in mlps):
-        violations.append("an MLP's forward is already replaced: apply tiling only once")
-    return violations
-
-
 def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
     """Run each layer's `mlp` on tiles of `tile_tokens` tokens per row, in place, so that only one tile's intermediate
     activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
@@ -121,15 +106,21 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
     only one tile's intermediates exist.
 
     Raises:
-        ValueError: naming all `tiled_mlp_violations`.
+        ValueError: for tiles without tokens, and layers without an `mlp`, with experts, or already tiled.
     """
-    layers = [layer for layer in layers if _has_parameters(layer)]
-    violations = tiled_mlp_violations(layers, tile_tokens)
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
+    violations = []
+    if tile_tokens < 1:
+        violations.append(f"tile_tokens={tile_tokens} must be at least 1")
+    if None in mlps:
+        violations.append("every layer must have its feed-forward block in `mlp`")
+    if any(hasattr(mlp, "experts") for mlp in mlps):
+        violations.append("experts do not support tiling, they route all tokens of a rank together: disable it")
+    if any(mlp is not None and "forward" in vars(mlp) for mlp in mlps):
+        violations.append("an MLP's forward is already replaced: apply tiling only once")
     if violations:
         raise ValueError("; ".join(violations))
-    for layer in layers:
-        mlp = layer.mlp
-        assert isinstance(mlp, nn.Module)
+    for mlp in mlps:
         mlp.forward = _tiled(mlp.forward, tile_tokens)
 
 

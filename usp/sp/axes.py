@@ -43,11 +43,11 @@ class SpAxes:
 
     @property
     def ring(self) -> int:
-        return _size(self.ring_group)
+        return 1 if self.ring_group is None else self.ring_group.size()
 
     @property
     def ulysses(self) -> int:
-        return _size(self.ulysses_group)
+        return 1 if self.ulysses_group is None else self.ulysses_group.size()
 
     @property
     def ring_rank(self) -> int:
@@ -77,7 +77,3 @@ class SpAxes:
 
 def _group(axis: DeviceMesh) -> dist.ProcessGroup | None:
     return axis.get_group() if axis.size() > 1 else None
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Presets, local checkpoint folders, and what is written for transformers to load."""
+"""Presets, local checkpoint directories, and checkpoints for transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = [name for name in PRESETS if "tiny" in name]
         ("qwen3-30b-a3b", 30.532),
     ],
 )
-def test_a_real_geometry_has_the_published_number_of_parameters(preset: str, billions: float) -> None:
+def test_presets_have_the_published_parameter_count(preset: str, billions: float) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(preset))
     assert round(model.num_parameters() / 1e9, 3) == billions
@@ -45,7 +45,7 @@ def test_facts_are_read_from_the_configuration() -> None:
         assert model_facts("m", kind).intermediate_size == size
 
 
-def test_a_mixture_of_layer_kinds_has_a_window_each() -> None:
+def test_each_layer_has_its_own_window() -> None:
     config = load_model_config("qwen3-tiny")
     config.sliding_window = 64
     config.layer_types = ["full_attention", "sliding_attention"]
@@ -62,7 +62,7 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> Non
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
+def test_weights_load_from_a_directory(tmp_path: Path) -> None:
     model = drawn_model(load_model_config("tiny"), 3)
     save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
     again = drawn_model(load_model_config(str(tmp_path)), 4)
@@ -71,7 +71,7 @@ def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
     assert next(again.parameters()).dtype == torch.float32
 
 
-def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> None:
+def test_tied_embeddings_are_saved_once_and_counted_as_matmul(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     untied = matmul_parameters(empty_model(config))
     config.tie_word_embeddings = True
@@ -89,7 +89,7 @@ def test_an_unknown_model_names_the_presets() -> None:
         load_model_config("llama3-8")
 
 
-def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
+def test_directories_without_a_causal_model_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         load_model_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -105,7 +105,7 @@ def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
         load_model_config(str(tmp_path))
 
 
-def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_generation_configs_raise(tmp_path: Path) -> None:
     load_model_config("tiny").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     file = tmp_path / "generation_config.json"
@@ -118,7 +118,7 @@ def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Pat
             load_model_config(str(tmp_path))
 
 
-def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+def test_checkpoint_code_is_never_executed(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')

@@ -1,4 +1,4 @@
-"""Models divided over tp train as they do on one process, communicate as planned, and bad degrees are refused."""
+"""Tensor-parallel models train as on a single process and communicate as planned."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES = [
 
 
 class Root(nn.Module):
-    """Hidden states, and the loss from the head's weight."""
+    """Model that computes the loss from hidden states and the head's weight."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Root(nn.Module):
 
 
 def train(case: Case) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
+    """Return (loss, gradient norm) of each step."""
     mesh = ParallelMesh.create(case.dims)
     model = apply_unified_sp(tiny_model(case.family), mesh, "zigzag")
     if case.broken:
@@ -100,13 +100,13 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ten_steps_are_those_of_one_process(ranks: RankPool, alone: dict, case: Case) -> None:
+def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Case) -> None:
     size = case.dims.tp * case.dims.sp * case.dims.dp_replicate * abs(case.dims.dp_shard)
     found = ranks.run(train, size, case, timeout=180)
     assert largest_difference(found, alone[case.family]) <= 1e-5
 
 
-def test_a_gradient_of_own_heads_alone_is_seen(ranks: RankPool, alone: dict) -> None:
+def test_missing_gradient_reduction_is_detected(ranks: RankPool, alone: dict) -> None:
     case = Case("qwen3", ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
     assert largest_difference(ranks.run(train, 2, case), alone["qwen3"]) > 1e-4
 
@@ -124,14 +124,14 @@ def bytes_of_a_layer() -> dict[str, int]:
     return {name: count for name, count in sent.by_op.items() if count}
 
 
-def test_a_layer_gathers_twice_and_scatters_twice(ranks: RankPool) -> None:
+def test_layer_gathers_twice_and_scatters_twice(ranks: RankPool) -> None:
     hidden = ROWS * SEQ_LEN * SIZES["hidden_size"] * 4  # bytes; a rank of two sends one half of it each time
     expected = {"all_gather_into_tensor": 2 * hidden // 2, "reduce_scatter_tensor": 2 * hidden // 2}
     assert ranks.run(bytes_of_a_layer, 2) == [expected] * 2
 
 
 def error_of_a_middle_stage() -> float:
-    """Of the hidden states that a stage without embedding, norm and first layer gives."""
+    """Return the error of hidden states of a stage without embedding, norm and first layer."""
     mesh = ParallelMesh.create(ParallelDims(tp=2))
     model, whole = (apply_unified_sp(tiny_model("qwen3"), mesh, "zigzag") for _ in range(2))
     base = model.base_model
@@ -152,7 +152,7 @@ def error_of_a_middle_stage() -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-def test_a_middle_stage_takes_and_gives_shards_of_tokens(ranks: RankPool) -> None:
+def test_middle_stage_takes_and_returns_token_shards(ranks: RankPool) -> None:
     for error in ranks.run(error_of_a_middle_stage, 2):
         assert error < 1e-5
 
@@ -166,7 +166,7 @@ EXPERTS = {
 
 
 def error_of_a_layer_of_experts(family: str) -> float:
-    """Of its output and every gradient, relative, where the gradients of experts are summed by hand."""
+    """Return the relative errors of the output and every gradient; experts' gradients are summed manually."""
     mesh = ParallelMesh.create(ParallelDims(tp=2))
     torch.manual_seed(0)
     models = [AutoModelForCausalLM.from_config(EXPERTS[family](), attn_implementation="eager") for _ in range(2)]
@@ -192,7 +192,7 @@ def error_of_a_layer_of_experts(family: str) -> float:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_left_alone_and_see_each_ranks_tokens(ranks: RankPool, family: str) -> None:
+def test_experts_are_not_sharded_over_tp(ranks: RankPool, family: str) -> None:
     for error in ranks.run(error_of_a_layer_of_experts, 2, family):
         assert error < 1e-5
 
@@ -209,7 +209,7 @@ def on_meta() -> None:
     assert model.lm_head.weight.to_local().shape == (VOCAB // 2, SIZES["hidden_size"])
 
 
-def test_a_model_on_the_meta_device_stays_there_with_tied_weights(ranks: RankPool) -> None:
+def test_meta_device_and_tied_weights_are_preserved(ranks: RankPool) -> None:
     ranks.run(on_meta, 2)
 
 
