@@ -7,7 +7,7 @@ intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep
 
 from __future__ import annotations
 
-from .bands import Task, block_tasks, rank_pieces
+from .bands import Task, band_pairs, block_tasks, rank_pieces
 from .comm import Channel
 from .decode import DecodeStep, KVCache, Prefill
 from .heads import HeadPlan
@@ -40,6 +40,7 @@ __all__ = [
     "Task",
     "UnifiedPlan",
     "WireBytes",
+    "band_pairs",
     "block_tasks",
     "check_kernel_name",
     "compute_now",

@@ -72,19 +72,7 @@ class Task:
 
     def visible(self) -> int:
         """Count the visible (query, key) pairs."""
-
-        def triangle(n: int) -> int:
-            return n * (n + 1) // 2 if n > 0 else 0
-
-        def above(limit: int) -> int:  # pairs with row - column > limit, by inclusion-exclusion of half-planes
-            corner = rows - limit - 1
-            outside = triangle(corner - columns) + triangle(corner - rows)
-            return triangle(corner) - outside + triangle(corner - rows - columns)
-
-        rows, columns = self.rows, self.columns
-        lowest, highest = self.relative_band
-        count = rows * columns if lowest is None else above(lowest - 1)
-        return count if highest is None else count - above(highest)
+        return band_pairs(self.rows, self.columns, self.q_start - self.k_start, self.lowest, self.highest)
 
 
 def tight_task(
@@ -115,6 +103,21 @@ def query_layers(tasks: Iterable[Task]) -> Iterator[tuple[int, Task]]:
         layer = next((i for i, end in enumerate(ends) if end <= task.q_start), len(ends))
         ends[layer : layer + 1] = [task.q_stop]
         yield layer, task
+
+
+def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest: int | None) -> int:
+    """Count the pairs (i, j) of a rows x columns rectangle with lowest <= offset + i - j <= highest."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    def above(limit: int) -> int:  # pairs with i - j > limit, by inclusion-exclusion of half-planes
+        corner = rows - limit - 1
+        outside = triangle(corner - columns) + triangle(corner - rows)
+        return triangle(corner) - outside + triangle(corner - rows - columns)
+
+    count = rows * columns if lowest is None else above(lowest - offset - 1)
+    return count if highest is None else count - above(highest - offset)
 
 
 @dataclass(frozen=True)

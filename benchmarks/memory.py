@@ -35,7 +35,7 @@ from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
@@ -116,7 +116,7 @@ def _ours(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]
 
     def loss_of(ids: Tensor) -> Tensor:
         batch = shard_batch({"input_ids": ids, "labels": ids}, mesh, layout="zigzag")
-        return stage(batch.pop("input_ids"), **{"cu_seqlens": None, **batch}, head=NextToken(ids.numel() - 1))
+        return stage(batch.pop("input_ids"), **{"cu_seqlens": None, **batch}, head=NextTokenLoss(ids.numel() - 1))
 
     return stage, loss_of
 

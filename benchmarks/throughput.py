@@ -32,7 +32,7 @@ from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss
 from usp.train.engines.base import AdamW
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
@@ -101,7 +101,7 @@ def ours(size: Size, dims: ParallelDims) -> Step:
     batch = shard_batch({"input_ids": rows, "labels": rows}, mesh, layout="zigzag")
 
     def step() -> tuple[float, float]:
-        loss = engine.forward_backward([batch], NextToken(size.rows * (size.seq_len - 1)))
+        loss = engine.forward_backward([batch], NextTokenLoss(size.rows * (size.seq_len - 1)))
         dist.all_reduce(loss, group=mesh.group("loss"))
         return loss.item(), engine.step(LEARNING_RATE, 1.0)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.harness.measure import Clock
 from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
-from usp.losses.cross_entropy import causal_lm_loss
+from usp.losses import causal_lm_loss
 from usp.model.facts import ModelFacts, training_flops
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from parallel import ParallelDims, ParallelMesh
 from usp import apply_unified_sp, shard_batch
-from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.losses import causal_lm_loss, global_token_count
 from usp.run.launch import leave
 from usp.train.engines.deepspeed import load_deepspeed
 

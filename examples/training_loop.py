@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from usp import apply_unified_sp, shard_batch
-from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.losses import causal_lm_loss, global_token_count
 from usp.run.launch import leave
 
 VOCAB = 512

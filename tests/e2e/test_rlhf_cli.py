@@ -54,10 +54,10 @@ BAD = [
     (["--critic", "tiny"], ["--critic = tiny: grpo as asked calls no such model: drop it"]),
     (["--ref", "tiny", "--options", "kl=0"], ["--ref = tiny: grpo as asked calls no such model: drop it"]),
     (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny: dpo"]),
-    (["--model", ""], ["error: --model =  holds no config.json"]),
+    (["--model", ""], ["error: --model =  has no config.json"]),
     (["--algorithm", "dpo", "--data", "pairs.jsonl"], ["line 1: no text under 'answer'"]),
-    (["--ref", "nowhere"], ["error: --ref = nowhere is no preset and no folder"]),
-    (["--algorithm", "ppo", "--critic", "nowhere"], ["error: --critic = nowhere is no preset and no folder"]),
+    (["--ref", "nowhere"], ["error: --ref = nowhere is neither a preset nor a directory"]),
+    (["--algorithm", "ppo", "--critic", "nowhere"], ["error: --critic = nowhere is neither a preset nor a directory"]),
     (["--data", "empty.jsonl"], ["--data = empty.jsonl holds no line"]),
     (["--data", "bad.jsonl"], ["line 2: a prompt of 0 tokens", "line 3: no text under 'answer'", "line 4: not JSON"]),
     (["--data", "long.jsonl"], ["line 1: a prompt of 200000 tokens, and it must be 1 to 131064"]),
@@ -119,7 +119,10 @@ def test_supervised_steps_of_another_run_are_not_taken(
     (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(saved)))
     args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
     said = refusal(args, monkeypatch, capsys)
-    assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume auto" in said
+    assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume" in said
+        f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume auto"
+        in said
+    )
     other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
     said = refusal([*args, *other], monkeypatch, capsys)
     for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):

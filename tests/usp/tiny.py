@@ -1,4 +1,4 @@
-"""Tiny transformers models, packed data, and the training step of one plain process, shared by tests."""
+"""Tiny transformers models, packed data, and a single-process training loop for tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tiny_model(family: str, implementation: str = "eager") -> PreTrainedModel:
 
 
 def drawn_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """The whole model on the CPU with the weights that every layout starts from."""
+    """Return the whole model on the CPU, initialized as every layout is."""
     model = empty_model(config)
     materialise(model, torch.device("cpu"))
     initialise(model, seed)
@@ -79,7 +79,7 @@ def optimiser(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def packed_batch(step: int) -> dict[str, Tensor]:
-    """Rows of documents of random lengths, with labels that are ignored at random: more in the first rows."""
+    """Return rows of documents of random lengths, with randomly ignored labels, more of them in the first rows."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (ROWS, SEQ_LEN), generator=generator)
     cuts = [torch.randperm(SEQ_LEN - 1, generator=generator)[:3].add(1).sort().values.tolist() for _ in range(ROWS)]
@@ -91,7 +91,7 @@ def packed_batch(step: int) -> dict[str, Tensor]:
 
 
 def train_alone(family: str, aux_loss_coefficient: float = 0.0, parts: int = 1) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step on one process: eager attention under explicit masks, a mean cross-entropy.
+    """Return (loss, gradient norm) of each step on one process, with eager attention under explicit masks.
 
     The auxiliary loss of a mixture of experts is the mean of those of `parts` of the batch, and part of the loss.
     """

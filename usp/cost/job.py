@@ -16,7 +16,7 @@ from parallel.dims import DERIVED_AXES
 from usp.config import TrainConfig
 from usp.hf.balance import aux_loss_coefficient
 from usp.hf.models import ModelConfig
-from usp.model.shapes import LayerShape, ModelShape, ParameterShape
+from usp.model.facts import LayerShape, ModelShape, ParameterShape
 from usp.train.resolve import resolve
 
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]

@@ -1,5 +1,5 @@
-"""Everything that touches transformers. Each file imports only earlier ones:
+"""Everything that depends on transformers. Each file imports only earlier ones:
 
-prune, integrate, models, expert_parallel, balance, disk, initialise, weights, export_plan, export, stage,
-tensor_parallel, shapes, tokenizers.
+tokenizers, prune, integrate, models, expert_parallel, tensor_parallel, shapes, balance, stage, disk, initialise,
+export_plan, weights, export.
 """

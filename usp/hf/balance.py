@@ -1,14 +1,14 @@
-"""The auxiliary loss that keeps experts evenly used, over tokens that are spread over ranks and layers over stages.
+"""Auxiliary load-balancing loss of mixtures of experts, over tokens sharded over ranks and layers over stages.
 
-Switch Transformers (arXiv 2101.03961, section 2.2), as transformers' `load_balancing_loss_func` reads it: over all
-layers and all tokens together, with R = layers x tokens rows, E experts, counts c_e (how often expert e was chosen)
-and probability sums p_e (of the routers' softmax),
+Switch Transformers (arXiv 2101.03961, section 2.2), as in transformers' `load_balancing_loss_func`: over all layers
+and tokens, with R = layers x tokens, E experts, counts c_e (how often expert e was chosen) and probability sums p_e
+(of the routers' softmax),
 
     loss = E * sum_e (c_e / R) * (p_e / R)
 
-It is no mean of ranks' losses, because it multiplies two sums. But only p carries a gradient, and p is a sum over
-ranks: with c and R summed over all ranks, E * sum_e (c_e / R) * (p_e of this rank / R) is a rank's share. The shares'
-sum is the loss and the sum of their gradients its gradient, so that no collective needs a backward.
+A product of two sums is not a mean of the ranks' losses. But only p carries a gradient, and p is a sum over ranks: with
+c and R summed over all ranks, a rank's share is E * sum_e (c_e / R) * (p_e of this rank / R). The shares sum to the
+loss and their gradients to its gradient, so no collective needs a backward.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .expert_parallel import router_modules
 
 
 def aux_loss_coefficient(config: PretrainedConfig, asked: float) -> float:
-    """The weight of the auxiliary loss: `asked`, or for -1 what transformers would add to the loss by itself."""
+    """Return the weight of the auxiliary loss: `asked`, or for -1 the one that transformers would apply."""
     if asked != -1:
         return asked
     return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
 
 
 class RouterBalance:
-    """Collects what the routers of a pipeline stage choose, and makes the auxiliary loss of it on the last stage.
+    """Collector of the routers' statistics on a pipeline stage; computes the auxiliary loss on the last stage.
 
-        router.open(balance of the stage before, or None)
+        router.open(balance of the previous stage, or None)
         hidden = model(...)
-        balance = router.close()                    # goes on to the next stage with the hidden states
+        balance = router.close()                    # sent to the next stage with the hidden states
         loss = loss + router.share(balance)         # on the last stage
 
     Args:
-        model: the stage's layers; may be none with a router.
-        coefficient: the weight of the auxiliary loss; see `aux_loss_coefficient`.
-        tp_sequence_parallel: whether tokens are shared over tp too. Shares stay replicated over tp.
-        micro_batches: how many there are in a step; each has an auxiliary loss, and the step their mean.
+        model: the stage's layers; may have no router.
+        coefficient: weight of the auxiliary loss; see `aux_loss_coefficient`.
+        tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
+        micro_batches: per step; the step's auxiliary loss is the mean of theirs.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class RouterBalance:
             router.register_forward_hook(self._record)
 
     def open(self, incoming: Tensor | None = None) -> None:
-        """Before a micro-batch's forward; `incoming` is what `close` gave on the stage before."""
+        """Start a micro-batch's forward; `incoming` is the result of `close` on the previous stage."""
         self._incoming, self._seen = incoming, []
 
     def close(self) -> Tensor:
-        """After the forward: (2, E) float32, counts and probability sums over the layers so far."""
+        """End the forward; return (2, E) float32, counts and probability sums over the layers so far."""
         assert self._seen is not None, "close() without open()"
         seen, self._seen = self._seen, None
         silent = len({id(router) for router in self._routers} - {id(router) for router, _ in seen})
@@ -80,18 +80,18 @@ class RouterBalance:
         if silent or (cut_off and torch.is_grad_enabled()):
             raise RuntimeError(
                 f"of {len(self._routers)} routers {silent} did not run in this forward"
-                f"{', and some ran without autograd' if cut_off else ''}: the auxiliary loss would lack them"
+                f"{', and some ran without autograd' if cut_off else ''}: the auxiliary loss would miss them"
             )
         total = self._incoming
-        if total is None:  # a leaf with a gradient: a pipeline sends one back for whatever it was sent
+        if total is None:  # a leaf that requires grad: the pipeline returns a gradient for each of its inputs
             total = torch.zeros(2, self.num_experts, device=self.device, requires_grad=True)
         self._incoming = None
         return total + (torch.stack([rows for _, rows in seen]).sum(dim=0) if seen else 0.0)
 
     def share(self, balance: Tensor) -> Tensor:
-        """This rank's part of the weighted auxiliary loss, float32, 0-dim. Collective over the loss axis (and tp).
+        """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp).
 
-        The sum of the shares over the loss axis is the loss, and the sum of their gradients its gradient.
+        Over the loss axis the shares sum to the loss, and their gradients to its gradient.
         """
         counts, probabilities = balance[0].detach().clone(), balance[1]
         groups = [self.loss_group] if self.tp_group is None else [self.loss_group, self.tp_group]
@@ -101,13 +101,13 @@ class RouterBalance:
         share = self.coefficient * self.num_experts * torch.sum((counts / rows) * (probabilities / rows))
         if self.tp_group is None:
             return share
-        # The value is that of all tp ranks, the gradient that of this rank's tokens: it is summed with theirs later.
+        # The value covers all tp ranks, the gradient only this rank's tokens: it is summed over tp later.
         total = share.detach().clone()
         dist.all_reduce(total, group=self.tp_group)
         return share + (total - share.detach())
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        # A recomputation in the backward must make the same tensors as the forward did, but adds nothing.
+        # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
         logits, _, chosen = map(local_tensor, output)
         probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32).sum(dim=0)
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts).to(torch.float32)

@@ -1,7 +1,7 @@
-"""How transformers lays a model's parameters out in safetensors files.
+"""Layout of a model's parameters in transformers' safetensors files.
 
-Most parameters are one tensor of the same name. Experts are one parameter each for all experts of a layer in memory,
-and one tensor per expert and projection on disk:
+Most parameters are one tensor of the same name. Experts are one parameter for all experts of a layer in memory, and one
+tensor per expert and projection on disk:
 
     experts.gate_up_proj (E, 2I, H)    experts.N.gate_proj.weight (I, H), experts.N.up_proj.weight (I, H)
     experts.down_proj    (E, H, I)     experts.N.down_proj.weight (H, I)
@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from parallel.reallocation.boxes import Box
-from usp.hf.models import kept_names
+
+from .models import kept_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
@@ -27,7 +28,7 @@ _NAMES_IN_ERRORS = 5
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A tensor `name` in a file, which is the part `box` of a parameter, without its leading dims of size 1."""
+    """Tensor `name` in a file: the part `box` of a parameter, without its leading dims of size 1."""
 
     name: str
     parameter: str
@@ -37,15 +38,15 @@ class DiskTensor:
 
 @dataclass(frozen=True)
 class DiskEntry:
-    """Where a folder keeps a tensor."""
+    """Location of a tensor in a checkpoint directory."""
 
     file: Path
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What files of a family call the mixture and the projections of an expert."""
+class _MixtureNames:
+    """Names that a family uses on disk for the mixture and an expert's projections."""
 
     mixture: str
     gate: str
@@ -54,22 +55,20 @@ class _Words:
 
 
 _MIXTURES = {
-    "mixtral": _Words("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "qwen3_moe": _Words("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    "mixtral": _MixtureNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "qwen3_moe": _MixtureNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
 }
 
 
 def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[DiskTensor]:
-    """The tensors on disk that make up a parameter of a transformers model."""
-    words = _MIXTURES.get(model_type)
-    if words is None:
-        return [_same(parameter, parameter, shape)]
-    name = parameter.replace(".mlp.", f".{words.mixture}.")
+    """Return the tensors on disk that make up a parameter of a transformers model."""
+    names = _MIXTURES.get(model_type)
+    name = parameter.replace(".mlp.", f".{names.mixture}.") if names else parameter
     prefix, _, last = name.rpartition(".")
-    if not prefix.endswith(".experts"):
+    if names is None or not prefix.endswith(".experts"):
         return [_same(name, parameter, shape)]
     experts, rows, columns = shape
-    projections = [words.down] if last == "down_proj" else [words.gate, words.up]
+    projections = [names.down] if last == "down_proj" else [names.gate, names.up]
     size = (rows // len(projections), columns)
     return [
         DiskTensor(f"{prefix}.{n}.{projection}.weight", parameter, Box((n, half * size[0], 0), (1, *size)), size)
@@ -79,7 +78,7 @@ def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[
 
 
 def read_headers(folder: Path) -> dict[str, DiskEntry]:
-    """Every tensor of a checkpoint folder, from the headers of its files alone.
+    """Locate every tensor of a checkpoint directory, reading only file headers.
 
     Raises:
         ValueError: naming a file that is missing or cannot be read.
@@ -91,7 +90,7 @@ def read_headers(folder: Path) -> dict[str, DiskEntry]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118  (no mapping)
+                for name in content.keys():  # noqa: SIM118  (not a mapping)
                     entries[name] = DiskEntry(file, tuple(content.get_slice(name).get_shape()))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
@@ -100,9 +99,9 @@ def read_headers(folder: Path) -> dict[str, DiskEntry]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which tensors of a folder make up each parameter, by the names that these are kept under.
+    """Tensors of a directory that make up each parameter, by the name it is stored under.
 
-    `copies` are other tensors of the folder that must equal one of them: a tied parameter under its second name.
+    `copies` pairs tensors that must be equal: a tied parameter saved under two names.
     """
 
     tensors: dict[str, list[DiskTensor]]
@@ -110,10 +109,10 @@ class Choice:
 
 
 def choose_tensors(whole: nn.Module, model_type: str, found: Mapping[str, DiskEntry], folder: Path) -> Choice:
-    """Where to find the parameters of the `whole` model. Experts may lie in the folder as in memory, too.
+    """Find the tensors of the `whole` model's parameters. Experts may also be stored in their layout in memory.
 
     Raises:
-        ValueError: naming every tensor that is missing, that no parameter takes, or that has another shape.
+        ValueError: naming every missing or unexpected tensor, and every one of the wrong shape.
     """
     names: dict[str, list[str]] = defaultdict(list)
     for name, first in kept_names(whole).items():
@@ -121,36 +120,37 @@ def choose_tensors(whole: nn.Module, model_type: str, found: Mapping[str, DiskEn
     choice = Choice({}, [])
     for first, aliases in names.items():
         shape = whole.get_parameter(first).shape
-        options = [_layout(model_type, name, shape, found) for name in aliases]
+        options = [
+            [_same(name, name, shape)] if name in found else disk_tensors(model_type, name, shape) for name in aliases
+        ]
         present = [tensors for tensors in options if all(tensor.name in found for tensor in tensors)]
         choice.tensors[first] = tensors = (present or options)[0]
         choice.copies.extend((tensors[0], other[0]) for other in present[1:])
     violations = _violations(whole, choice, found)
     if violations:
-        raise ValueError(f"{folder} does not hold the weights of its config.json's {model_type}: {violations}")
+        raise ValueError(f"{folder} does not contain the weights of the {model_type} in its config.json: {violations}")
     return choice
 
 
 def plan_files(tensors: Sequence[DiskTensor], itemsizes: Mapping[str, int], max_bytes: int) -> list[list[DiskTensor]]:
-    """Tensors in order, a new file where the next would exceed `max_bytes`; a larger tensor has a file of its own.
+    """Split tensors, in order, into files of at most `max_bytes`; a larger tensor gets its own file.
 
-    Args:
-        itemsizes: bytes per element of each parameter.
+    itemsizes: bytes per element of each parameter.
     """
     files: list[list[DiskTensor]] = []
     size = max_bytes
     for tensor in tensors:
-        more = tensor.box.numel * itemsizes[tensor.parameter]
-        if size + more > max_bytes:
+        nbytes = tensor.box.numel * itemsizes[tensor.parameter]
+        if size + nbytes > max_bytes:
             files.append([])
             size = 0
         files[-1].append(tensor)
-        size += more
+        size += nbytes
     return files
 
 
 def file_names(number: int) -> list[str]:
-    """What transformers calls the files of a model in `number` files."""
+    """Return transformers' names for the `number` files of a model."""
     return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
 
 
@@ -158,29 +158,23 @@ def _same(name: str, parameter: str, shape: Sequence[int]) -> DiskTensor:
     return DiskTensor(name, parameter, Box.whole(tuple(shape)), tuple(shape))
 
 
-def _layout(model_type: str, parameter: str, shape: Sequence[int], found: Mapping[str, DiskEntry]) -> list[DiskTensor]:
-    if parameter in found:
-        return [_same(parameter, parameter, shape)]
-    return disk_tensors(model_type, parameter, shape)
-
-
 def _violations(whole: nn.Module, choice: Choice, found: Mapping[str, DiskEntry]) -> str:
     wanted = [tensor for tensors in choice.tensors.values() for tensor in tensors]
     wanted += [copy for _, copy in choice.copies]
     names = {tensor.name for tensor in wanted}
-    buffers = tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # old files hold some, per layer
+    buffers = tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # in old files, per layer
     others = [name for name in found if name not in names and not name.endswith(buffers)]
     shapes = [
-        f"{tensor.name} {found[tensor.name].shape} instead of {tensor.shape}"
+        f"{tensor.name} has shape {found[tensor.name].shape}, expected {tensor.shape}"
         for tensor in wanted
         if tensor.name in found and found[tensor.name].shape != tensor.shape
     ]
     parts = {
         "missing": [tensor.name for tensor in wanted if tensor.name not in found],
-        "of no parameter": others,
-        "of another shape": shapes,
+        "unexpected": others,
+        "wrong shape": shapes,
     }
-    return "; ".join(f"{_shown(items)} {what}" for what, items in parts.items() if items)
+    return "; ".join(f"{what}: {_shown(items)}" for what, items in parts.items() if items)
 
 
 def _shown(items: Sequence[str]) -> str:
@@ -192,4 +186,4 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         return json.loads(index.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} cannot be read as the index of a sharded model: {error!r}") from error
+        raise ValueError(f"{index} cannot be read as the index of a sharded checkpoint: {error!r}") from error

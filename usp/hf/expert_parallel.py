@@ -1,11 +1,10 @@
-"""Expert parallelism inside unchanged transformers models.
+"""Expert parallelism for unmodified transformers models.
 
-transformers sends the experts of a mixture through a registry of functions (`ExpertsInterface`); it gets one entry,
-found by the name in the model's configuration. An experts module keeps its three-dimensional parameters gate_up_proj
-(E, 2I, H) and down_proj (E, H, I) under their names: with ep > 1 each rank holds those of E / ep experts, as a DTensor
-sharded in dim 0.
+Registers an experts implementation with transformers' `ExpertsInterface`, which the model's configuration selects by
+name. An experts module keeps its parameters gate_up_proj (E, 2I, H) and down_proj (E, H, I): with ep > 1 they become
+DTensors sharded over ep in dim 0.
 
-T tokens of this rank, K choices of each, H hidden size, I an expert's intermediate size, E experts.
+T tokens of this rank, K experts per token, H hidden size, I an expert's intermediate size, E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from parallel import ParallelMesh, local_tensor
 from parallel.expert import grouped_linear, mix_experts
-from usp.model.degrees import ep_violations
+from usp.model.rules import ep_violations
 
 from .models import model_facts
 
@@ -30,17 +29,17 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
-    """Spread the experts of a transformers causal LM over the ep axis, in place; a dense model stays as it is.
+    """Shard the experts of a transformers causal LM over the ep axis, in place; leaves a dense model unchanged.
 
-    Works on the meta device, before FSDP. Each rank must route tokens of its own: with tp, that needs Megatron's
-    sequence parallelism. The experts' gradients cover the tokens of the rank's ep group: sum them over efsdp and
-    dp_replicate, which FSDP over `expert_modules` does.
+    Call it before FSDP; supports the meta device. Each rank must route different tokens: with tp, that requires
+    Megatron's sequence parallelism. The experts' gradients cover the tokens of the rank's ep group and must be summed
+    over efsdp and dp_replicate, as FSDP over `expert_modules` does.
 
     Raises:
-        ValueError: naming everything about the model that does not fit, see `ep_violations`.
+        ValueError: naming all `ep_violations`.
     """
     experts_mesh = mesh.expert_mesh("ep")
-    violations = list(ep_violations(model_facts(type(model).__name__, model.config), experts_mesh.size()))
+    violations = ep_violations(model_facts(model.config.model_type, model.config), experts_mesh.size())
     if violations:
         raise ValueError("; ".join(violations))
     modules = expert_modules(model)
@@ -58,17 +57,17 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are experts: FSDP shards them over (dp_replicate, efsdp), and not over fsdp."""
+    """Return the modules that hold experts, which FSDP shards over (dp_replicate, efsdp) instead of fsdp."""
     return [module for module in model.modules() if isinstance(module, (MixtralExperts, Qwen3MoeExperts))]
 
 
 def router_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that give (logits (T, E), weights (T, K), chosen experts (T, K)), a layer each."""
+    """Return the routers, one per layer; they output logits (T, E), weights (T, K) and chosen experts (T, K)."""
     return [module for module in model.modules() if isinstance(module, (MixtralTopKRouter, Qwen3MoeTopKRouter))]
 
 
 def _experts_forward(module: nn.Module, hidden_TH: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """The registry's entry."""
+    """Run the experts of a layer; registered with `ExpertsInterface`."""
     gate_up_proj, down_proj = (local_tensor(getattr(module, name)) for name in PARAMETERS)
 
     def experts(rows_GH: Tensor, rows_of_expert: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Weights into a transformers safetensors folder, from ranks that hold boxes of them, without gathering the model.
+"""Export of sharded weights to a transformers safetensors directory, without gathering the model.
 
-Every rank computes the same plan: which file has which tensors, which rank writes it, and which ranks send it which
-boxes. Files are then written in rounds, one per rank at most. In each step of a round every writer receives the boxes
-of one tensor of its file, all of them in a single all-to-all.
+Every rank computes the same plan: the tensors of each file, the rank that writes it, and the boxes that other ranks
+send it. Files are written in rounds of at most one file per rank. In each step of a round, a single all-to-all sends
+every writer the boxes of one tensor of its file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
-from usp.hf.disk import INDEX
-from usp.hf.export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
-from usp.hf.models import empty_model
+
+from .disk import INDEX
+from .export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
+from .models import empty_model
 
 T = TypeVar("T")
 
 SHARD_BYTES = 5 * 10**9
-PARTIAL, REPLACED = ".partial", ".replaced"  # endings of a folder being written, and of the one it takes the place of
+PARTIAL, REPLACED = ".partial", ".replaced"  # suffixes of the directory being written, and of the one it replaces
 
 
 @torch.no_grad()
@@ -43,24 +44,24 @@ def save_weights(
     max_shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a folder that transformers' `from_pretrained` loads as the model of `config`, in the dtypes of `weights`.
+    """Write a directory that `from_pretrained` loads as the model of `config`, in the dtypes of `weights`.
 
-    Collective. Beside its own weights, a rank holds one file, one tensor, and copies of the parts that it sends at a
-    time. The folder is written under another name and renamed when it is whole; a model that lay there is replaced, and
-    so is what a broken attempt left. It exists when any rank returns. Without a process group, one process holds all.
+    Collective. In addition to its weights, a rank holds one file, one tensor, and copies of the parts that it sends.
+    The directory is written under a temporary name and renamed when complete, replacing an existing model and the
+    remains of a failed export. It exists when any rank returns. Without torch.distributed, one process holds all.
 
     Args:
-        weights: by their names in the transformers model; those of this rank's pipeline stages, plain (all of it) or
-            DTensors. Of tied parameters, the one that comes first in the model counts.
-        folder: on a file system that all ranks share.
-        generation_config: for a model that came with one; else what transformers derives from `config`.
-        max_shard_bytes: size of a file, unless a single tensor is larger.
-        group: the ranks that together hold the model; None: all.
+        weights: of this rank's pipeline stages, by their names in the transformers model; plain tensors (whole) or
+            DTensors. Of tied parameters, the first in the model is saved.
+        folder: on a file system shared by all ranks.
+        generation_config: default: derived from `config` by transformers.
+        max_shard_bytes: maximum size of a file, unless a single tensor is larger.
+        group: the ranks that together hold the model; None for all.
 
     Raises:
-        ValueError: on every rank alike, naming all parameters that are missing, unknown, or not those of `config`, and
-            a folder that holds something else than a model.
-        RuntimeError: on every rank alike, when a rank cannot write.
+        ValueError: on every rank, naming all parameters that are missing, unknown, or do not match `config`, and a
+            directory with other content than a model.
+        RuntimeError: on every rank, if a rank cannot write.
     """
     grouped = dist.is_initialized()
     rank = dist.get_rank(group) if grouped else 0
@@ -82,7 +83,7 @@ def save_weights(
 
 
 def _held(weights: Mapping[str, Tensor]) -> tuple[dict[str, Held], str]:
-    """What this rank holds, and why that cannot be said: raising here would leave other ranks waiting."""
+    """Describe this rank's weights; also return an error message, since raising here would hang other ranks."""
     held, unknown = {}, []
     for name, weight in weights.items():
         try:
@@ -99,7 +100,7 @@ def _write_files(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> str:
-    """Why this rank could not write, empty if it could. It goes on sending then, because others wait for it."""
+    """Write this rank's files; return the error if that failed. It keeps sending, because other ranks wait for it."""
     failure = ""
     for files in rounds:
         content: dict[str, Tensor] = {}
@@ -117,7 +118,7 @@ def _write_files(
 def _exchange(
     step: Sequence[Assembly], weights: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """One tensor for each writer: what this rank writes of them, on the CPU, by its name on disk."""
+    """Exchange one tensor per writer; return the one this rank writes, on the CPU, by its name on disk."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     device = local_part(next(iter(weights.values()))).device
     send = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
@@ -153,9 +154,9 @@ def _assembled(assembly: Assembly, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _exported_model(config: PretrainedConfig, generation_config: GenerationConfig | None) -> PreTrainedModel:
-    """The whole model, empty, with the configurations that go into the folder."""
+    """Return the whole model, empty, with the configurations to save."""
     config = copy.deepcopy(config)
-    config.use_cache = True  # off while sequences are sharded; whoever loads the model generates with it
+    config.use_cache = True  # disabled while sequences are sharded
     whole = empty_model(config)
     whole.config.architectures = [type(whole).__name__]
     if whole.can_generate():  # not with a scalar head
@@ -167,21 +168,21 @@ def _exported_model(config: PretrainedConfig, generation_config: GenerationConfi
 
 
 def _prepare(folder: Path, partial: Path) -> str:
-    """Make room; why that cannot be done, if it cannot."""
+    """Create an empty directory `partial`; return the error if that failed."""
     is_model = (folder / "config.json").is_file()
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_model and not is_empty:
-        return f"{folder} holds something else than a model: give a folder that does not exist"
+        return f"{folder} contains files other than a model: use a directory that does not exist"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
-        return f"{partial} cannot be made: {error}"
+        return f"{partial} cannot be created: {error}"
     return ""
 
 
 def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partial: Path, folder: Path) -> str:
-    """Write what stands beside the weights, and rename; why that failed, if it did."""
+    """Write configurations and index, and rename `partial` to `folder`; return the error if that failed."""
     files = [file for files in rounds for file in files]
     assemblies = [assembly for file in files for assembly in file.tensors]
     whole.config.dtype = str(assemblies[0].dtype).removeprefix("torch.")
@@ -189,7 +190,7 @@ def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partia
         whole.config.save_pretrained(partial)
         if whole.can_generate():
             assert whole.generation_config is not None
-            # save_pretrained refuses what was published with warnings, once `use_cache` is turned on again.
+            # save_pretrained rejects published configurations that only warn on loading, once `use_cache` is set.
             whole.generation_config.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
         if len(files) > 1:
             metadata = {
@@ -214,7 +215,7 @@ def _raise_failures(failure: str, group: dist.ProcessGroup | None) -> None:
     failures = {rank: text for rank, text in enumerate(_all_gather(failure, group)) if text}
     if failures:
         shown = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise RuntimeError(f"the weights could not be written, and the folder is as it was: {shown}")
+        raise RuntimeError(f"the weights could not be written, the directory is unchanged: {shown}")
 
 
 def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

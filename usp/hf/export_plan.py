@@ -1,8 +1,8 @@
-"""Who sends what to whom so that a model whose boxes lie on many ranks is written to files. Pure: no communication.
+"""Plan for exporting a model that is sharded over ranks: the files, their writers, and the boxes to send.
 
-rounds    files with a writer of their own each
+round     files with different writers
 file      tensors on disk, and the rank that writes them
-tensor    the boxes that make it up, and the rank that sends each
+tensor    boxes that make it up, and the rank that sends each
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Holding, holdings
-from usp.hf.disk import DiskTensor, disk_tensors, file_names, plan_files
-from usp.hf.models import kept_names
+
+from .disk import DiskTensor, disk_tensors, file_names, plan_files
+from .models import kept_names
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a parameter."""
+    """Part of a parameter held by a rank."""
 
     box: Box
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A tensor on disk, the rank that writes it, and the parts that make it up: rank -> box of the parameter."""
+    """Tensor on disk, the rank that writes it, and its parts: rank -> box of the parameter."""
 
     tensor: DiskTensor
     dtype: torch.dtype
@@ -47,7 +48,7 @@ class FilePlan:
 
 
 def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]]) -> list[str]:
-    """What keeps the ranks from saving the `whole` model; empty where nothing does."""
+    """Return why the ranks' weights are not exactly those of the `whole` model, one message per violation."""
     kept = kept_names(whole)
     shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
     covered: dict[str, set[Box]] = {name: set() for name in shapes}
@@ -60,24 +61,24 @@ def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Hel
             elif name in shapes:
                 covered[name].add(part.box)
                 kinds[name].add((part.shape, part.dtype))
-    model = f"the {whole.config.model_type} of the configuration"
-    violations = [f"rank {rank} holds no weight" for rank, held in enumerate(holders) if not held]
-    violations += [f"{name} is no parameter of {model}" for name in unknown]
+    model = f"the configured {whole.config.model_type} model"
+    violations = [f"rank {rank} has no weights" for rank, held in enumerate(holders) if not held]
+    violations += [f"{name} is not a parameter of {model}" for name in unknown]
     for name, shape in shapes.items():
         if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
             there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))
-            violations.append(f"{name} is {there}, and must be {shape} of one dtype in {model}")
+            violations.append(f"{name} is {there}, but must be {shape} of one dtype in {model}")
         elif (elements := sum(box.numel for box in covered[name])) != Box.whole(shape).numel:
-            violations.append(f"ranks hold {elements} of the {Box.whole(shape).numel} elements of {name}")
+            violations.append(f"ranks hold only {elements} of the {Box.whole(shape).numel} elements of {name}")
     return violations
 
 
 def plan_export(
     whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]], max_shard_bytes: int
 ) -> list[list[FilePlan]]:
-    """The rounds: in each, files with a writer of their own.
+    """Return the rounds: lists of files with different writers.
 
-    Neighbouring files have neighbouring writers, so that pipeline stages write most of their layers themselves.
+    Neighboring files have neighboring writers, so that pipeline stages write most of their own layers.
     """
     dtypes = {name: part.dtype for held in holders for name, part in held.items()}
     boxes: dict[str, dict[int, Box]] = {}
@@ -103,7 +104,7 @@ def plan_export(
 
 
 def _sources(tensor: DiskTensor, parts: Sequence[Holding], writer: int) -> dict[int, Box]:
-    """Of ranks that hold the same, the writer where it is one of them, else the first, sends."""
+    """Choose senders: among ranks that hold the same box, the writer if possible, else the first."""
     return {
         writer if writer in part.ranks else part.ranks[0]: common
         for part in parts

@@ -1,10 +1,10 @@
-"""What one pipeline stage of a language model computes: from ids or hidden states to hidden states, or what is wanted.
+"""A pipeline stage of a causal language model.
 
     first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.losses.output_heads.Head   last stage
 
-The model is the unchanged transformers one, with the layers of other stages taken out. Its head is never called: the
-loss takes its weight, so that the logits of all tokens never exist. Without pipeline parallelism one stage is
-first and last.
+The model is an unmodified transformers model without the layers of other stages. Its output head is never called: the
+loss uses its weight, so that the logits of all tokens are never materialized. Without pipeline parallelism, the only
+stage is both first and last.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from parallel import ParallelMesh
-from usp.hf.balance import RouterBalance
 from usp.losses.output_heads import Head, LastHidden
 
+from .balance import RouterBalance
 from .prune import head_name
 
 
 class CausalLMStage(nn.Module):
-    """A stage of `model`, and the root module that the engine shards.
+    """Stage of `model`, and the root module that the engine shards.
 
     Args:
-        first, last: whether the stage takes ids, and whether it has the head.
-        loss_chunk: tokens whose logits exist at a time.
-        balance: what counts the choices of the model's routers, where their auxiliary loss is part of the loss.
+        first: the stage takes ids.
+        last: the stage has the output head.
+        loss_chunk: number of tokens whose logits exist at a time.
+        balance: collects the routers' statistics if their auxiliary loss is part of the loss.
     """
 
     def __init__(
@@ -54,19 +55,19 @@ class CausalLMStage(nn.Module):
         cu_seqlens: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states, or on the last stage what `head` makes of them: in training this rank's share of the loss.
+        """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
 
         Args:
             x: (B, S) ids on the first stage, else hidden states (B, S, H).
-            chosen: with `balance`, what the stage before gave beside its hidden states.
-            position_ids, cu_seqlens: as `shard_batch` gives them.
-            inputs: what `head` takes, such as `shift_labels`.
+            chosen: with `balance`, the second output of the previous stage.
+            position_ids, cu_seqlens: from `shard_batch`.
+            inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
             self.balance.open(chosen)
         options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
-            options["output_router_logits"] = False  # would keep every layer's, and `balance` counts them as they come
+            options["output_router_logits"] = False  # would keep all layers' logits; `balance` uses hooks
         hidden = self.model.base_model(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
         if self.balance is not None:
             chosen = self.balance.close()

@@ -1,4 +1,4 @@
-"""Local transformers tokenizers, and the ByT5 one that stands for plain bytes in a checkpoint."""
+"""Local transformers tokenizers, and ByT5's tokenizer as the saved form of the byte tokenizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 
 
 def load_tokenizer(tokenizer: str) -> Tokenizer:
-    """The byte tokenizer, or the one that `tokenizer`, a local folder, holds; ValueError where it holds none."""
+    """Return the byte tokenizer, or load one from the local directory `tokenizer`; raises ValueError if it has none."""
     if tokenizer == BYTES:
         return ByteTokenizer()
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"tokenizer={tokenizer} is no folder: give one with a transformers tokenizer, or {BYTES!r}")
+        raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
@@ -24,10 +24,10 @@ def load_tokenizer(tokenizer: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Write the tokenizer for `AutoTokenizer.from_pretrained`: a transformers one into `checkpoint`, bytes beside it.
+    """Save the tokenizer for `AutoTokenizer.from_pretrained`: a transformers one in `checkpoint`, bytes next to it.
 
-    Bytes go to the folder `tokenizer` next to the checkpoint, because for some model types AutoTokenizer looks at
-    the config.json it finds and takes that family's class instead of ByT5's.
+    The byte tokenizer goes to the sibling directory `tokenizer`: for some model types AutoTokenizer would read the
+    config.json in `checkpoint` and load that family's tokenizer class instead of ByT5's.
     """
     if isinstance(tokenizer, TextTokenizer):
         tokenizer.tokenizer.save_pretrained(checkpoint)

@@ -1,9 +1,10 @@
-"""Weights out of transformers' safetensors folders, each rank reading the boxes that it holds."""
+"""Import of weights from a transformers safetensors directory; each rank reads only its boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
-from usp.hf.disk import DiskEntry, DiskTensor, choose_tensors, read_headers
-from usp.hf.initialise import fill_buffers, initialise
-from usp.hf.models import causal_config, empty_model, kept_names, load_generation_config
 
+from .disk import DiskEntry, DiskTensor, choose_tensors, read_headers
+from .initialise import fill_buffers, initialise
+from .models import causal_config, empty_model, kept_names, load_generation_config
 from .prune import head_name
 
 _ROWS_AT_A_TIME = 4096
@@ -24,16 +25,16 @@ _ROWS_AT_A_TIME = 4096
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = None) -> None:
-    """Fill a model, or a pipeline stage of it, from a folder that `save_pretrained` wrote, after `materialise`.
+    """Load a model or a pipeline stage from a directory written by `save_pretrained`, after `materialise`.
 
-    Parameters may be plain or DTensors, of any dtype; a rank reads the parts that it holds, and nothing is
-    communicated. Buffers are computed, and the model gets the folder's generation configuration where it has one.
+    Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
+    Buffers are computed, and the model gets the directory's generation configuration, if any.
 
-    head_seed: the folder is a causal LM's and the model has a scalar head, which is drawn from this seed instead.
+    head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
     Raises:
-        ValueError: on every rank alike and before a weight is read, naming files that cannot be read, and every tensor
-            that is missing, superfluous, or of another shape.
+        ValueError: on every rank and before reading weights, naming unreadable files, and every tensor that is missing,
+            unexpected, or of the wrong shape.
     """
     whole = empty_model(model.config if head_seed is None else causal_config(model.config))
     kept = kept_names(whole)
@@ -41,8 +42,9 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     choice = choose_tensors(whole, model.config.model_type, found, folder)
     with ExitStack() as stack:
         files = {entry.file: stack.enter_context(safe_open(entry.file, framework="pt")) for entry in found.values()}
+        read = partial(_read, files, found)
         for first, copy in choice.copies:
-            _check_equal(files, found, first, copy)
+            _check_equal(read, first, copy)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if head_seed is not None and name.startswith(f"{head_name(model)}."):
                 continue
@@ -50,8 +52,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
             for tensor in choice.tensors[kept[name]]:
                 part = held.overlap(tensor.box)
                 if part is not None:
-                    read = _read(files, found, tensor, part.slices(tensor.box))
-                    values[part.slices(held)] = read.view(part.sizes).to(values.dtype)
+                    loaded = read(tensor, part.slices(tensor.box))
+                    values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
     if head_seed is None:
         fill_buffers(model)
     else:
@@ -66,13 +68,11 @@ def _read(
     return files[found[tensor.name].file].get_slice(tensor.name)[slices[len(slices) - len(tensor.shape) :]]
 
 
-def _check_equal(
-    files: Mapping[Path, Any], found: Mapping[str, DiskEntry], first: DiskTensor, copy: DiskTensor
-) -> None:
+def _check_equal(read: Callable[..., Tensor], first: DiskTensor, copy: DiskTensor) -> None:
     for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
-        if not torch.equal(_read(files, found, first, rows), _read(files, found, copy, rows)):
+        if not torch.equal(read(first, rows), read(copy, rows)):
             raise ValueError(
-                f"{first.name} and {copy.name} differ, but tie_word_embeddings=True in config.json makes them one "
-                f"parameter: set it to false, or remove one of the two"
+                f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
+                f"to false, or remove one of the two"
             )

@@ -1,7 +1,6 @@
-"""The language-model loss, normalised by the tokens of all ranks.
+"""Cross-entropy of language models, normalized by the number of targets on all ranks.
 
-B batch, S a rank's tokens of each row, T = B * S, C tokens of a chunk, H hidden size, V vocabulary (this rank's part
-where it is sharded).
+B batch, S tokens per row on this rank, T = B * S, C tokens of a chunk, H hidden size, V this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from torch.autograd.function import once_differentiable
 from parallel import ParallelMesh
 from usp.sp.batch import IGNORED_LABEL
 
-from .vocabulary import VocabularyRows, add_weight_gradient, head_inputs, logits_of, subtract_largest, without_targets
+from .vocabulary import HeadGradients, VocabularyRows, chunks_of, head_inputs, logits_of, softmax_dtype, subtract_max
 
 
 def global_token_count(shift_labels: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The number of targets on all ranks that hold different tokens (the loss axis), int64. Collective."""
+    """Count the targets on all ranks of the loss axis, as an int64 tensor. Collective."""
     count = (shift_labels != IGNORED_LABEL).sum()
     dist.all_reduce(count, group=mesh.group("loss"))
     return count
 
 
 def causal_lm_loss(logits: Tensor, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
-    """This rank's share of the mean cross-entropy over all ranks' targets, in fp32.
+    """Return this rank's share, in fp32, of the mean cross-entropy over all ranks' targets.
 
-    The sum of the shares over the loss axis is the loss, and the sum of their gradients its gradient, however
-    unevenly targets fall on ranks.
+    Over the loss axis the shares sum to the loss and their gradients to its gradient, even if targets are distributed
+    unevenly.
 
     Args:
-        logits: (B, S, vocabulary) for this rank's tokens.
-        shift_labels: (B, S) the target of each token, -100 for none; from `shard_batch`.
-        global_tokens: targets on all ranks; from `global_token_count`.
+        logits: (B, S, vocabulary) of this rank's tokens.
+        shift_labels: (B, S) target of each token, -100 for none; from `shard_batch`.
+        global_tokens: number of targets on all ranks; from `global_token_count`.
     """
     total = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
@@ -50,36 +49,35 @@ def vocab_loss(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`causal_lm_loss(hidden @ weight.T, ...)` without the logits: `chunk_tokens` tokens have theirs at a time.
+    """Compute `causal_lm_loss(hidden @ weight.T, ...)` with logits for only `chunk_tokens` tokens at a time.
 
-    Where gradients are wanted, the forward computes them with each chunk's logits, and the backward scales them: no
-    product with the vocabulary is made twice (as Liger Kernel's fused linear cross-entropy, arXiv 2410.10989, section
-    3.2, does). Softmax, loss and the weight's gradient are summed in fp32 (fp64 for fp64), chunk after chunk, so the
-    result does not change from run to run.
+    The forward also computes the gradients while a chunk's logits exist, and the backward scales them, so no product
+    with the vocabulary is computed twice (as in Liger Kernel's fused linear cross-entropy, arXiv 2410.10989, section
+    3.2). Softmax, loss and the weight's gradient are accumulated in fp32 (fp64 for fp64), in a fixed order, so results
+    are reproducible.
 
     With a `group` the vocabulary is sharded over it (Megatron-LM, arXiv 1909.08053, section 3): per chunk two
-    all-reduces of one and two numbers per token, and one of hidden's gradient. Collective; every rank of the group
-    gets the same loss and the whole gradient of `hidden`.
+    all-reduces of one and two numbers per token, and one of the gradient of `hidden`. Collective; every rank of the
+    group gets the same loss and the whole gradient of `hidden`.
 
     Args:
-        hidden_BSH: last hidden states, alike on all ranks of `group`.
+        hidden_BSH: last hidden states, identical on all ranks of `group`.
         weight: (V, H) of the output head. With `group`, a DTensor sharded over it by rows, or a plain tensor with this
-            rank's rows, as many on every rank.
-        shift_labels_BS: the target of each token, -100 for none. On the CPU a chunk without targets costs nothing; on
-            a device that would take a synchronisation, and it is computed as any other.
-        global_tokens: targets on all ranks; from `global_token_count`.
+            rank's rows, the same number on each rank.
+        shift_labels_BS: target of each token, -100 for none. On the CPU, chunks without targets are skipped; on a
+            device that would take a synchronization, so they are computed.
+        global_tokens: number of targets on all ranks; from `global_token_count`.
 
     Returns:
         This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: for shapes and shards that do not fit, and for labels outside the vocabulary where they are on the
-            CPU; elsewhere such a label makes the loss nan, without a synchronisation.
+        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU; on a
+            device, such a label makes the loss nan instead, without a synchronization.
     """
     if isinstance(global_tokens, int) and global_tokens < 1:
-        raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target to learn from")
-    rows = VocabularyRows.of(weight, group)
-    local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, rows)
+        raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
+    rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     loss: Tensor = _VocabLoss.apply(
         hidden_BSH.flatten(0, 1), local, labels, 1 / global_tokens, chunk_tokens, rows, torch.is_grad_enabled()
     )
@@ -91,28 +89,15 @@ class _VocabLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, scale, chunk_tokens: int, rows: VocabularyRows, differentiate: bool):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        wants_hidden, wants_weight = (differentiate and wanted for wanted in ctx.needs_input_grad[:2])
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        for start in range(0, len(labels), chunk_tokens):
-            place = slice(start, start + chunk_tokens)
-            targets = labels[place]
-            if without_targets(targets):
-                continue
-            losses, grad_logits = _chunk(hidden[place], weight, targets, rows, wants_hidden or wants_weight)
+        total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
+        gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
+        for chunk in chunks_of(labels, chunk_tokens):
+            losses, grad_logits = _chunk(hidden[chunk], weight, labels[chunk], rows, gradients.wanted)
             total += losses.sum()
-            if grad_logits is None:
-                continue
-            grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[place])
-            if grad_weight is not None:
-                add_weight_gradient(grad_weight, grad_logits, hidden[place])
-        if grad_hidden is not None:
-            rows.all_reduce(grad_hidden)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            if grad_logits is not None:
+                grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
+                gradients.add(chunk, grad_logits)
+        ctx.save_for_backward(*gradients.reduce(rows))
         ctx.weight_dtype = weight.dtype
         return total * scale
 
@@ -120,7 +105,7 @@ class _VocabLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Not in place: a pipeline that splits its backward comes here twice.
+        # Not in place: a zero-bubble pipeline's split backward runs this twice.
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
@@ -131,9 +116,9 @@ class _VocabLoss(torch.autograd.Function):
 def _chunk(
     hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor, rows: VocabularyRows, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of each token (0 where ignored), and its gradient by this rank's logits (C, V) where wanted."""
+    """Return each token's loss (0 where ignored), and if `differentiate` its gradient by this rank's logits (C, V)."""
     logits = logits_of(hidden_CH, weight_VH)
-    subtract_largest(logits, rows)
+    subtract_max(logits, rows)
     index, owned = rows.owned(labels_C, weight_VH.shape[0])
     target = logits.gather(1, index).squeeze(1).where(owned, 0)
     exp = logits.exp_()

@@ -1,6 +1,6 @@
-"""What the last pipeline stage makes of its hidden states: a loss, or something about each token.
+"""Outputs of the last pipeline stage: a loss, or values per token.
 
-The stage hands a `Head` its `LastHidden`, inside its forward, where the output head's weight is gathered.
+The stage calls a `Head` with its `LastHidden` inside its forward, while the output head's weight is unsharded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,17 +16,18 @@ from parallel import local_tensor
 
 from .cross_entropy import vocab_loss
 from .logprobs import vocab_logprobs
+from .vocabulary import softmax_dtype
 
 
 @dataclass(frozen=True, eq=False)
 class LastHidden:
-    """What a model computed for this rank's tokens, before its output head.
+    """Last hidden states of this rank's tokens, with the output head's weight.
 
     Attributes:
-        hidden_BSH: after the final norm, alike on all ranks of `group`.
-        weight: of the output head: (vocabulary, H), maybe sharded over `group`, or (1, H) of a scalar head.
-        chunk_tokens: tokens whose logits exist at a time.
-        group: the tp axis, None for one rank.
+        hidden_BSH: after the final norm, identical on all ranks of `group`.
+        weight: of the output head: (vocabulary, H), possibly sharded over `group`, or (1, H) for a scalar head.
+        chunk_tokens: number of tokens whose logits exist at a time.
+        group: the tp axis; None without tensor parallelism.
     """
 
     hidden_BSH: Tensor
@@ -36,7 +36,7 @@ class LastHidden:
     group: dist.ProcessGroup | None
 
     def loss(self, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
-        """`vocab_loss`."""
+        """Return `vocab_loss` of these hidden states."""
         return vocab_loss(
             self.hidden_BSH,
             self.weight,
@@ -49,7 +49,7 @@ class LastHidden:
     def logprobs(
         self, shift_labels: Tensor, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`vocab_logprobs`."""
+        """Return `vocab_logprobs` of these hidden states."""
         return vocab_logprobs(
             self.hidden_BSH,
             self.weight,
@@ -61,26 +61,25 @@ class LastHidden:
         )
 
     def values(self) -> Tensor:
-        """(B, S) of a scalar head, in fp32 (fp64 for fp64)."""
+        """Return the scalar head's outputs (B, S), in fp32 (fp64 for fp64)."""
         weight = local_tensor(self.weight)
-        dtype = torch.promote_types(self.hidden_BSH.dtype, torch.float32)
+        dtype = softmax_dtype(self.hidden_BSH)
         return (self.hidden_BSH.to(dtype) @ weight.to(dtype).T).squeeze(-1)
 
 
 class Head(Protocol):
-    """What is wanted of the last stage."""
+    """Computes the last stage's output."""
 
     def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
-        """In training this rank's share of the loss, 0-dim.
+        """Return the output; in training, this rank's share of the loss, 0-dim.
 
-        inputs: what a micro-batch holds beside ids and positions: cu_seqlens (where there are documents) and what
-        lies like the ids.
+        inputs: the micro-batch without ids and positions: tensors shaped like the ids, and `cu_seqlens` if packed.
         """
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """The mean cross-entropy over `shift_labels`, of which the whole step has `global_tokens`."""
+class NextTokenLoss:
+    """Mean cross-entropy over the targets in `shift_labels`, of which the step has `global_tokens` in total."""
 
     global_tokens: int
 

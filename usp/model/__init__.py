@@ -1,5 +1,5 @@
-"""What a model is in numbers, and how its activations are recomputed; without transformers. Each file imports only
-earlier ones:
+"""Models in numbers, the rules on these numbers, and activation recomputation; without transformers. Each file imports
+only earlier ones:
 
-facts, shapes, degrees, recompute.
+facts, rules, recompute.
 """

@@ -1,25 +1,29 @@
-"""What a model is in numbers, and the FLOPs of a training step of it.
+"""Numbers of a model: its configuration, the shapes of its parameters, and the FLOPs of a training step.
 
-They are those of the mathematics, counted once: a causal mask counts its visible half, a document and a window
-count what they let through, and recomputation counts nothing. A multiply-add is two.
+FLOPs are model FLOPs: a multiply-add counts two, a mask only the pairs it shows, and recomputation nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
+from attention import band_pairs
+
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The numbers of a causal language model that configuration checks and FLOPs need.
+    """Numbers of a causal language model that configuration checks and FLOP counts need.
 
-    windows: for each layer, how many positions back a query sees, itself included; 0 means all of them.
-    num_experts: of each mixture-of-experts layer; 0 for a dense model.
-    dense_mlps: whether some layer has an MLP of `intermediate_size` rather than experts.
-    router_jitter: width of the random factor on what a router of experts reads in training; 0 for none.
-    tied: whether the output head is the embedding.
+    Attributes:
+        windows: per layer, the sliding window in tokens, the query included; 0 for full attention.
+        intermediate_size: of the dense MLPs; 0 where every layer has experts.
+        num_experts: per mixture-of-experts layer; 0 for a dense model.
+        router_jitter: width of the random factor on the router's input in training; 0 if disabled.
+        tied: whether the output head shares the embedding's weight.
     """
 
     name: str
@@ -29,30 +33,112 @@ class ModelFacts:
     vocab_size: int
     windows: tuple[int, ...]
     intermediate_size: int = 0
-    dense_mlps: bool = True
     num_experts: int = 0
     router_jitter: float = 0.0
     tied: bool = False
 
 
-def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:
-    """How many (query, key) pairs a causal mask shows, over rows of packed documents.
+@dataclass(frozen=True)
+class ParameterShape:
+    """Shape of one parameter.
 
-    cu_seqlens: (rows, documents + 1). `window` as in `ModelFacts.windows`.
+    Attributes:
+        name: in transformers, relative to its layer or top-level module.
+        style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
     """
-    lengths = cu_seqlens.diff(dim=-1).to(torch.int64)
-    seen = lengths if not window else lengths.clamp(max=window)
-    # the first `seen` queries of a document see 1, 2, ... seen keys; the later ones see `seen` each
-    return int((seen * (seen + 1) // 2 + (lengths - seen) * seen).sum())
+
+    name: str
+    shape: tuple[int, ...]
+    style: str = "replicated"
+
+    @property
+    def tp_dim(self) -> int | None:
+        """The dim sharded over tp; None if every tp rank holds the whole parameter."""
+        if self.style in ("colwise", "colwise_parameter", "embedding_rowwise"):
+            return 0
+        return 1 if self.style == "rowwise" and len(self.shape) > 1 else None
+
+    def local(self, tp: int) -> tuple[int, ...]:
+        """Return the shape on one of `tp` tensor-parallel ranks."""
+        return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+
+    def partial_gradient(self, sequence_parallel: bool) -> bool:
+        """Return whether each tp rank computes a part of the gradient, which must be summed over tp."""
+        if self.style == "untouched" or self.tp_dim is not None:
+            return False
+        return sequence_parallel or self.style != "replicated"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Parameters of a decoder layer; `experts` are (experts, rows, columns) each, empty in a dense layer."""
+
+    parameters: tuple[ParameterShape, ...]
+    experts: tuple[ParameterShape, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Parameter shapes of a causal language model.
+
+    Attributes:
+        layers: in order; equal layers may be the same object.
+        head: empty if tied to the embedding.
+        experts_per_token: 0 for a dense model.
+    """
+
+    facts: ModelFacts
+    hidden_size: int
+    embedding: tuple[ParameterShape, ...]
+    layers: tuple[LayerShape, ...]
+    norm: tuple[ParameterShape, ...]
+    head: tuple[ParameterShape, ...]
+    experts_per_token: int = 0
+
+    @property
+    def expert_size(self) -> int:
+        """Intermediate size of one expert; 0 for a dense model."""
+        experts = (parameter for layer in self.layers for parameter in layer.experts)
+        return next((parameter.shape[-1] for parameter in experts if parameter.name.endswith("down_proj")), 0)
+
+    @property
+    def numel(self) -> int:
+        layers = (part for layer in self.layers for part in (*layer.parameters, *layer.experts))
+        return sum(part.numel for part in (*self.embedding, *layers, *self.norm, *self.head))
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that multiply each token: all but the input embedding, including a tied output head.
+
+        Of a layer's experts, as many as a token is routed to.
+        """
+        experts = sum(part.numel for layer in self.layers for part in layer.experts)
+        idle = experts // max(1, self.facts.num_experts) * (self.facts.num_experts - self.experts_per_token)
+        return self.numel - idle - (0 if self.facts.tied else sum(part.numel for part in self.embedding))
+
+
+def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:
+    """Count the (query, key) pairs that a causal mask shows in rows of packed documents.
+
+    Args:
+        cu_seqlens: (rows, documents + 1).
+        window: as in `ModelFacts.windows`.
+    """
+    documents = Counter(cu_seqlens.diff(dim=-1).flatten().tolist())
+    farthest = window - 1 if window else None
+    return sum(count * band_pairs(length, length, 0, 0, farthest) for length, count in documents.items())
 
 
 def training_flops(facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu_seqlens: torch.Tensor) -> int:
-    """FLOPs of forward and backward for one batch of `tokens` tokens in packed rows `cu_seqlens`.
+    """Return the FLOPs of forward and backward for a batch of `tokens` tokens in packed rows `cu_seqlens`.
 
-    matmul_parameters: weights that multiply every token (the embedding table does not, the output head does).
+    matmul_parameters: weights that multiply each token; excludes the embedding, includes the output head.
     """
-    weights = 6 * matmul_parameters * tokens
     pairs = {window: visible_pairs(cu_seqlens, window) for window in set(facts.windows)}
     # per pair and head: 2 * head_dim for the score, 2 * head_dim for the sum of values; the backward takes twice that
     attention = sum(12 * facts.num_heads * facts.head_dim * pairs[window] for window in facts.windows)
-    return weights + attention
+    return 6 * matmul_parameters * tokens + attention

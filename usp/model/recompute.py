@@ -1,11 +1,11 @@
-"""Long sequences in little memory: what a decoder layer keeps between its forward and its backward.
+"""Activation checkpointing and tiled MLPs for decoder layers.
 
-    none                everything
-    attention-saved     its input and what attention computed; the rest runs a second time in the backward
-    full                its input; all of it runs a second time, attention's communication included
+    none                saves all activations
+    attention-saved     selective: saves the layer's input and attention's results; recomputes the rest
+    full                saves the layer's input; recomputes everything, including attention's communication
 
-Both change a layer's `forward` alone: no module is wrapped, so parameters keep their names, and hooks (FSDP2's, tensor
-parallelism's) stay outside.
+Only a layer's `forward` is replaced: no module is wrapped, so parameters keep their names, and hooks (of FSDP2 or
+tensor parallelism) stay outside.
 """
 
 from __future__ import annotations
@@ -27,50 +27,49 @@ from usp.sp.sp_attention import UnifiedSPAttention
 def apply_activation_checkpointing(
     layers: Iterable[nn.Module], mode: str, attention: UnifiedSPAttention | None = None, offload: bool = False
 ) -> None:
-    """Recompute decoder layers in the backward (arXiv 1604.06174), in place. Call it before FSDP2.
+    """Apply activation checkpointing (arXiv 1604.06174) to decoder layers, in place. Call it before FSDP2.
 
-    `full` keeps the input of each layer, one hidden state per token. `attention-saved` keeps besides what is dear to
-    compute again, so that neither a kernel nor an all-to-all nor a ring hop of `attention` runs twice. For each token
-    of this rank, N query and K KV heads of size H:
+    `full` saves the input of each layer, one hidden state per token. `attention-saved` additionally saves the tensors
+    that are expensive to recompute, so that no kernel, all-to-all or ring hop of `attention` runs twice. Per token of
+    this rank, with N query and K KV heads of size H:
 
-    - with ulysses = 1: attention's output (N * H) and lse (N, fp32). q, k and v follow from the projections;
-    - with ulysses > 1: the same, and q, k, v after their all-to-all ((N + 2 K) * H, more where KV heads are
-      replicated) and the output after its own (N * H).
+    - ulysses = 1: attention's output (N * H) and lse (N, fp32); q, k and v are recomputed by the projections;
+    - ulysses > 1: also q, k, v after their all-to-all ((N + 2 K) * H, more if KV heads are replicated) and the output
+      after its own (N * H).
 
-    Several forwards may precede their backwards, and a backward may come in two halves (inputs, then weights): each
-    half recomputes. Forward hooks inside a layer run again in its backward.
+    Several forwards may precede their backwards. A backward may be split in two (inputs, then weights); each part
+    recomputes. Forward hooks inside a layer run again in its backward.
 
     Args:
-        attention: the layer that all `layers` attend through; `attention-saved` needs it.
-        offload: what is kept waits in host memory, pinned where the layer runs on CUDA.
+        attention: the attention layer that all `layers` share; required by `attention-saved`.
+        offload: store saved tensors in host memory, pinned if the layer runs on CUDA.
 
     Raises:
-        ValueError: for an unknown mode, a lack of `attention`, nothing to offload, and layers that are checkpointed
-            already.
+        ValueError: for an unknown mode, missing `attention`, offloading without checkpointing, or layers that are
+            already checkpointed.
     """
     layers = [layer for layer in layers if _has_parameters(layer)]
     violations = []
     if mode not in AC_MODES:
         violations.append(f"mode={mode!r} must be one of {', '.join(AC_MODES)}")
     if mode == "attention-saved" and attention is None:
-        violations.append("mode='attention-saved' needs the attention that the layers go through")
+        violations.append("mode='attention-saved' needs attention, the layer that all layers share")
     if mode == "none" and offload:
-        violations.append("offload=True moves what checkpointing keeps, and mode='none' keeps everything: use 'full'")
+        violations.append("offload=True requires activation checkpointing, but mode='none' disables it: use 'full'")
     if any("forward" in vars(layer) for layer in layers):
-        violations.append("a layer's forward has been replaced already: apply activation checkpointing once")
+        violations.append("a layer's forward is already replaced: apply activation checkpointing only once")
     if violations:
         raise ValueError("; ".join(violations))
     if mode != "none":
         for layer in layers:
-            kept = attention if mode == "attention-saved" else None
-            layer.forward = _checkpointed(layer.forward, kept, offload)
+            layer.forward = _checkpointed(layer.forward, attention if mode == "attention-saved" else None, offload)
 
 
 def _checkpointed(
     forward: Callable[..., Any], attention: UnifiedSPAttention | None, offload: bool
 ) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Around the call, not inside: the hooks see what the checkpoint itself saves, its input.
+        # Around the checkpoint, not inside, so that the hooks offload what it saves: its input.
         host = save_on_cpu(pin_memory=hidden.is_cuda) if offload else None
 
         def passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -86,7 +85,7 @@ def _checkpointed(
 
 
 class _Replay:
-    """The context of a recomputation: entered anew by each, it gives back what was kept from the first on."""
+    """Context of a recomputation; replays the saved results from the start each time it is entered."""
 
     def __init__(self, attention: UnifiedSPAttention, keep: KeepResults) -> None:
         self.attention, self.keep = attention, keep
@@ -99,38 +98,29 @@ class _Replay:
         self.context.__exit__(*error)
 
 
-def tiled_mlp_violations(layers: Iterable[nn.Module], tile_tokens: int) -> list[str]:
-    """Why `apply_tiled_mlp` would refuse."""
+def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
+    """Run each layer's `mlp` on tiles of `tile_tokens` tokens per row, in place, so that only one tile's intermediate
+    activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
+
+    Each tile is recomputed in the backward. Inside a checkpointed layer, the MLP's forward runs three times, and still
+    only one tile's intermediates exist.
+
+    Raises:
+        ValueError: for tiles without tokens, and layers without an `mlp`, with experts, or already tiled.
+    """
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
     violations = []
     if tile_tokens < 1:
         violations.append(f"tile_tokens={tile_tokens} must be at least 1")
-    mlps = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
-    if any(mlp is None for mlp in mlps):
-        violations.append("every layer must have its feed-forward block as `mlp`")
+    if None in mlps:
+        violations.append("every layer must have its feed-forward block in `mlp`")
     if any(hasattr(mlp, "experts") for mlp in mlps):
-        violations.append("experts route all tokens of a rank together and are not cut into tiles: drop the tiles")
+        violations.append("experts do not support tiling, they route all tokens of a rank together: disable it")
     if any(mlp is not None and "forward" in vars(mlp) for mlp in mlps):
-        violations.append("an MLP's forward has been replaced already: cut it into tiles once")
-    return violations
-
-
-def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
-    """Run each layer's `mlp` on `tile_tokens` tokens of every row at a time, in place: its intermediate activations
-    exist for one tile (as in Arctic long sequence training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
-
-    Each tile is computed again in the backward. A checkpointed layer, which is itself computed again, keeps its tiles:
-    the MLP's forward then runs three times, and one tile's intermediates are still all that exist.
-
-    Raises:
-        ValueError: naming everything that `tiled_mlp_violations` finds.
-    """
-    layers = [layer for layer in layers if _has_parameters(layer)]
-    violations = tiled_mlp_violations(layers, tile_tokens)
+        violations.append("an MLP's forward is already replaced: apply tiling only once")
     if violations:
         raise ValueError("; ".join(violations))
-    for layer in layers:
-        mlp = layer.mlp
-        assert isinstance(mlp, nn.Module)
+    for mlp in mlps:
         mlp.forward = _tiled(mlp.forward, tile_tokens)
 
 
@@ -143,5 +133,5 @@ def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[T
 
 
 def _has_parameters(layer: nn.Module) -> bool:
-    """Whether the layer is of this pipeline stage."""
+    """Return whether the layer belongs to this pipeline stage."""
     return next(layer.parameters(), None) is not None

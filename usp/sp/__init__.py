@@ -1,5 +1,4 @@
-"""The sequence-parallel attention layer, and the sharding of sequences and batches. Each file imports only earlier
-ones:
+"""Sequence-parallel attention layer, and sharding of sequences and batches. Each file imports only earlier ones:
 
 axes, sequence, sp_attention, batch.
 """

@@ -1,7 +1,7 @@
-"""A training batch, sharded over the sequence: what a model's forward needs on each rank.
+"""Sharding of training batches over the sequence.
 
-Everything that depends on neighbouring tokens (the label shift, positions, document borders) is computed from the
-global sequence, before it is cut.
+Everything that depends on neighboring tokens (label shift, positions, document boundaries) is computed from the global
+sequence before it is sharded.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from parallel import ParallelMesh
 from .axes import SpAxes
 from .sp_attention import documents_of
 
-IGNORED_LABEL = -100  # transformers' and torch's cross-entropy convention
+IGNORED_LABEL = -100  # the convention of transformers and torch
 
 
 def shard_batch(
     batch: Mapping[str, Tensor], mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag"
 ) -> dict[str, Tensor]:
-    """This rank's part of a batch that all sequence-parallel ranks hold; no communication.
+    """Return this rank's shard of a batch that all sequence-parallel ranks hold; no communication.
 
     Args:
         batch: `input_ids` (B, S) of global length S; optionally `labels` (B, S), unshifted as in transformers, -100 for
-            tokens that are no target; optionally `cu_seqlens`, the borders of packed documents, integers of shape
-            (documents + 1,) for every row alike or (B, documents + 1) padded by repeating the last.
+            tokens without a target; optionally `cu_seqlens`, the boundaries of packed documents, integers of shape
+            (documents + 1,) for all rows or (B, documents + 1) padded by repeating the last.
 
     Returns:
-        `input_ids`, `position_ids` (counted from each document's start), `shift_labels` where there are labels
-        (token t's target is label t + 1 of its own document, else -100), all (B, S / (ring * ulysses)), and
-        `cu_seqlens` unchanged, on the CPU. Hand them to the model as keyword arguments, `shift_labels` to the loss.
+        `input_ids`, `position_ids` (counted from each document's start), `shift_labels` if there are labels (token
+        t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and `cu_seqlens`
+        unchanged, on the CPU. Pass them to the model as keyword arguments, `shift_labels` to the loss.
 
     Raises:
-        ValueError: for missing or unknown keys, shapes that differ, a length that the layout cannot divide, or borders
-            that do not fit.
+        ValueError: for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
+            `cu_seqlens`.
     """
     _check(batch)
     ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")
@@ -55,33 +55,33 @@ def shard_batch(
 
 
 def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Rows of the batch in `parts` equal micro-batches."""
+    """Split the batch by rows into `parts` equal micro-batches."""
     pieces = {key: value.chunk(parts) for key, value in batch.items()}
     return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
 
 
 def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int) -> Tensor:
-    """(rows, seq_len): the position at which each token's document starts; behind the last border, that border."""
+    """Return (rows, seq_len): where each token's document starts; after the last boundary, that boundary."""
     spec = AttentionSpec(documents=documents_of(cu_seqlens))
     violation = spec.document_violation(rows, seq_len)
     if violation:
         raise ValueError(violation)
     starts = torch.zeros(rows, seq_len, dtype=torch.int64)
     for row in range(rows):
-        borders = torch.tensor(spec.row_documents(row, seq_len))
-        starts[row] = borders[torch.searchsorted(borders, torch.arange(seq_len), right=True) - 1]
+        boundaries = torch.tensor(spec.row_documents(row, seq_len))
+        starts[row] = boundaries[torch.searchsorted(boundaries, torch.arange(seq_len), right=True) - 1]
     return starts
 
 
 def _ends(cu_seqlens: Tensor | None, seq_len: int) -> Tensor:
-    """(rows, 1) or (1, 1): the last border of each row. What lies behind it is padding."""
+    """Return (rows, 1) or (1, 1): the last boundary of each row, after which there is only padding."""
     if cu_seqlens is None:
         return torch.tensor([[seq_len]])
     return cu_seqlens.cpu().reshape(-1, cu_seqlens.shape[-1])[:, -1:]
 
 
 def _shifted(labels: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Each token's target: the next label, if the next token is of the same document."""
+    """Return each token's target: the next label if the next token is in the same document, else -100."""
     shifted = torch.full_like(labels, IGNORED_LABEL)
     next_place = torch.arange(1, labels.shape[1])
     same = (starts[:, 1:] == starts[:, :-1]) & (next_place < ends)
@@ -98,12 +98,12 @@ def _check(batch: Mapping[str, Tensor]) -> None:
     elif "labels" in batch and batch["labels"].shape != batch["input_ids"].shape:
         violations.append(
             f"labels {tuple(batch['labels'].shape)} must have the shape of input_ids "
-            f"{tuple(batch['input_ids'].shape)}: they are shifted here, before the sequence is cut"
+            f"{tuple(batch['input_ids'].shape)}: they are shifted here, before the sequence is sharded"
         )
     for key in sorted(set(batch) - {"input_ids", "labels", "cu_seqlens"}):
         hint = {
-            "attention_mask": ": drop padding and pack documents, with their borders in cu_seqlens",
-            "position_ids": ": they are made here, from the borders in cu_seqlens",
+            "attention_mask": ": drop padding and pack documents, with their boundaries in cu_seqlens",
+            "position_ids": ": they are computed from cu_seqlens",
         }.get(key, ": shard it with shard_sequence")
         violations.append(f"{key} is not a key of shard_batch{hint}")
     if violations:

@@ -1,4 +1,4 @@
-"""Between global sequences and each rank's part of them."""
+"""Sharding of global sequences, and its inverse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .axes import SpAxes
 
 
 def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """This rank's part of a global tensor that every sequence-parallel rank holds; no communication.
+    """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 
-    `x.shape[dim]` is the global length, the result's is length / (ring * ulysses). Differentiable.
+    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). Differentiable.
 
     Raises:
         ValueError: for an unknown layout, or a length that it cannot divide.
@@ -27,9 +27,9 @@ def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zi
 
 
 def unshard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """All ranks' parts together, in global order: the inverse of `shard_sequence`. Collective.
+    """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective.
 
-    The gradient is that of the sum of all ranks' losses: each rank's part of every rank's gradient, summed.
+    The gradient is that of the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard.
     """
     axes = SpAxes.of(mesh)
     if axes.ring * axes.ulysses == 1:

@@ -1,4 +1,4 @@
-"""`UnifiedSPAttention`: the attention layer of a ring x ulysses mesh.
+"""`UnifiedSPAttention`, the attention layer of a ring x ulysses mesh.
 
 B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim.
 """
@@ -38,15 +38,16 @@ logger = logging.getLogger(__name__)
 
 
 class UnifiedSPAttention(nn.Module):
-    """Exact attention over sequences sharded on a ring x ulysses mesh, without parameters.
+    """Exact, parameter-free attention over sequences sharded on a ring x ulysses mesh.
 
-    Ulysses trades tokens for heads inside the ulysses axis, the ring passes keys and values around the ring axis
-    (USP, arXiv 2405.07719). Every mask, head count and degree gives the result of one process, or is refused.
+    Ulysses exchanges tokens for heads over the ulysses axis, ring attention passes keys and values around the ring axis
+    (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
+    else raises an error.
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: contiguous, zigzag or striped; `shard_sequence` and `shard_batch` must use the same.
-        kernel: auto, or a back end to hold to: reference, sdpa, cudnn, flash.
+        layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
+        kernel: auto, reference, sdpa, cudnn or flash.
 
     Raises:
         ValueError: for an unknown layout or kernel.
@@ -77,31 +78,31 @@ class UnifiedSPAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries over the whole sequence. Collective over both axes.
+        """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
         Args:
             q: (B, S, N, H).
             k, v: (B, S, K, H); K divides N.
-            causal: hide the future.
-            scale: factor on the scores; None is 1 / sqrt(H).
-            window: (left, right) reach in global tokens, -1 for no limit.
+            causal: mask later keys.
+            scale: factor on the scores; defaults to 1 / sqrt(H).
+            window: (left, right) in global tokens, -1 for no limit.
             softcap: scores become softcap * tanh(scores / softcap).
-            cu_seqlens: global borders of packed documents, integers, (documents + 1,) for every row alike or
-                (B, documents + 1) padded by repeating the last. Tokens behind the last border see nothing: their
-                output is zero. Best kept on the CPU: it decides the plan, so a GPU tensor costs a synchronisation.
-            sinks: (N,) logits that join every softmax without a value. Their gradient is this rank's share.
+            cu_seqlens: global boundaries of packed documents, integers, (documents + 1,) for all rows or
+                (B, documents + 1) padded by repeating the last. Tokens after the last boundary attend to nothing and
+                output zero. Keep it on the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
+            sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
 
         Returns:
             (B, S, N, H) in q's dtype.
 
         Raises:
-            ValueError: on every rank before any communication, for shapes, lengths or documents that do not fit, or a
-                call that the kernel refuses.
-            RuntimeError: on every rank, if the ranks' calls differ and are new to all of them. A call that some rank
-                has made before is not compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
+            ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
+                that the kernel does not support.
+            RanksDisagree: on every rank, if the ranks' calls differ and are new to all of them. Repeated calls are not
+                compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
         _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, _reach(window), scale, softcap, documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens))
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
@@ -111,12 +112,12 @@ class UnifiedSPAttention(nn.Module):
         return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
-        """For copies of models: the same, over the same process groups, which cannot be copied."""
+        """Share the process groups, which cannot be copied."""
         return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
 
     @contextmanager
     def keeping(self, keep: Keep) -> Iterator[None]:
-        """Inside, calls hand their steps to `keep`: `KeepResults` in a checkpoint's first pass, then its replay."""
+        """Pass the steps of calls to `keep`: `KeepResults` in a checkpoint's forward, its replay in recomputation."""
         outside, self._keep = self._keep, keep
         try:
             yield
@@ -136,14 +137,14 @@ class UnifiedSPAttention(nn.Module):
         window: tuple[int, int] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> WireBytes:
-        """What this rank will send to others in the forward and the backward of such a call (global `seq_len`)."""
-        spec = AttentionSpec(causal, _reach(window), documents=documents_of(cu_seqlens))
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`)."""
+        spec = AttentionSpec(causal, _window(window), documents=documents_of(cu_seqlens))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
 
     @property
     def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent to others through this module so far."""
+        """Payload bytes that this rank has sent through this module so far."""
         return self._ulysses.sent_bytes + self._ring.sent_bytes
 
     def extra_repr(self) -> str:
@@ -168,19 +169,24 @@ class UnifiedSPAttention(nn.Module):
         call = (plan.layout, spec, heads, batch, head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
-        if heads.num_heads < heads.ulysses:
-            idle = heads.ulysses - heads.num_heads
-            self._log(
-                logging.WARNING,
-                f"ulysses={heads.ulysses} exceeds the {heads.num_heads} query heads: {idle} of {heads.ulysses} ulysses "
-                f"ranks attend with no head; use ulysses={heads.num_heads} or less and move the rest to ring",
-            )
+        for violation in ulysses_violations(heads.num_heads, heads.ulysses):
+            self._log(logging.WARNING, violation)
         return plan, RingProgram.lower(plan.ring, spec, kernel, device, dtype)
 
     def _log(self, level: int, line: str) -> None:
         if line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
             self._logged.add(line)
             logger.log(level, line)
+
+
+def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
+    """Return a message if some Ulysses ranks would have no query head, else an empty list."""
+    if ulysses <= num_heads:
+        return []
+    return [
+        f"ulysses={ulysses} exceeds the {num_heads} query heads: {ulysses - num_heads} of {ulysses} ulysses ranks have "
+        f"no head; use ulysses={num_heads} or less and move the remaining ranks to ring"
+    ]
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
@@ -190,11 +196,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
             "q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)"
         )
     elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        violations.append("q, k and v must share batch, tokens and head_dim")
+        violations.append("q, k and v must have the same batch, tokens and head_dim")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        violations.append("q, k and v must share dtype and device")
+        violations.append("q, k and v must have the same dtype and device")
     if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
-        violations.append(f"sinks {tuple(sinks.shape)} must hold one logit for each query head")
+        violations.append(f"sinks {tuple(sinks.shape)} must have one logit per query head")
     if violations:
         shapes = ", ".join(
             f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
@@ -202,24 +208,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
         raise ValueError(f"{'; '.join(violations)}; got {shapes}")
 
 
-def _reach(window: tuple[int, int] | None) -> tuple[int, int]:
-    """As `AttentionSpec.window` holds it."""
+def _window(window: tuple[int, int] | None) -> tuple[int, int]:
+    """Return `AttentionSpec.window` for a window; raises ValueError for an invalid one."""
     if window is None:
         return (-1, -1)
-    whole = isinstance(window, Sequence) and len(window) == 2 and all(type(reach) is int for reach in window)
-    if not whole:
-        raise ValueError(
-            f"window={window!r} must be (left, right), each a number of tokens or -1 for no limit, or None"
-        )
+    if not (isinstance(window, Sequence) and len(window) == 2 and all(type(side) is int for side in window)):
+        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
     return (window[0], window[1])
 
 
 def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
-    """Borders as `AttentionSpec.documents` holds them."""
+    """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be a tensor of integers, not a {type(cu_seqlens).__name__}")
+        raise ValueError(f"cu_seqlens must be an integer tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() not in (1, 2) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
         raise ValueError(
             f"cu_seqlens must be integers of shape (documents + 1,) or (batch, documents + 1), "

@@ -18,7 +18,7 @@ from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer
-from usp.model.shapes import ModelShape
+from usp.model.facts import ModelShape
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem

@@ -10,8 +10,7 @@ from parallel import ParallelDims
 from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, load_model_config, model_facts
 from usp.hf.shapes import model_shape
-from usp.model.facts import ModelFacts
-from usp.model.shapes import ModelShape
+from usp.model.facts import ModelFacts, ModelShape
 from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations

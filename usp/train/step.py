@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel import ParallelMesh
 from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses.output_heads import NextTokenLoss
 from usp.sp.batch import split_rows
 
 from .engines.base import Engine
@@ -44,6 +44,6 @@ def train_step(
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
     """
     tokens = int(global_token_count(batch["shift_labels"], mesh))
-    share = engine.forward_backward(split_rows(batch, micro_batches), NextToken(tokens))
+    share = engine.forward_backward(split_rows(batch, micro_batches), NextTokenLoss(tokens))
     loss = before_update(share)
     return StepResult(loss, engine.step(learning_rate, max_grad_norm) if math.isfinite(loss) else math.nan)

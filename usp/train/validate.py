@@ -14,8 +14,8 @@ from dataclasses import fields, replace
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
-from usp.model.degrees import ep_violations, pp_violations, tp_violations
 from usp.model.facts import ModelFacts
+from usp.model.rules import ep_violations, pp_violations, tp_violations
 from usp.run.failures import nearest
 
 
@@ -243,7 +243,8 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
+    if config.tp > 1:  # a rule of its own refuses tp_sequence_parallel without tp
+        yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
     local = config.seq_len // (config.sp_ring * config.sp_ulysses)
     if config.tp_sequence_parallel and local % config.tp:
         yield (

@@ -156,7 +156,7 @@ def test_a_local_tokenizer_ends_each_document(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a directory"):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="transformers cannot read it"):
         load_tokenizer(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Mixtures of experts spread over ranks are those of transformers on one process; so is their auxiliary loss."""
+"""Expert-parallel models and their auxiliary loss match transformers on a single process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
 from usp.hf.tensor_parallel import apply_tp
-from usp.losses.cross_entropy import causal_lm_loss, global_token_count
-from usp.model.degrees import ep_violations
+from usp.losses import causal_lm_loss, global_token_count
 
 COEFFICIENT = 0.02
 GRIDS = [
@@ -37,7 +36,7 @@ GRIDS = [
 
 @dataclass(frozen=True)
 class Break:
-    """A mistake to make on purpose."""
+    """Deliberate mistake."""
 
     balance: bool = False  # the mean of each rank's own auxiliary loss
     gradient: bool = False  # lose the gradient of one expert
@@ -60,7 +59,7 @@ def moe_model(family: str, experts: int, device: str = "cpu") -> PreTrainedModel
 
 
 def gradients_sharded(family: str, experts: int, ep: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Gradients by name, and how often each expert was chosen. Each rank has a sequence of its own."""
+    """Return gradients by name, and how often each expert was chosen. Each rank has a different sequence."""
     mesh = ParallelMesh.create(ParallelDims(ep=ep))
     model = moe_model(family, experts)
     apply_ep(model, mesh)
@@ -93,7 +92,7 @@ def gradients_alone(family: str, experts: int, world: int) -> dict[str, Tensor]:
     ("family", "experts", "ep"),
     [("mixtral", 8, 1), ("mixtral", 8, 2), ("mixtral", 16, 4), ("qwen3_moe", 16, 2), ("mixtral", 2, 1)],
 )
-def test_loss_and_gradients_are_those_of_one_process(ranks: RankPool, family: str, experts: int, ep: int) -> None:
+def test_loss_and_gradients_match_a_single_process(ranks: RankPool, family: str, experts: int, ep: int) -> None:
     results = ranks.run(gradients_sharded, 4, family, experts, ep)
     wanted = gradients_alone(family, experts, 4)
     assert experts < 16 or 0.0 in results[0][1], "an expert that no token chose should be among them"
@@ -142,7 +141,7 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
 
 
 def largest_difference(histories: list[list[tuple[float, float]]], alone: list[tuple[float, float]]) -> float:
-    """Of any loss or gradient norm of any step on any rank, relative."""
+    """Return the largest relative difference of any loss or gradient norm."""
     found = torch.tensor(histories, dtype=torch.float64)
     return float((found / torch.tensor(alone, dtype=torch.float64)[: found.shape[1]] - 1).abs().max())
 
@@ -153,13 +152,13 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize(("family", "dims"), GRIDS, ids=lambda value: str(value).replace(" ", "-"))
-def test_ten_steps_are_those_of_one_process(ranks: RankPool, alone: dict, family: str, dims: ParallelDims) -> None:
+def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, family: str, dims: ParallelDims) -> None:
     found = ranks.run(train_sharded, 4, family, dims, STEPS, Break(), timeout=180)
     assert largest_difference(found, alone[family]) <= 1e-5
 
 
 @pytest.mark.parametrize("broken", [Break(balance=True), Break(gradient=True)], ids=str)
-def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
+def test_broken_steps_are_detected(ranks: RankPool, alone: dict, broken: Break) -> None:
     found = ranks.run(train_sharded, 4, *GRIDS[0], STEPS, broken)
     assert largest_difference(found, alone["mixtral"]) > 1e-4
 
@@ -183,7 +182,7 @@ def checkpointed(implementation: CheckpointImpl) -> dict[str, Tensor]:
     return {"loss": share.detach(), **{name: grad for name, grad in grads.items() if grad is not None}}
 
 
-def test_recomputed_layers_count_once(ranks: RankPool) -> None:
+def test_recomputed_layers_are_counted_once(ranks: RankPool) -> None:
     found = ranks.run(checkpointed, 1, CheckpointImpl.NO_REENTRANT)[0]
     model = tiny_model("mixtral")
     loss = model(input_ids=packed_batch(0)["input_ids"], output_router_logits=True, use_cache=False).aux_loss
@@ -200,12 +199,12 @@ def reentrant() -> str:
     return str(caught.value)
 
 
-def test_a_router_without_autograd_is_seen(ranks: RankPool) -> None:
-    assert "some ran without autograd: the auxiliary loss would lack them" in ranks.run(reentrant, 1)[0]
+def test_routers_without_autograd_raise(ranks: RankPool) -> None:
+    assert "some ran without autograd: the auxiliary loss would miss them" in ranks.run(reentrant, 1)[0]
 
 
 def shares_of_two_stages() -> list[tuple[Tensor, Tensor]]:
-    """Two stages, two micro-batches, tokens split over tp: each micro-batch's (share, gradient to the first stage)."""
+    """Return each micro-batch's share and gradient to the first of two stages; tokens are sharded over tp."""
     mesh = ParallelMesh.create(ParallelDims(tp=2))
     model = tiny_model("mixtral")
     stages = [RouterBalance(model, mesh, 3.0, tp_sequence_parallel=True, micro_batches=2) for _ in range(2)]
@@ -231,7 +230,7 @@ def logits_of_layers() -> Tensor:
     return torch.randn(2, 2, 10, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def test_stages_and_tensor_parallel_ranks_share_one_loss(ranks: RankPool) -> None:
+def test_loss_is_shared_over_stages_and_tp_ranks(ranks: RankPool) -> None:
     results = ranks.run(shares_of_two_stages, 2)
     for number, (first, second) in enumerate(logits_of_layers()):
         layers = (first, first, second, second)  # the tiny model has two layers, and each stage ran both
@@ -246,7 +245,7 @@ def test_stages_and_tensor_parallel_ranks_share_one_loss(ranks: RankPool) -> Non
 @pytest.mark.parametrize(
     ("asked", "logits", "used"), [(-1, True, 0.02), (-1, False, 0.0), (0.5, False, 0.5), (0, True, 0.0)]
 )
-def test_the_coefficient_is_the_flag_or_what_transformers_would_do(asked: float, logits: bool, used: float) -> None:
+def test_coefficient_defaults_to_that_of_transformers(asked: float, logits: bool, used: float) -> None:
     config = load_model_config("mixtral-tiny")
     config.output_router_logits = logits
     assert aux_loss_coefficient(config, asked) == used
@@ -267,25 +266,13 @@ def spread_on_meta() -> list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
     return [(name, tuple(p.shape), tuple(p.to_local().shape)) for name, p in spread.items()]
 
 
-def test_experts_are_spread_before_they_have_memory(ranks: RankPool) -> None:
+def test_experts_are_sharded_on_the_meta_device(ranks: RankPool) -> None:
     prefix = "model.layers.1.mlp.experts"
     for found in ranks.run(spread_on_meta, 2):
         assert found == [
             (f"{prefix}.gate_up_proj", (8, 48, 32), (4, 48, 32)),
             (f"{prefix}.down_proj", (8, 32, 24), (4, 32, 24)),
         ]
-
-
-def test_violations_name_the_numbers() -> None:
-    config = load_model_config("mixtral-tiny")
-    assert not list(ep_violations(model_facts("mixtral", config), 4))
-    config.router_jitter_noise = 0.1
-    both = "; ".join(ep_violations(model_facts("mixtral", config), 3))
-    assert "ep=3 must divide num_experts=8 of mixtral: use ep=1, 2, 4, 8" in both
-    assert "router_jitter_noise=0.1" in both
-    tiny = model_facts("tiny", load_model_config("tiny"))
-    assert list(ep_violations(tiny, 2)) == ["ep=2 distributes experts, and tiny has none: use ep=1"]
-    assert not list(ep_violations(tiny, 1))
 
 
 def refusals() -> list[str]:
@@ -300,13 +287,13 @@ def refusals() -> list[str]:
     return [str(dense.value), str(logits.value)]
 
 
-def test_a_dense_model_and_an_auxiliary_loss_of_one_rank_are_refused(ranks: RankPool) -> None:
+def test_dense_models_and_router_logits_raise(ranks: RankPool) -> None:
     for dense, logits in ranks.run(refusals, 2):
-        assert "ep=2 distributes experts, and LlamaForCausalLM has none" in dense
-        assert "output_router_logits=True asks for an auxiliary loss over this rank's tokens alone" in logits
+        assert "ep=2 shards experts, and llama has none: use ep=1" in dense
+        assert "output_router_logits=True computes the auxiliary loss over this rank's tokens only" in logits
 
 
-def test_a_token_is_multiplied_by_the_experts_it_chose() -> None:
+def test_matmul_parameters_count_only_chosen_experts() -> None:
     model = moe_model("mixtral", 8, device="meta")
     one_expert = 2 * 3 * 64 * 32  # layers, gate, up and down, in and out
     everything = sum(p.numel() for p in model.parameters()) - VOCAB * 32

@@ -1,4 +1,4 @@
-"""What a transformers model asks for and sequence parallelism cannot honour is refused, by name."""
+"""`apply_unified_sp` rejects models and forward arguments that sequence parallelism does not support."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def refused_models() -> list[str]:
     ]
 
 
-def test_models_that_cannot_be_honoured(ranks: RankPool) -> None:
+def test_unsupported_models_raise(ranks: RankPool) -> None:
     kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
-    assert "must be a transformers PreTrainedModel, not Linear" in kind
-    assert "model_type='gpt2' is not among the families" in family
+    assert "must be a transformers PreTrainedModel, got Linear" in kind
+    assert "model_type='gpt2' is not among the supported families" in family
     assert "attention_dropout=0.1" in both and "output_attentions=True" in both
     assert "already has unified sequence parallel attention" in twice
     assert "layout='strip' must be one of" in layout
@@ -55,13 +55,13 @@ def turned_by_the_longest_position(ring: int) -> str:
     return refusal(apply_unified_sp, model, mesh) if ring > 1 else str(type(apply_unified_sp(model, mesh)))
 
 
-def test_positions_that_depend_on_the_whole_sequence(ranks: RankPool) -> None:
-    assert all("rope_type='dynamic' turns" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
+def test_rope_types_that_depend_on_sequence_length_raise(ranks: RankPool) -> None:
+    assert all("rope_type='dynamic' depends" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
     assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
 
 
 def models_of_one_config() -> tuple[bool, str]:
-    """Whether a model is as it was after another one of its config was changed; and what a classifier is told."""
+    """Return whether patching one model leaves another with the same config unchanged, and a classifier's error."""
     config, mesh = LlamaConfig(**SIZES, pad_token_id=0), ParallelMesh.create(ParallelDims(ring=2))
     policy, ref = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     batch = packed_batch(0)
@@ -73,10 +73,10 @@ def models_of_one_config() -> tuple[bool, str]:
     return torch.equal(before, ref(input_ids=batch["input_ids"]).logits), refusal(classifier, **good)
 
 
-def test_other_models_of_a_config_stay_as_they_are_and_classifiers_are_refused(ranks: RankPool) -> None:
+def test_models_sharing_a_config_are_unchanged_and_classifiers_raise(ranks: RankPool) -> None:
     for same, classifier in ranks.run(models_of_one_config, 2):
         assert same
-        assert "LlamaForSequenceClassification reads the last token of each rank's part" in classifier
+        assert "LlamaForSequenceClassification would read the last token of each rank's shard" in classifier
 
 
 def copied() -> bool:
@@ -87,7 +87,7 @@ def copied() -> bool:
     return torch.equal(model(**good).logits, copy.deepcopy(model)(**good).logits)
 
 
-def test_a_copy_attends_over_the_same_ranks(ranks: RankPool) -> None:
+def test_deepcopy_attends_over_the_same_ranks(ranks: RankPool) -> None:
     assert ranks.run(copied, 4) == [True] * 4
 
 
@@ -98,9 +98,9 @@ def too_many_ranks() -> str:
     )
 
 
-def test_more_ulysses_ranks_than_heads(ranks: RankPool) -> None:
+def test_more_ulysses_ranks_than_heads_raises(ranks: RankPool) -> None:
     assert all(
-        "ulysses=4 exceeds the 2 query heads: 2 of 4 ranks would idle" in message
+        "ulysses=4 exceeds the 2 query heads: 2 of 4 ulysses ranks have no head" in message
         for message in ranks.run(too_many_ranks, 4)
     )
 
@@ -122,7 +122,7 @@ def refused_forwards() -> dict[str, str]:
         "padding": {**good, "attention_mask": padding},
         "4d mask": {**good, "attention_mask": torch.zeros(1, 1, 4, 4)},
         "no positions": without("position_ids"),
-        "no borders": without("cu_seqlens"),
+        "no cu_seqlens": without("cu_seqlens"),
         "cache": {**good, "use_cache": True},
         "weights": {**good, "output_attentions": True},
         "unknown": {**good, "block_tables": labels},
@@ -136,17 +136,17 @@ def refused_forwards() -> dict[str, str]:
 
 
 def refused_by_some() -> list[str]:
-    """What each rank hears where the first alone, or the last alone, has nothing to refuse."""
+    """Return the errors on each rank when only some ranks find a violation."""
     mesh = ParallelMesh.create(ParallelDims(ring=2))
     rank, found = mesh.rank("ring"), []
-    for wrong in ("layout", "padding", "borders"):
+    for wrong in ("layout", "padding", "boundaries"):
         model = apply_unified_sp(tiny_model("llama"), mesh)
         arguments = shard_batch(packed_batch(0), mesh, "contiguous" if wrong == "layout" else "zigzag")
         labels = arguments.pop("shift_labels")
         if wrong == "padding":
             arguments["attention_mask"] = torch.ones_like(labels)
             arguments["attention_mask"][:, -1] = rank
-        if wrong == "borders" and rank:
+        if wrong == "boundaries" and rank:
             arguments["cu_seqlens"] = arguments["cu_seqlens"] + 1
         found.append(refusal(model, **arguments))
     return found
@@ -162,31 +162,31 @@ def by_position_or_in_half_precision() -> tuple[str, torch.dtype]:
     return refusal(model, ids, None, positions, None, None, labels), dtype
 
 
-def test_what_one_rank_refuses_all_hear_of(ranks: RankPool) -> None:
-    for layout, padding, borders in ranks.run(refused_by_some, 2):
-        assert "position_ids are not those of layout='zigzag'" in layout
-        assert "attention_mask hides padding" in padding
-        assert "must start at 0" in borders
+def test_an_error_on_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+    for layout, padding, boundaries in ranks.run(refused_by_some, 2):
+        assert "position_ids do not match layout='zigzag'" in layout
+        assert "attention_mask masks padding" in padding
+        assert "must start at 0" in boundaries
 
 
-def test_labels_by_position_are_seen_and_autocast_is_honoured(ranks: RankPool) -> None:
+def test_positional_labels_raise_and_autocast_is_supported(ranks: RankPool) -> None:
     for labels, dtype in ranks.run(by_position_or_in_half_precision, 2):
-        assert "give shard_batch the labels" in labels
+        assert "pass labels to shard_batch" in labels
         assert dtype == torch.bfloat16
 
 
-def test_forwards_that_cannot_be_honoured(ranks: RankPool) -> None:
+def test_unsupported_forward_arguments_raise(ranks: RankPool) -> None:
     found = ranks.run(refused_forwards, 2)[0]
     wanted = {
-        "labels": "give shard_batch the labels",
-        "padding": "attention_mask hides padding",
-        "4d mask": "ready-made attention_mask",
-        "masks by kind": "ready-made attention_mask",
-        "no positions": "position_ids must be given",
-        "no borders": "position_ids are not those of layout='zigzag' with the given cu_seqlens",
+        "labels": "pass labels to shard_batch",
+        "padding": "attention_mask masks padding",
+        "4d mask": "prebuilt attention_mask",
+        "masks by kind": "prebuilt attention_mask",
+        "no positions": "position_ids from shard_batch must be given",
+        "no cu_seqlens": "position_ids do not match layout='zigzag' and cu_seqlens",
         "cache": "a KV cache",
         "weights": "output_attentions=True",
-        "unknown": "block_tables is not known to unified_sp",
-        "unpatched": "0 of 2 attention layers went through unified sequence parallelism",
+        "unknown": "block_tables is not supported by unified_sp",
+        "unpatched": "only 0 of 2 attention layers used unified sequence parallelism",
     }
     assert {name: wanted[name] in message for name, message in found.items()} == dict.fromkeys(wanted, True), found

@@ -1,4 +1,4 @@
-"""Presets, local checkpoint folders, and what is written for transformers to load."""
+"""Presets, local checkpoint directories, and checkpoints for transformers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import AutoModelForCausalLM, BertConfig, MixtralConfig, Qwen3MoeConfig
 
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
-from usp.hf.models import (
-    load_model_config,
-    model_facts,
-)
+from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
 from usp.hf.weights import load_weights
 from usp.model.facts import ModelFacts
@@ -34,7 +31,7 @@ TINY = [name for name in PRESETS if "tiny" in name]
         ("qwen3-30b-a3b", 30.532),
     ],
 )
-def test_a_real_geometry_has_the_published_number_of_parameters(preset: str, billions: float) -> None:
+def test_presets_have_the_published_parameter_count(preset: str, billions: float) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_model_config(preset))
     assert round(model.num_parameters() / 1e9, 3) == billions
@@ -44,9 +41,11 @@ def test_facts_are_read_from_the_configuration() -> None:
     tiny = ModelFacts("tiny", 8, 4, 16, 384, (0, 0), intermediate_size=352)
     assert model_facts("tiny", load_model_config("tiny")) == tiny
     assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
+    for kind, size in ((MixtralConfig(intermediate_size=5), 0), (Qwen3MoeConfig(mlp_only_layers=[0]), 6144)):
+        assert model_facts("m", kind).intermediate_size == size
 
 
-def test_a_mixture_of_layer_kinds_has_a_window_each() -> None:
+def test_each_layer_has_its_own_window() -> None:
     config = load_model_config("qwen3-tiny")
     config.sliding_window = 64
     config.layer_types = ["full_attention", "sliding_attention"]
@@ -63,7 +62,7 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, preset: str) -> Non
         assert torch.equal(tensor, loaded.state_dict()[name]), name
 
 
-def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
+def test_weights_load_from_a_directory(tmp_path: Path) -> None:
     model = drawn_model(load_model_config("tiny"), 3)
     save_weights(dict(model.named_parameters()), tmp_path, config=model.config)
     again = drawn_model(load_model_config(str(tmp_path)), 4)
@@ -72,7 +71,7 @@ def test_a_folder_gives_its_weights(tmp_path: Path) -> None:
     assert next(again.parameters()).dtype == torch.float32
 
 
-def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> None:
+def test_tied_embeddings_are_saved_once_and_counted_as_matmul(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     untied = model_shape(model_facts("tiny", config), config).matmul_parameters
     config.tie_word_embeddings = True
@@ -84,12 +83,14 @@ def test_tied_embeddings_are_saved_once_and_still_multiply(tmp_path: Path) -> No
 
 
 def test_an_unknown_model_names_the_presets() -> None:
-    with pytest.raises(ValueError, match=r"no preset \(did you mean 'llama3-8b'\?\) and no folder: give one of tiny"):
+    with pytest.raises(
+        ValueError, match=r"neither a preset \(did you mean 'llama3-8b'\?\) nor a directory: use one of tiny"
+    ):
         load_model_config("llama3-8")
 
 
-def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+def test_directories_without_a_causal_model_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         load_model_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read its config\.json"):
@@ -100,11 +101,11 @@ def test_folders_that_hold_no_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"bert"', '"clip"'))
-    with pytest.raises(ValueError, match=r"of type 'clip', and the types that can be trained .* are llama"):
+    with pytest.raises(ValueError, match=r"model_type='clip', which .* does not support: use one of llama"):
         load_model_config(str(tmp_path))
 
 
-def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_generation_configs_raise(tmp_path: Path) -> None:
     load_model_config("tiny").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     file = tmp_path / "generation_config.json"
@@ -113,11 +114,11 @@ def test_a_generation_configuration_that_cannot_be_read_is_refused(tmp_path: Pat
         load_model_config(str(tmp_path))
     for text in ("{", "[1]"):
         file.write_text(text)
-        with pytest.raises(ValueError, match=rf"{file} must be corrected or removed, transformers cannot read it: \S"):
+        with pytest.raises(ValueError, match=rf"{file}: transformers cannot read it, correct or remove it: \S"):
             load_model_config(str(tmp_path))
 
 
-def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+def test_checkpoint_code_is_never_executed(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')

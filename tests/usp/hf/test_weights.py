@@ -1,4 +1,4 @@
-"""Initialisation, import and export of weights, each rank its own boxes."""
+"""Initialization, import and export of weights that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def transformers_model(family: str) -> PreTrainedModel:
 
 
 def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """Every parameter and buffer, of a sharded model in this rank's boxes."""
+    """Compare all parameters and buffers; of a sharded model, this rank's boxes."""
     theirs = dict(expected.named_parameters(remove_duplicate=False)) | dict(expected.named_buffers())
     ours = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -76,13 +76,13 @@ def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
         assert torch.equal(local_part(tensor), theirs[name][local_box(tensor).slices()]), name
 
 
-# Sharding: fsdp alone, over replicas, and over tensor parallelism
+# Sharding: FSDP, HSDP, and FSDP with tensor parallelism
 
 LAYOUTS = ("fsdp4", "hsdp", "fsdp2-tp2")
 
 
 def sharded(config: PretrainedConfig, layout: str) -> PreTrainedModel:
-    """A model on the meta device, divided over four ranks."""
+    """Return a model on the meta device, sharded over four ranks."""
     model = empty_model(config)
     if layout == "fsdp4":
         mesh = init_device_mesh("cpu", (4,))
@@ -114,7 +114,7 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_are_spread_as_transformers_spreads_them(family: str) -> None:
+def test_initialization_matches_transformers_distributions(family: str) -> None:
     model, theirs = drawn_model(config_of(family)), transformers_model(family)
     before = torch.random.get_rng_state()
     initialise(model, 0)
@@ -133,7 +133,7 @@ def test_values_are_spread_as_transformers_spreads_them(family: str) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (family == "qwen3")
 
 
-def test_the_seed_and_the_name_fix_the_values() -> None:
+def test_values_depend_on_seed_and_name() -> None:
     first, second, other = (
         drawn_model(config_of("llama"), 1),
         drawn_model(config_of("llama"), 1),
@@ -145,7 +145,7 @@ def test_the_seed_and_the_name_fix_the_values() -> None:
     assert not torch.equal(first.model.layers[0].get_parameter(query), first.model.layers[1].get_parameter(query))
 
 
-def test_a_pipeline_stage_gets_the_values_of_the_whole_model() -> None:
+def test_pipeline_stage_is_initialized_like_the_whole_model() -> None:
     whole, stage = drawn_model(config_of("qwen3")), empty_model(config_of("qwen3"))
     stage.model.layers[0], stage.model.embed_tokens = nn.Identity(), nn.Identity()
     materialise(stage, CPU)
@@ -155,11 +155,11 @@ def test_a_pipeline_stage_gets_the_values_of_the_whole_model() -> None:
         assert torch.equal(parameter, whole.model.layers[1].get_parameter(name)), name
 
 
-def test_a_module_that_transformers_does_not_initialise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_modules_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     model = empty_model(config_of("llama"))
     materialise(model, CPU)
     monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
-    with pytest.raises(ValueError, match=r"no first values to weight of model\.embed_tokens \(Embedding\)"):
+    with pytest.raises(ValueError, match=r"does not initialize weight of model\.embed_tokens \(Embedding\)"):
         initialise(model, 0)
 
 
@@ -167,7 +167,7 @@ def test_a_module_that_transformers_does_not_initialise_is_refused(monkeypatch: 
 
 
 def travel(family: str, layout: str, source: Path, target: Path) -> None:
-    """Draw, load and save a sharded model, and watch what this rank holds beside its own part of it."""
+    """Initialize, load and save a sharded model; check how much memory a rank uses beyond its shard."""
     config = config_of(family)
     model = sharded(config, layout)
     materialise(model, CPU)
@@ -199,7 +199,7 @@ def travel(family: str, layout: str, source: Path, target: Path) -> None:
 
 
 def watch(patch: pytest.MonkeyPatch, module: ModuleType, name: str, measure: Callable[..., int]) -> list[int]:
-    """What `measure` says of each result and arguments of a function of `module`, from now on."""
+    """Record `measure(result, *arguments)` of each call of a function of `module`."""
     function, measured = getattr(module, name), []
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ def watch(patch: pytest.MonkeyPatch, module: ModuleType, name: str, measure: Cal
 
 
 def watch_modules(patch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors of the modules drawn before are still there, for each module that is drawn."""
+    """Record, at each module drawn, how many tensors of earlier modules are still alive."""
     drawn: list[weakref.ref[Tensor]] = []
     function, alive = initialise_module._drawn, []
 
@@ -236,7 +236,7 @@ def watch_modules(patch: pytest.MonkeyPatch) -> list[int]:
         ("qwen3_moe", "hsdp"),
     ],
 )
-def test_a_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
+def test_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     transformers_model(family).save_pretrained(source, max_shard_size="50KB")
     ranks.run(travel, 4, family, layout, source, target)
@@ -253,8 +253,8 @@ def test_a_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Pa
 # Import
 
 
-def test_folders_as_others_write_them_load(tmp_path: Path) -> None:
-    """In bfloat16, with experts as in memory, with a tied head twice, with buffers that files once held."""
+def test_checkpoint_variants_load(tmp_path: Path) -> None:
+    """bfloat16, experts in their in-memory layout, a tied head saved twice, and buffers as in old files."""
     transformers_model("mixtral").to(torch.bfloat16).save_pretrained(tmp_path / "merged", save_original_format=False)
     assert any("gate_up_proj" in name for name in read_headers(tmp_path / "merged"))
     ours = drawn_model(config_of("mixtral"))
@@ -282,7 +282,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]])
     save_file(edit(load_file(file)), file, metadata={"format": "pt"})
 
 
-def test_a_generation_configuration_comes_along(tmp_path: Path) -> None:
+def test_generation_config_is_loaded_and_saved(tmp_path: Path) -> None:
     theirs = transformers_model("llama")
     theirs.generation_config = GenerationConfig(eos_token_id=[2, 7], do_sample=True, temperature=0.6)
     theirs.save_pretrained(tmp_path / "in")
@@ -295,16 +295,22 @@ def test_a_generation_configuration_comes_along(tmp_path: Path) -> None:
 
 
 EDITS = [
-    (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, r"layers\.0\.self_attn\.q_proj\.weight, .* missing"),
-    (lambda t: t | {"model.layers.9.w": torch.ones(2)}, r"model\.layers\.9\.w of no parameter"),
-    (lambda t: t | {"model.norm.weight": torch.ones(33)}, r"norm\.weight \(33,\) instead of \(32,\) of another shape"),
+    (
+        lambda t: {k: v for k, v in t.items() if "q_proj" not in k},
+        r"missing: model\.layers\.0\.self_attn\.q_proj\.weight, ",
+    ),
+    (lambda t: t | {"model.layers.9.w": torch.ones(2)}, r"unexpected: model\.layers\.9\.w$"),
+    (
+        lambda t: t | {"model.norm.weight": torch.ones(33)},
+        r"wrong shape: model\.norm\.weight has shape \(33,\), expected \(32,\)",
+    ),
     (lambda t: t | {"lm_head.weight": torch.ones(96, 32)}, r"embed_tokens\.weight and lm_head\.weight differ"),
-    (lambda t: {k: v for k, v in t.items() if "layers" not in k}, r"and 17 more missing"),
+    (lambda t: {k: v for k, v in t.items() if "layers" not in k}, r"missing: .* and 17 more"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "said"), EDITS, ids=[said for _, said in EDITS])
-def test_folders_that_do_not_fit_are_refused(
+def test_mismatched_checkpoints_raise(
     tmp_path: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
 ) -> None:
     transformers_model("qwen3").save_pretrained(tmp_path)
@@ -316,7 +322,7 @@ def test_folders_that_do_not_fit_are_refused(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     model = transformers_model("llama")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json cannot be read"):
         load_weights(model, tmp_path)
@@ -334,7 +340,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def save_stages(target: Path) -> list[str]:
-    """Two pipeline stages, the second with its own copy of the tied embedding; then errors on both ranks."""
+    """Save two pipeline stages, each with a copy of the tied embedding; then provoke errors on both ranks."""
     whole = drawn_model(config_of("qwen3"))
     last = ("model.layers.1.", "model.norm.", "lm_head.")
     rank = dist.get_rank()
@@ -367,22 +373,22 @@ def no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_pipeline_stages_save_together_or_fail_together(ranks: RankPool, tmp_path: Path) -> None:
+def test_pipeline_stages_save_or_fail_together(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.tex").touch()
     transformers_model("llama").save_pretrained(tmp_path / "target")  # a model that lay there is replaced
     first, second = ranks.run(save_stages, 2, tmp_path / "target")
     assert first == second
     missing, wrong, occupied, failed = first
-    assert "ranks hold 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
-    assert "odd is no parameter of the qwen3 of the configuration" in wrong
-    assert "model.norm.weight is (31,) torch.float32, and must be (32,) of one dtype" in wrong
-    assert "occupied holds something else than a model" in occupied
-    assert "the folder is as it was: rank 1: " in failed and "No space left on device" in failed
+    assert "ranks hold only 0 of the 2048 elements of model.layers.1.mlp.gate_proj.weight" in missing
+    assert "odd is not a parameter of the configured qwen3 model" in wrong
+    assert "model.norm.weight is (31,) torch.float32, but must be (32,) of one dtype" in wrong
+    assert "occupied contains files other than a model" in occupied
+    assert "the directory is unchanged: rank 1: " in failed and "No space left on device" in failed
     assert (tmp_path / "occupied" / "thesis.tex").exists()
 
 
-def test_a_model_in_one_file_needs_no_index(tmp_path: Path) -> None:
+def test_single_file_model_has_no_index(tmp_path: Path) -> None:
     model = drawn_model(config_of("llama"))
     save_weights(dict(model.named_parameters()), tmp_path / "model", config=model.config)
     names = ["config.json", "generation_config.json", "model.safetensors"]
@@ -390,7 +396,7 @@ def test_a_model_in_one_file_needs_no_index(tmp_path: Path) -> None:
 
 
 def test_stages_write_their_own_layers() -> None:
-    """Of eight ranks in two stages: a file goes to a rank that holds some of it, unless it spans both stages."""
+    """With eight ranks in two stages, a file's writer holds some of it, unless it spans both stages."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 8})
     whole = empty_model(config)
     holders: list[dict[str, Held]] = [{} for _ in range(8)]

@@ -1,4 +1,4 @@
-"""The chunked loss is torch's cross-entropy, and the logits of all tokens never exist."""
+"""The chunked loss matches torch's cross-entropy without materializing all logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.testing import RankPool
-from usp.losses.cross_entropy import vocab_loss
+from usp.losses import vocab_loss
 
 BATCH, TOKENS, HIDDEN, VOCAB, TARGETS = 2, 13, 6, 23, 41
 
@@ -54,7 +54,7 @@ def test_value_and_gradients(dtype: torch.dtype, tolerance: float, chunk: int) -
     assert difference(found, expected(hidden, weight, labels, 3.0)) <= tolerance
 
 
-def test_a_backward_in_two_halves() -> None:
+def test_split_backward() -> None:
     hidden, weight, labels = inputs()
     loss = vocab_loss(hidden, weight, labels, global_tokens=TARGETS, chunk_tokens=5) * 3
     (grad_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
@@ -62,7 +62,7 @@ def test_a_backward_in_two_halves() -> None:
     assert difference([grad_hidden, grad_weight], expected(hidden, weight, labels, 3.0)[1:]) <= 1e-14
 
 
-def test_no_target_at_all_is_still_part_of_the_graph() -> None:
+def test_loss_without_targets_is_part_of_the_graph() -> None:
     hidden, weight, labels = inputs()
     with Operators() as seen:
         loss = vocab_loss(hidden, weight, torch.full_like(labels, -100), global_tokens=TARGETS, chunk_tokens=5)
@@ -72,7 +72,7 @@ def test_no_target_at_all_is_still_part_of_the_graph() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """The operators that run, and the most elements of any of their results."""
+    """Recorder of the operators that run, and of the largest number of elements of a result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Operators(TorchDispatchMode):
         return result
 
 
-def test_only_a_chunk_of_logits_exists_and_gradients_only_where_wanted() -> None:
+def test_only_one_chunk_of_logits_and_only_required_gradients() -> None:
     hidden, weight, labels = inputs()
     with Operators() as trained:
         vocab_loss(hidden, weight, labels, global_tokens=TARGETS, chunk_tokens=7).backward()
@@ -100,7 +100,7 @@ def test_only_a_chunk_of_logits_exists_and_gradients_only_where_wanted() -> None
 
 
 def sharded() -> list[float]:
-    """Differences from torch: the vocabulary as plain shards (where they are even), and as a DTensor."""
+    """Return differences from torch for a vocabulary in plain shards (even only) and as a DTensor."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     assert group is not None
     hidden, weight, labels = inputs()
@@ -122,11 +122,11 @@ def sharded() -> list[float]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_sharded_vocabulary(ranks: RankPool, size: int) -> None:
+def test_sharded_vocabulary(ranks: RankPool, size: int) -> None:
     assert torch.tensor(ranks.run(sharded, size)).amax() <= 1e-14
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"one label for each token; chunk_tokens must be at least 1; got hidden"):
         vocab_loss(hidden, weight, labels[:, 1:], global_tokens=TARGETS, chunk_tokens=0)

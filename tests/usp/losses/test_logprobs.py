@@ -1,4 +1,4 @@
-"""Chunked log-probabilities and entropies are torch's, with their gradients, and all tokens' logits never exist."""
+"""Chunked log-probabilities, entropies and gradients match torch without materializing all logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel.testing import RankPool
 from tests.usp.losses.test_cross_entropy import BATCH, HIDDEN, TOKENS, VOCAB, Operators, difference, inputs
-from usp.losses.logprobs import vocab_logprobs
+from usp.losses import vocab_logprobs
 
 TEMPERATURE = 0.7
 
 
 def made_of(logprobs: Tensor, entropies: Tensor | None) -> Tensor:
-    """A loss in which every token weighs something else, and some nothing."""
+    """Compute a loss with a different weight per token."""
     weights = torch.linspace(-2, 3, logprobs.numel(), dtype=logprobs.dtype).view_as(logprobs)
     loss = (weights * logprobs + logprobs.exp()).sum()
     return loss if entropies is None else loss + (weights.flip(1) * entropies.square()).sum()
@@ -49,7 +49,7 @@ def test_values_and_gradients(dtype: torch.dtype, tolerance: float, entropy: boo
     assert difference(found, expected(hidden, weight, labels, entropy)) <= tolerance
 
 
-def test_a_backward_in_two_halves_and_a_frozen_weight() -> None:
+def test_split_backward_and_frozen_weight() -> None:
     hidden, weight, labels = inputs()
     loss = made_of(*vocab_logprobs(hidden, weight, labels, temperature=TEMPERATURE, chunk_tokens=5, entropy=True))
     (grad_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
@@ -60,7 +60,7 @@ def test_a_backward_in_two_halves_and_a_frozen_weight() -> None:
     assert difference([torch.autograd.grad(frozen, hidden)[0]], expected(hidden, weight, labels, False)[1:2]) <= 1e-14
 
 
-def test_only_a_chunk_of_logits_exists() -> None:
+def test_only_one_chunk_of_logits_exists() -> None:
     hidden, weight, labels = inputs()
     with Operators() as seen:
         made_of(*vocab_logprobs(hidden, weight, labels, chunk_tokens=7, entropy=True)).backward()
@@ -71,7 +71,7 @@ def test_only_a_chunk_of_logits_exists() -> None:
 
 
 def sharded() -> float:
-    """The difference from torch with the vocabulary over the ranks, unevenly."""
+    """Return the difference from torch with an unevenly sharded vocabulary."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     hidden, weight, labels = inputs()
     local = distribute_tensor(weight.detach().clone(), init_device_mesh("cpu", (size,)), [Shard(0)])
@@ -85,11 +85,11 @@ def sharded() -> float:
     return difference(found, [*wanted[:3], wanted[3].chunk(size)[rank]])
 
 
-def test_a_sharded_vocabulary(ranks: RankPool) -> None:
+def test_sharded_vocabulary(ranks: RankPool) -> None:
     assert torch.tensor(ranks.run(sharded, 4)).amax() <= 1e-14
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     hidden, weight, labels = inputs()
     with pytest.raises(ValueError, match=r"temperature=0 must be above 0"):
         vocab_logprobs(hidden, weight, labels, chunk_tokens=5, temperature=0)

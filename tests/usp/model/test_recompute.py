@@ -1,4 +1,4 @@
-"""Saving memory changes nothing but memory: gradients, bytes sent, names; and what is kept is given back in order."""
+"""Activation checkpointing and tiling preserve gradients, communication and parameter names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.usp.tiny import packed_batch, tiny_model
 from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import NextToken
-from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, tiled_mlp_violations
+from usp.losses import NextTokenLoss
+from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
 CASES += [("full", True, 3), ("none", False, 3), ("attention-saved", False, 3)]
@@ -36,7 +36,7 @@ def build(dims: ParallelDims, mode: str, offload: bool, tile: int) -> tuple[Caus
 
 def loss_of(stage: CausalLMStage, mesh: ParallelMesh, step: int) -> Tensor:
     batch = shard_batch(packed_batch(step), mesh, "zigzag")
-    return stage(batch.pop("input_ids"), **batch, head=NextToken(TOKENS))
+    return stage(batch.pop("input_ids"), **batch, head=NextTokenLoss(TOKENS))
 
 
 def gradients(stage: CausalLMStage) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def gradients(stage: CausalLMStage) -> dict[str, Tensor]:
 
 
 def compare_modes() -> list[float]:
-    """Each case's largest relative difference, in any gradient, from keeping everything; two micro-batches in flight,
+    """Return each case's largest relative difference of any gradient from saving everything, with two micro-batches
     whose forwards precede their backwards."""
     wanted: dict[str, Tensor] = {}
     differences = []
@@ -61,14 +61,14 @@ def compare_modes() -> list[float]:
     return differences
 
 
-def test_gradients_are_those_of_keeping_everything(ranks: RankPool) -> None:
+def test_gradients_match_saving_everything(ranks: RankPool) -> None:
     for differences in ranks.run(compare_modes, 4, timeout=300):
         assert torch.tensor(differences).amax() <= 1e-6
         assert differences[:4] == [0.0] * 4  # nothing is even summed in another order
 
 
 def sent(mode: str) -> tuple[int, int, list[str]]:
-    """Bytes that this rank sends in a forward and in a backward, and the names of a trace of both."""
+    """Return the bytes sent in a forward and in a backward, and the event names of a trace of both."""
     stage, mesh = build(ParallelDims(ulysses=2, ring=2), mode, False, 0)
     with torch.no_grad():
         loss_of(stage, mesh, 0)  # the ranks compare their plans once
@@ -80,11 +80,11 @@ def sent(mode: str) -> tuple[int, int, list[str]]:
     return forward.total, backward.total, [event.name for event in trace.events()]
 
 
-def test_attention_never_communicates_twice(ranks: RankPool) -> None:
+def test_attention_saved_never_repeats_communication(ranks: RankPool) -> None:
     none, saved, full = (ranks.run(sent, 4, mode, timeout=120) for mode in ("none", "attention-saved", "full"))
     for (forward, backward, _), (*as_saved, _), (*as_full, _) in zip(none, saved, full, strict=True):
         assert forward > 0 and as_saved == [forward, backward]
-        # A forward compares its documents over both axes, two int64 each; the layers alone are repeated.
+        # A forward compares its documents over both axes, two int64 each; only the layers are repeated.
         assert as_full == [forward, backward + forward - 2 * 16]
     names = none[0][2]
     for step in ("ring step 1/2: compute", "ring step 1/2: wait", "ring step 2/2: compute"):
@@ -94,7 +94,7 @@ def test_attention_never_communicates_twice(ranks: RankPool) -> None:
 
 
 def split_backward() -> list[float]:
-    """As a zero-bubble pipeline goes backward: what differs from keeping everything, the bytes sent included."""
+    """Return differences from saving everything, bytes sent included, with a backward split as in zero bubble."""
     wanted: list[Tensor] = []
     differences = []
     for mode in ("none", "attention-saved"):
@@ -109,11 +109,11 @@ def split_backward() -> list[float]:
     return [a - b for a, b in zip(differences[half:], differences[:half], strict=True)]
 
 
-def test_a_backward_in_two_halves_recomputes_without_communication(ranks: RankPool) -> None:
+def test_split_backward_recomputes_without_communication(ranks: RankPool) -> None:
     assert all(torch.tensor(found).abs().amax() == 0 for found in ranks.run(split_backward, 4, timeout=120))
 
 
-def test_names_stay_and_kept_inputs_are_offloaded(ranks: RankPool) -> None:
+def test_parameter_names_are_kept_and_saved_tensors_offloaded(ranks: RankPool) -> None:
     names, plain, packed = ranks.run(names_and_packs, 1)[0]
     assert names == plain
     # For each of two layers its input, and the kept output and lse of its attention.
@@ -144,7 +144,7 @@ def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
     return sorted(stage.model.state_dict()), sorted(tiny_model("llama").state_dict()), packed
 
 
-def test_a_second_pass_in_another_order_is_refused() -> None:
+def test_replay_in_another_order_raises() -> None:
     keep = KeepResults()
     keep(("a", 1), lambda: (torch.ones(1),))
     keep(("b", 2), lambda: (torch.zeros(1), "plan"))
@@ -163,7 +163,7 @@ def test_a_second_pass_in_another_order_is_refused() -> None:
 
 
 def wrong_order() -> str:
-    """A layer that attends to other heads first when it runs for the second time."""
+    """Return the error of a layer whose attention calls change their order in the recomputation."""
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2)))
     runs = []
 
@@ -185,23 +185,24 @@ def wrong_order() -> str:
     return str(caught.value)
 
 
-def test_a_layer_that_changes_its_order_fails_on_every_rank(ranks: RankPool) -> None:
+def test_layers_that_change_their_order_fail_on_every_rank(ranks: RankPool) -> None:
     assert all("must take the same steps in both passes" in message for message in ranks.run(wrong_order, 2))
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
+def test_unsupported_arguments_raise() -> None:
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"mode='some' must be one of none, attention-saved, full"):
         apply_activation_checkpointing([layer], "some")
-    with pytest.raises(ValueError, match="needs the attention"):
+    with pytest.raises(ValueError, match="needs attention, the layer"):
         apply_activation_checkpointing([layer], "attention-saved")
-    with pytest.raises(ValueError, match="mode='none' keeps everything"):
+    with pytest.raises(ValueError, match="mode='none' disables it"):
         apply_activation_checkpointing([layer], "none", offload=True)
     apply_activation_checkpointing([layer, nn.Identity()], "full")
-    with pytest.raises(ValueError, match="once"):
+    with pytest.raises(ValueError, match="only once"):
         apply_activation_checkpointing([layer], "full")
     moe = nn.Module()
     moe.mlp = nn.Linear(1, 1)
     moe.mlp.experts = nn.Linear(1, 1)
-    assert len(tiled_mlp_violations([moe, layer, nn.Identity()], 0)) == 3
-    assert not tiled_mlp_violations([nn.Identity()], 4)
+    with pytest.raises(ValueError, match=r"tile_tokens=0 must be at least 1; every layer must .*; experts do not"):
+        apply_tiled_mlp([moe, layer, nn.Identity()], 0)
+    apply_tiled_mlp([nn.Identity()], 4)

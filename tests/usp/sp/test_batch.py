@@ -1,4 +1,4 @@
-"""Sharding a batch: positions and labels from the whole sequence, every token once."""
+"""`shard_batch` computes positions and labels from the whole sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from usp import shard_batch, shard_sequence, unshard_sequence
 from usp.sp.batch import document_starts
 
 IDS = torch.arange(48).view(2, 24)
-BORDERS = torch.tensor([[0, 5, 6, 24, 24], [0, 8, 16, 20, 20]], dtype=torch.int32)
+BOUNDARIES = torch.tensor([[0, 5, 6, 24, 24], [0, 8, 16, 20, 20]], dtype=torch.int32)
 
 
 def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -23,22 +23,22 @@ def gathered(layout: str, dims: ParallelDims, batch: dict[str, Tensor]) -> dict[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_positions_and_labels_are_those_of_the_whole_sequence(ranks: RankPool, layout: str) -> None:
+def test_positions_and_labels_match_the_whole_sequence(ranks: RankPool, layout: str) -> None:
     labels = IDS.clone()
     labels[0, 3] = -100
-    batch = {"input_ids": IDS, "labels": labels, "cu_seqlens": BORDERS}
+    batch = {"input_ids": IDS, "labels": labels, "cu_seqlens": BOUNDARIES}
     for whole in ranks.run(gathered, 4, layout, ParallelDims(ring=2, ulysses=2), batch):
         assert torch.equal(whole["input_ids"], IDS)
         assert whole["position_ids"][0].tolist() == [*range(5), 0, *range(18)]
         assert whole["position_ids"][1].tolist() == [*range(8), *range(8), *range(4), *range(4)]
-        # The last token of a document has no target; nor have tokens before an ignored label or behind the last border.
+        # No target: a document's last token, and tokens before an ignored label or after the last boundary.
         assert whole["shift_labels"][0].tolist() == [1, 2, -100, 4, -100, -100, *range(7, 24), -100]
         second = [*range(25, 32), -100, *range(33, 40), -100, 41, 42, 43, -100]
         assert whole["shift_labels"][1].tolist() == [*second, *[-100] * 4]
-        assert torch.equal(whole["cu_seqlens"], BORDERS)
+        assert torch.equal(whole["cu_seqlens"], BOUNDARIES)
 
 
-def test_without_documents_a_row_is_one(ranks: RankPool) -> None:
+def test_a_row_is_one_document_by_default(ranks: RankPool) -> None:
     whole = ranks.run(gathered, 2, "striped", ParallelDims(ring=2), {"input_ids": IDS, "labels": IDS})[0]
     assert whole["position_ids"].tolist() == [list(range(24))] * 2
     assert whole["shift_labels"][0].tolist() == [*range(1, 24), -100]
@@ -61,7 +61,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused(ranks: RankPool) -> None:
+def test_invalid_batches_raise(ranks: RankPool) -> None:
     missing, unknown, shapes, length, borders, floats = ranks.run(refusals, 2)[0]
     assert "input_ids is missing" in missing
     assert "attention_mask is not a key of shard_batch: drop padding and pack documents" in unknown
@@ -85,6 +85,6 @@ def unshard_gradient() -> tuple[Tensor, Tensor]:
     return x.grad, shard_sequence((4 * torch.arange(16.0) + 100 * (0 + 1 + 2 + 3)).view(1, 16), mesh)
 
 
-def test_the_gradient_of_unshard_sums_over_ranks(ranks: RankPool) -> None:
+def test_unshard_gradient_is_summed_over_ranks(ranks: RankPool) -> None:
     for found, wanted in ranks.run(unshard_gradient, 4):
         assert torch.equal(found, wanted)

@@ -1,4 +1,4 @@
-"""The layer's own checks, the meshes it takes, and its checkpoints through autograd."""
+"""Argument checks, supported meshes and activation checkpointing of `UnifiedSPAttention`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
-from usp.sp.sp_attention import _reach
+from usp.sp.sp_attention import _window
 
 
 def refusals() -> dict[str, str]:
@@ -35,25 +35,25 @@ def refusals() -> dict[str, str]:
         with pytest.raises(ValueError) as caught:
             call()
         messages[name] = str(caught.value)
-    with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, not str"):
+    with pytest.raises(TypeError, match="must be a ParallelMesh or a torch DeviceMesh, got str"):
         UnifiedSPAttention("cuda")
     return messages
 
 
-def test_calls_that_do_not_fit_are_refused(ranks: RankPool) -> None:
+def test_invalid_calls_raise(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
-    assert "share batch, tokens and head_dim" in found["tokens"]
-    assert "share dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
+    assert "have the same batch, tokens and head_dim" in found["tokens"]
+    assert "have the same dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
     assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
     assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
-    assert "sinks (2,) must hold one logit for each query head" in found["sinks"]
+    assert "sinks (2,) must have one logit per query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
 
 
 def with_heads_inside_out() -> float:
-    """The largest difference that the strides of q, k and v make, to the output and the gradients."""
+    """Return the largest difference in output and gradients for other strides of q, k and v."""
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims()))
     plain = [torch.randn(1, 200, heads, 16).requires_grad_() for heads in (4, 2, 2)]
     turned = [x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in plain]
@@ -64,19 +64,19 @@ def with_heads_inside_out() -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-def test_strides_make_no_difference(ranks: RankPool) -> None:
+def test_results_do_not_depend_on_strides(ranks: RankPool) -> None:
     assert ranks.run(with_heads_inside_out, 1) == [0.0]
 
 
 @pytest.mark.parametrize("window", [0, (), [4.5, 0], "ab", (1, 2, 3)])
-def test_windows_that_are_none(window: object) -> None:
-    with pytest.raises(ValueError, match=r"must be \(left, right\)"):
-        _reach(window)  # type: ignore[arg-type]
-    assert _reach([4, 0]) == (4, 0)  # type: ignore[arg-type]
+def test_invalid_windows_raise(window: object) -> None:
+    with pytest.raises(ValueError, match=r"must be None or \(left, right\)"):
+        _window(window)  # type: ignore[arg-type]
+    assert _window([4, 0]) == (4, 0)  # type: ignore[arg-type]
 
 
 def gradient_of_sinks() -> list[float]:
-    """With more ulysses ranks than heads, where nothing but the sinks asks for a gradient."""
+    """Return the sinks' gradient with more ulysses ranks than heads, when only the sinks require grad."""
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=4)))
     q, sinks = torch.ones(1, 2, 2, 8), torch.zeros(2, requires_grad=True)
     attention(q, q, q, causal=False, sinks=sinks).sum().backward()
@@ -85,7 +85,7 @@ def gradient_of_sinks() -> list[float]:
     return sinks.grad.tolist()
 
 
-def test_idle_ranks_have_a_gradient_of_the_sinks_too(ranks: RankPool) -> None:
+def test_sinks_have_a_gradient_on_idle_ranks(ranks: RankPool) -> None:
     # Every output is 8 w / (1 + 8 w), where w = exp(8 / sqrt(8)): its derivative by the sink is -8 w / (1 + 8 w)^2.
     w = 8 * math.exp(8**0.5)
     expected = -8 * 8 * w / (1 + w) ** 2  # over 8 queries of 8 elements
@@ -99,7 +99,7 @@ def unequal_calls() -> None:
     attention(x, x, x, causal=dist.get_rank() != 3)
 
 
-def test_ranks_whose_calls_differ_get_one_error_instead_of_a_hang(ranks: RankPool) -> None:
+def test_mismatched_calls_raise_on_every_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(unequal_calls, 4, timeout=30)
     assert sorted(caught.value.failures) == [0, 1, 2, 3]
@@ -107,7 +107,7 @@ def test_ranks_whose_calls_differ_get_one_error_instead_of_a_hang(ranks: RankPoo
 
 
 def on_a_device_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> float:
-    """The largest difference to one process."""
+    """Return the largest difference from a single process."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 16, 4, 8, dtype=torch.float64) for _ in range(3))
@@ -121,7 +121,7 @@ def on_a_device_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> float:
 @pytest.mark.parametrize(
     ("names", "shape"), [(("ring", "ulysses"), (2, 2)), (("dp", "ring"), (2, 2)), (("ulysses",), (4,))]
 )
-def test_a_torch_device_mesh_does_as_well(ranks: RankPool, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def test_torch_device_mesh_is_supported(ranks: RankPool, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     assert all(difference < 1e-14 for difference in ranks.run(on_a_device_mesh, 4, names, shape))
 
 
@@ -129,13 +129,13 @@ def wrong_axes() -> None:
     UnifiedSPAttention(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
 
 
-def test_a_device_mesh_must_name_an_axis(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"it must name at least one of ring and ulysses"):
+def test_device_mesh_must_name_an_axis(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"must name at least one of ring and ulysses"):
         ranks.run(wrong_axes, 2)
 
 
 def several_meshes_and_checkpointing() -> float:
-    """Two layers on two meshes in one graph, the second under activation checkpointing; against one process."""
+    """Compare two layers on two meshes, the second checkpointed, with a single process."""
     first, second = (ParallelMesh.create(ParallelDims(**axes)) for axes in ({"ring": 4}, {"ulysses": 2, "ring": 2}))
     torch.manual_seed(0)
     x = torch.randn(1, 32, 4, 8, dtype=torch.float64)
@@ -152,7 +152,7 @@ def several_meshes_and_checkpointing() -> float:
     return float((part.grad - shard_sequence(whole.grad, first)).abs().max())
 
 
-def test_several_meshes_live_side_by_side(ranks: RankPool) -> None:
+def test_several_meshes_in_one_graph(ranks: RankPool) -> None:
     assert all(difference < 1e-12 for difference in ranks.run(several_meshes_and_checkpointing, 4))
 
 
@@ -170,8 +170,8 @@ def log_lines() -> list[str]:
     return lines
 
 
-def test_the_pick_is_logged_once_on_one_rank_and_idle_ranks_are_warned_of(ranks: RankPool) -> None:
+def test_kernel_and_idle_ranks_are_logged_once(ranks: RankPool) -> None:
     first, *others = ranks.run(log_lines, 4)
     assert len(first) == 2 and not any(others)
     assert first[0].startswith("attention kernel: sdpa; flash-attn refused: ")
-    assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks attend with no head" in first[1]
+    assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks have no head" in first[1]

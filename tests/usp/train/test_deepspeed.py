@@ -20,8 +20,7 @@ from tests.usp.tiny import ADAM_EPS, MAX_NORM, ROWS, STEPS, packed_batch, tiny_m
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
-from usp.losses.cross_entropy import global_token_count
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss, global_token_count
 from usp.train.engines.base import AdamW, Engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
@@ -59,7 +58,7 @@ def train(engine: Engine, mesh: ParallelMesh, steps: range) -> list[tuple[float,
         local = shard_batch(rows, mesh, LAYOUT)
         tokens = int(global_token_count(local["shift_labels"], mesh))
         micro_batches = [{key: value[row : row + 1] for key, value in local.items()} for row in range(share)]
-        loss = engine.forward_backward(micro_batches, NextToken(tokens))
+        loss = engine.forward_backward(micro_batches, NextTokenLoss(tokens))
         dist.all_reduce(loss)
         history.append((loss.item(), engine.step(3e-3, MAX_NORM)))
     return history
@@ -108,7 +107,7 @@ def survive(zero: int, dtype: torch.dtype) -> tuple[list[tuple[float, float]], f
     history = train(engine, mesh, range(STEPS))
     before = engine.state()
     engine.stages[0].model.base_model.norm.register_forward_hook(lambda module, args, out: out * float("inf"))
-    engine.forward_backward([shard_batch(packed_batch(0), mesh, LAYOUT)], NextToken(1))
+    engine.forward_backward([shard_batch(packed_batch(0), mesh, LAYOUT)], NextTokenLoss(1))
     norm = engine.step(3e-3, MAX_NORM)
     after = engine.state()
     return history, norm, all(torch.equal(_local(before[key]), _local(after[key])) for key in before)

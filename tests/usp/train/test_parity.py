@@ -14,7 +14,7 @@ from parallel.testing import RankPool
 from tests.usp.tiny import MAX_NORM, ROWS, STEPS, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch, shard_sequence
 from usp.hf.integrate import decoder_layers
-from usp.losses.cross_entropy import causal_lm_loss, global_token_count
+from usp.losses import causal_lm_loss, global_token_count
 
 GRIDS = [
     (ParallelDims(ulysses=4, ring=2), "zigzag"),
@@ -115,4 +115,4 @@ def wrong_positions() -> str:
 
 def test_wrong_position_ids_never_reach_a_layer(ranks: RankPool) -> None:
     messages = ranks.run(wrong_positions, 2)
-    assert all("position_ids are not those of layout='zigzag'" in message for message in messages)
+    assert all("position_ids do not match layout='zigzag'" in message for message in messages)

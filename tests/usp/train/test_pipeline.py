@@ -15,7 +15,7 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage
-from usp.losses.output_heads import NextToken
+from usp.losses import NextTokenLoss
 from usp.sp.batch import IGNORED_LABEL
 from usp.train.engines.pipeline_runner import HandedOver, PipelineRunner, joined
 
@@ -64,7 +64,9 @@ def train_pipelined(
             local["shift_labels"][-1:] = IGNORED_LABEL
         size = share // MICRO_BATCHES
         cuts = [slice(first, first + size) for first in range(0, share, size)]
-        loss = runner.forward_backward([{k: v[cut] for k, v in local.items()} for cut in cuts], NextToken(int(tokens)))
+        loss = runner.forward_backward(
+            [{k: v[cut] for k, v in local.items()} for cut in cuts], NextTokenLoss(int(tokens))
+        )
         if broken.scale:
             for parameter in parameters:
                 parameter.grad /= MICRO_BATCHES

@@ -14,7 +14,7 @@ from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
 from usp.hf.models import ModelConfig, model_facts
 from usp.hf.shapes import model_shape
-from usp.model.shapes import ModelShape
+from usp.model.facts import ModelShape
 
 from .paper import BLOCK, TABLE_2, Row, expert_row, pipeline_row, unified_cost
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from attention import band_pairs
+
 aten = torch.ops.aten
 
 FORWARD, BACKWARD = 2, 5  # products
@@ -58,26 +60,13 @@ def _packed(products: int, query: int, borders: int) -> Callable[..., int]:
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        limits = None if right < 0 else -right, None if left < 0 else left
         lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[borders : borders + 2]]
-        pairs = sum(band_pairs(rows, columns, left, right) for rows, columns in zip(*lengths, strict=True))
+        pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
         _, heads, size = args[query].shape
         return 2 * products * heads * pairs * size
 
     return count
-
-
-def band_pairs(rows: int, columns: int, left: int, right: int) -> int:
-    """Pairs with i + corner - left <= j <= i + corner + right, where corner = columns - rows and -1 is no limit."""
-
-    def up_to(diagonal: int) -> int:
-        """Pairs with j <= i + diagonal: in each row i + diagonal + 1 of them, at least 0 and at most all."""
-        first, full = (min(max(row, 0), rows) for row in (-diagonal, columns - diagonal - 1))
-        some = full - first
-        return some * (first + full - 1 + 2 * (diagonal + 1)) // 2 + (rows - full) * columns
-
-    corner = columns - rows
-    seen = rows * columns if right < 0 else up_to(corner + right)
-    return seen if left < 0 else seen - up_to(corner - left - 1)
 
 
 # The op: products, where its arguments have q, and where causal or borders.

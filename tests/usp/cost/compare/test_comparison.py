@@ -131,7 +131,7 @@ def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
     [
         (["--seq-len", "many"], "--seq-len many must be a number of tokens"),
         (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
-        (["--model", "llama9"], "is no preset"),
+        (["--model", "llama9"], "is neither a preset"),
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
         (["--plot", "plot.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: there is no folder"),

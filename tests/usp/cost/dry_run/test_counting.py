@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attention import band_pairs
 from usp.cost.dry_run.live_memory import ACTIVATIONS, PARAMETERS, TRANSIENT, LiveMemory
 from usp.cost.dry_run.step_meter import StepMeter
-from usp.cost.time.kernel_flops import band_pairs
 
 MIB = 2**20
 
@@ -68,7 +68,8 @@ def test_pairs_in_a_band() -> None:
             for i in range(rows)
             for j in range(columns)
         ]
-        assert band_pairs(rows, columns, left, right) == sum(seen)
+        limits = None if right < 0 else -right, None if left < 0 else left
+        assert band_pairs(rows, columns, corner, *limits) == sum(seen)
 
 
 def test_integers_and_single_numbers_are_known_where_what_they_are_made_of_is() -> None:

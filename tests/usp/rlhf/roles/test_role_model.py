@@ -286,9 +286,9 @@ def test_early_stop_and_nan_change_nothing_and_a_critic_begins_at_a_causal_lm(ra
     assert critic.num_labels == 1 and wanted.keys() - dict(critic.named_parameters()).keys() == {"lm_head.weight"}
     assert all(torch.equal(weight, wanted[name]) for name, weight in critic.named_parameters())
     assert load_model_config(folder, "scalar").architectures == ["LlamaForSequenceClassification"]
-    with pytest.raises(ValueError, match="has a scalar head, which is no next-token model's"):
+    with pytest.raises(ValueError, match="has a scalar head: use the directory of a causal LM"):
         load_model_config(folder)
-    with pytest.raises(ValueError, match="is a causal LM without a scalar head: ask for a new head"):
+    with pytest.raises(ValueError, match="is a causal LM without a scalar head: request a new head"):
         load_model_config(str(tmp_path / "lm"), "scalar")
 
 
