@@ -96,7 +96,7 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
     assert ended.exit_code != 0 and ended.out == ""
     ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
     assert [line[:8] for line in ours] == ["error: 2", "  1. mod", "  2. rin"]
-    assert "usp/commands/train.py" not in ended.err  # no traceback of ours
+    assert "usp/commands/" not in ended.err  # no traceback of ours
 
 
 def test_a_misspelt_flag_is_named_once_and_the_run_ends(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_sigterm_saves_and_ends_and_the_run_can_go_on(tmp_path: Path) -> None:
 
 HANG = """
 import os, sys, time
-from usp.cli import main
-from usp.trainer import Trainer
+from usp.commands.train import main
+from usp.train.trainer import Trainer
 
 step = Trainer.step
 

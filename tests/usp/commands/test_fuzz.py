@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import usp.data.stream
 from parallel.testing import RankPool
-from usp.commands.train import parse
+from usp.commands.flags import parse
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -85,7 +85,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def outcome(world_size: int, args: list[str], data: str) -> Prepared | ConfigurationError:
     launch = Launch(rank=world_size - 1, world_size=world_size, local_world_size=world_size)
     try:
-        return prepare(parse([*args, "--data", data, "--device", "cpu"]), launch)
+        return prepare(parse([*args, "--data", data, "--device", "cpu"], TrainConfig), launch)
     except ConfigurationError as error:
         return error
 

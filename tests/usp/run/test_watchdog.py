@@ -25,8 +25,8 @@ from usp.run.watchdog import Answer, Watchdog, describe, named
 HANGS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from usp.launch import Launch, meet, outlast, process_group
-from usp.watchdog import Watchdog
+from usp.run.launch import Launch, meet, outlast, process_group
+from usp.run.watchdog import Watchdog
 
 def load_data(): time.sleep(1000)
 def sum_of_loss(x): dist.all_reduce(x)
