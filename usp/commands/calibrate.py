@@ -57,14 +57,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
         found = calibrate(Plan.of(device, launch.local_world_size, asked.heads, asked.head_dim), asked.name)
         if launch.rank == 0:
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
-            _summarize(asked.out)
+            hardware = load_hardware(str(asked.out))
+            peaks = ", ".join(f"{peak / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, peak in hardware.peak_flops.items())
+            print(f"{asked.out}: {peaks}; memory {hardware.memory_bytes_per_second / 1e9:,.1f} GB/s")
+            for tier in hardware.tiers:
+                link = tier.send
+                print(f"  {tier.name}: {link.bytes_per_second / 1e9:.3f} GB/s, {link.alpha_seconds * 1e6:.0f} us")
         dist.barrier()
-
-
-def _summarize(path: Path) -> None:
-    hardware = load_hardware(str(path))
-    peaks = ", ".join(f"{peak / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, peak in hardware.peak_flops.items())
-    print(f"{path}: {peaks}; memory {hardware.memory_bytes_per_second / 1e9:,.1f} GB/s")
-    for tier in hardware.tiers:
-        link = tier.send
-        print(f"  {tier.name}: {link.bytes_per_second / 1e9:.3f} GB/s, {link.alpha_seconds * 1e6:.0f} us")

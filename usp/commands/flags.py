@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -28,14 +28,13 @@ else:
 
 C = TypeVar("C")
 
-ConfigFile = Annotated[
-    str,
-    arg(
-        metavar="PATH",
-        help="YAML or TOML file with these keys, such as the config.yaml of a run. Flags override it.",
-        help_behavior_hint="(optional)",
-    ),
-]
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The flag --config, added to every configuration."""
+
+    config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """YAML or TOML file with these keys, such as the config.yaml of a run. Flags override it."""
 
 
 def parse(
@@ -59,9 +58,8 @@ def parse(
     finder.add_argument("--config", default="", nargs="?", const="")  # tyro refuses it without a path
     path = finder.parse_known_args(words)[0].config
     from_file = read_config(path, kind) if path else kind()
-    flags = make_dataclass(
-        kind.__name__, [("config", ConfigFile, "")], bases=(kind,), namespace={"__doc__": kind.__doc__}, frozen=True
-    )
+    names = {"__doc__": kind.__doc__}
+    flags = make_dataclass(kind.__name__, [], bases=(ConfigFile, kind), namespace=names, frozen=True)
     mistakes = io.StringIO()
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):

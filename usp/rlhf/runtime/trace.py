@@ -1,7 +1,4 @@
-"""The timeline of a run for people: a table, a trace for chrome://tracing or ui.perfetto.dev, and a plot.
-
-python -m usp rlhf-trace RUN [--step N] [--out FILE.png]
-"""
+"""Views of a run's timeline: a table, a trace for chrome://tracing or ui.perfetto.dev, and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from usp.rlhf.runtime.timeline import Event
+from .timeline import Event
 
 _COLOURS = {
     "generate": "#4477aa",
@@ -28,18 +25,18 @@ _COLOURS = {
     "release": "#444444",
     "wait": "#dddddd",
 }
-_THIN = ("transfer",)  # beside other events, so drawn below them
+_THIN = ("transfer",)  # concurrent with other events, so drawn below them
 _HATCHED = ("reallocate", "load", "offload")
 
 
 @dataclass(frozen=True)
 class Total:
-    """What is alike in a run, over all ranks, a step on average.
+    """Events of one kind and name, averaged over steps.
 
     Attributes:
-        seconds: from the first rank's start to the last one's end.
-        share: of the time of a step.
-        bytes, minimum: received by all ranks, and what they cannot do without.
+        seconds: from the first rank's start to the last rank's end.
+        share: fraction of the step time.
+        bytes, minimum: received by all ranks, and the least that they need.
     """
 
     kind: str
@@ -51,17 +48,17 @@ class Total:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes by the minimum; None where nothing needs to move."""
+        """Ratio of bytes to the minimum; None if nothing needs to move."""
         return self.bytes / self.minimum if self.minimum else None
 
 
 def shown(events: Sequence[Event]) -> list[Event]:
-    """The events with transfers from when the first sender had its values: receivers are ready long before."""
+    """Return the events with transfers clipped to begin when the first sender does: receives are posted long before."""
     first: dict[tuple[int, str], float] = {}
     for event in events:
         if event.kind == "transfer" and event.sent:
-            place = (event.step, event.name)
-            first[place] = min(event.start, first.get(place, event.start))
+            key = (event.step, event.name)
+            first[key] = min(event.start, first.get(key, event.start))
 
     def clipped(event: Event) -> Event:
         sent = first.get((event.step, event.name), event.start) if event.kind == "transfer" else event.start
@@ -71,7 +68,7 @@ def shown(events: Sequence[Event]) -> list[Event]:
 
 
 def totals(events: Sequence[Event]) -> list[Total]:
-    """One `Total` for each kind and name, in the order of their first start."""
+    """Return a `Total` for each kind and name, ordered by first start."""
     steps = sorted({event.step for event in events})
     whole = sum(_span([event for event in events if event.step == step]) for step in steps)
     found: dict[tuple[str, str], list[Event]] = {}
@@ -91,7 +88,7 @@ def _span(events: Sequence[Event]) -> float:
 
 
 def table(events: Sequence[Event]) -> Table:
-    """The totals, for a terminal."""
+    """Return the totals as a table to print."""
     steps = sorted({event.step for event in events})
     title = f"step {steps[0]}" if len(steps) == 1 else f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}"
     result = Table(title=f"{title}, {len({event.rank for event in events})} ranks")
@@ -107,7 +104,7 @@ def table(events: Sequence[Event]) -> Table:
 
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
-    """A JSON trace with a process for each rank; transfers have a row of their own."""
+    """Write a JSON trace with one process per rank; transfers are on a separate thread."""
     records: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in sorted({event.rank for event in events})
@@ -129,7 +126,7 @@ def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
 
 
 def plot(events: Sequence[Event], path: Path) -> None:
-    """A PNG with a row for each rank: calls and reallocations, and below them, thin, what is on its way."""
+    """Write a PNG with one row per rank: calls and reallocations, with transfers as thin bars below them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -143,7 +140,7 @@ def plot(events: Sequence[Event], path: Path) -> None:
         thin, duration = event.kind in _THIN, event.end - event.start
         axes.barh(
             ranks.index(event.rank) + (0.38 if thin else -0.06),
-            max(duration, width / 2000),  # what is shorter would not be seen
+            max(duration, width / 2000),  # shorter ones would be invisible
             left=event.start - begin,
             height=0.12 if thin else 0.7,
             color=_COLOURS.get(event.kind, "black"),
@@ -164,7 +161,7 @@ def plot(events: Sequence[Event], path: Path) -> None:
 
 
 def _label(axes: Any, events: Sequence[Event], ranks: Sequence[int], begin: float, width: float) -> None:
-    """Names inside bars that are wide enough; those of other calls above the plot, with a line to the first of them."""
+    """Label bars that are wide enough inside, and other calls above the plot, with a line to the first of each."""
     inside: set[tuple[int, str]] = set()
     narrow: dict[tuple[int, str], tuple[float, int]] = {}
     for event in sorted(events, key=lambda event: (event.start, event.rank)):
