@@ -38,11 +38,7 @@ class CalibrateConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0.
-
-    Raises:
-        ValueError: for a directory that does not exist, and sizes below 1.
-    """
+    """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0."""
     asked = tyro.cli(CalibrateConfig, args=argv, prog="python -m usp calibrate")
     from usp.cost.time.calibrate import Plan, calibrate
 

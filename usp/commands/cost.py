@@ -55,11 +55,7 @@ class CostConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Print the comparison that `argv` asks for.
-
-    Raises:
-        ValueError: for invalid arguments; names all of them.
-    """
+    """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog="python -m usp cost")
     seq_len = tokens(asked.seq_len)
     if problems := _problems(asked):
@@ -108,11 +104,7 @@ def _problems(asked: CostConfig) -> list[str]:
 
 
 def tokens(text: str) -> int:
-    """Parse a sequence length: `128K` is 131072.
-
-    Raises:
-        ValueError: unless it is a positive integer followed by K, M or nothing.
-    """
+    """Parse a sequence length, a positive integer followed by K, M or nothing: `128K` is 131072."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
     if found is None or not int(found[1]):
         raise ValueError(f"--seq-len {text} must be a number of tokens such as 131072, 128K or 1M")

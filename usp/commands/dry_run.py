@@ -30,14 +30,12 @@ class DryRunConfig(TrainConfig):
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Print the dry run that `argv` asks for.
-
-    Raises:
-        ConfigurationError: for a wrong flag or file, and as `dry_run`.
-    """
+    """Print the dry run that `argv` asks for."""
     asked = parse(argv, DryRunConfig, "python -m usp dry-run", leading_config=True)
     if asked.world_size < 1:
-        raise ConfigurationError("--world-size must be at least 1: give --world-size, the number of ranks to simulate")
+        raise ConfigurationError(
+            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"
+        )
     from usp.cost.dry_run.dry_run import dry_run
     from usp.cost.dry_run.dry_run_report import report, to_json
 

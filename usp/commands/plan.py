@@ -22,8 +22,8 @@ from .flags import as_kind, output_problem, parse
 class PlanConfig(TrainConfig):
     """Find the fastest parallel configuration for a model, a sequence length and a number of devices.
 
-    It chooses the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may be
-    given as the first argument, without --config.
+    The plan sets the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may
+    be given as the first argument, without --config.
 
     For example: python -m usp plan --model llama3-8b --seq-len 131072 --world-size 64 --hardware h100
     """
@@ -40,11 +40,7 @@ class PlanConfig(TrainConfig):
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Print the plan that `argv` asks for, and write it to --out.
-
-    Raises:
-        ConfigurationError: for a wrong flag or file, and where nothing fits, with the nearest that would.
-    """
+    """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
     asked = parse(argv, PlanConfig, "python -m usp plan", leading_config=True)
 
     from usp.cost.planner.choice import choose, suppose

@@ -29,11 +29,7 @@ class RlhfTraceConfig:
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Print the table of a run's timeline, and write its trace and plot.
-
-    Raises:
-        ValueError: for a directory without a run or a timeline, and an output file that cannot be written.
-    """
+    """Print the table of a run's timeline, and write its trace and plot."""
     asked = tyro.cli(RlhfTraceConfig, args=argv, prog="python -m usp rlhf-trace")
     from usp.rlhf.runtime.timeline import read_events
     from usp.rlhf.runtime.trace import plot, shown, table, write_chrome_trace

@@ -89,16 +89,12 @@ Unit = TextUnit | JsonLinesUnit | ParquetUnit
 
 
 def open_source(data: str, field: str) -> tuple[Unit, ...]:
-    """Return the units of `data`, in an order that depends only on file names.
+    """Return the units of `data` ("stdlib", a file or a directory), in an order that depends only on file names.
 
-    Args:
-        data: "stdlib", a file or a directory. Of a directory, all visible files below it count: *.jsonl and *.parquet
-            in any case, and any other file as text unless it is binary (a NUL byte near its beginning).
-        field: JSONL key or Parquet column of the text.
-
-    Raises:
-        ValueError: if the path does not exist, is a .json file or binary, or holds no text; if a Parquet file lacks
-            `field`; and if `field` is set but there is no JSONL or Parquet file.
+    A directory stands for all visible files below it: *.jsonl and *.parquet in any case, and every other file as text
+    unless it is binary (a NUL byte near its beginning). Raises ValueError if the path does not exist, is a .json or
+    binary file, or holds no text; if a Parquet file has no column `field`; and if `field` is set without any JSONL or
+    Parquet file.
     """
     files = _library_files() if data == STDLIB else _files_of(data)
     if field not in ("", TEXT_FIELD) and not any(map(_has_fields, files)):

@@ -129,7 +129,13 @@ class BatchStream(Iterator[PackedBatch]):
             ids=torch.from_numpy(np.stack([ids for ids, _ in chosen])),
             cu_seqlens=_pad_boundaries([boundaries for _, boundaries in chosen]),
         )
-        check_ids(batch.ids, self.tokenizer.name, self.vocab_size)
+        low, high = int(batch.ids.min()), int(batch.ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"tokenizer={self.tokenizer.name} produced token id {low if low < 0 else high}, but the model has only "
+                f"ids 0 to {self.vocab_size - 1} (vocabulary size {self.vocab_size}): use the model's own tokenizer, "
+                f"or a model with a larger vocabulary"
+            )
         return batch
 
     @cached_property
@@ -142,17 +148,6 @@ class BatchStream(Iterator[PackedBatch]):
             "data": f"{len(self.units)} units, digest {_digest_of_units(self.units)}",
             "tokenizer": f"vocabulary size {self.tokenizer.vocab_size}, digest {probe}",
         }
-
-
-def check_ids(ids: torch.Tensor, tokenizer_name: str, vocab_size: int) -> None:
-    """Raise ValueError unless all ids are in 0 .. vocab_size - 1."""
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"tokenizer={tokenizer_name} produced token id {low if low < 0 else high}, but the model's vocabulary has "
-            f"ids 0 to {vocab_size - 1} (vocabulary size {vocab_size}): use the model's own tokenizer, or a model with "
-            f"a larger vocabulary"
-        )
 
 
 def _pad_boundaries(boundaries: list[list[int]]) -> torch.Tensor:

@@ -38,6 +38,7 @@ LAUNCHER_SECONDS = 10.0
 SIGNALLED = 128  # as shells report: 128 + the signal's number
 INTERRUPTED = SIGNALLED + signal.SIGINT
 HUNG = 124  # the exit code of timeout(1)
+# What torch says when another rank is gone.
 LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket closed", "broken pipe", "remote process")
 
 
@@ -97,26 +98,19 @@ def ending_of(error: BaseException, rank: int) -> Ending:
         return Ending("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
     if isinstance(error, Stopped):
         return Ending(str(error), SIGNALLED + error.signal_number)
-    if lost_peer(error):
+    words = str(error).lower() if isinstance(error, RuntimeError) else ""
+    if isinstance(error, dist.DistNetworkError) or any(sign in words for sign in LOST_PEER):
         message = f"rank {rank} lost its connection to another rank; see the message of the rank that failed"
         return Ending(message, 1, consequence=True)
     text = "".join(traceback.format_exception(error))
     return Ending(f"rank {rank} failed: {type(error).__name__}: {error}", 1, traceback=text)
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Return whether `error` means that another rank has gone, not that this one failed."""
-    if isinstance(error, dist.DistNetworkError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST_PEER)
-
-
 def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: bool = False) -> int:
     """Print the message of `ending` unless another rank reports, and return the exit code.
 
-    Args:
-        error_file: file that torchrun's summary reads (TORCHELASTIC_ERROR_FILE); None without torchrun.
-        asked_to_stop: a signal has asked this rank to stop.
+    error_file: file that torchrun's summary reads (TORCHELASTIC_ERROR_FILE); None without torchrun. asked_to_stop:
+    whether a signal has asked this rank to stop.
     """
     interrupted = ending.exit_code == INTERRUPTED
     if interrupted:

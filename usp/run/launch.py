@@ -53,7 +53,8 @@ class Launch:
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
         agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         asked = int(environ.get("OMP_NUM_THREADS", 0) or 0)
-        share = max(1, _cores() // local_world_size)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // local_world_size)
         return Launch(
             rank=int(environ["RANK"]) if launched else 0,
             world_size=int(environ["WORLD_SIZE"]) if launched else 1,
@@ -203,8 +204,3 @@ def _group_store(launch: Launch) -> dist.Store | None:
     if store is not None:
         return dist.PrefixStore(f"start/{launch.attempt}", store)
     return None if launch.rendezvous else dist.HashStore()
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
