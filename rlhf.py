@@ -1,4 +1,4 @@
-"""Train a language model with RLHF, every call of a model in a layout of its own. See `python rlhf.py --help`."""
+"""Train a language model with RLHF, with a parallel layout for each model call. See `python rlhf.py --help`."""
 
 from __future__ import annotations
 

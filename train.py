@@ -1,4 +1,4 @@
-"""Train a language model whose sequence is split over a Ulysses x Ring mesh. See `python train.py --help`."""
+"""Train a language model with Ulysses x Ring sequence parallelism. See `python train.py --help`."""
 
 from __future__ import annotations
 

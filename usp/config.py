@@ -1,9 +1,8 @@
-"""The configuration of a training run: one flat frozen dataclass, and the mapping that a file holds.
+"""Training configuration: one flat frozen dataclass, and its conversion to and from a mapping.
 
-`TrainConfig` is the single list of train.py's knobs; rlhf.py's (`usp.rlhf.config`) shares its first and last part. The
-command line makes a flag of every field (`sp_ring` is `--sp-ring`) and shows the string under the field as its help; a
-YAML or TOML file holds the same keys. Nothing here looks at the machine: what a configuration must satisfy is in
-`usp.train.validate`.
+`TrainConfig` lists every option of train.py; rlhf.py (`usp.rlhf.config`) shares `ParallelConfig` and `RunConfig`. Each
+field is a flag (`sp_ring` is `--sp-ring`, the string below it is its help) and a key of a YAML or TOML file. Nothing
+here depends on the machine; the rules that a configuration must satisfy are in `usp.train.validate`.
 """
 
 from __future__ import annotations
@@ -27,147 +26,148 @@ AC_MODES = ("none", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
-MODEL_HELP = f"A preset, built with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint folder."
+MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
 
 
 def one_of(choices: tuple[str, ...]) -> Any:
-    """Show the choices in the help; `usp.train.validate` refuses the others together with every other mistake."""
+    """Show `choices` in the help; `usp.train.validate` checks the value, to report it with all other violations."""
     return arg(metavar="{" + ",".join(choices) + "}")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share the work, for train.py and rlhf.py alike."""
+    """Parallel degrees and sharding, shared by train.py and rlhf.py."""
 
     sp_ulysses: int = 1
-    """Ulysses degree: ranks that trade sequence for heads in an all-to-all. Best inside one host."""
+    """Ulysses degree: sequence parallelism by all-to-all over attention heads. Best kept within a host."""
     sp_ring: int = 1
-    """Ring degree: ranks that pass keys and values around while they compute. May cross hosts."""
+    """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
     sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
-    """Which positions of a sequence each rank owns. zigzag and striped balance the causal mask."""
+    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask."""
     sp_order: Annotated[str, one_of(SP_ORDERS)] = "ring-outer"
-    """Which of the two takes neighbouring ranks: ring-outer keeps Ulysses among neighbours."""
+    """Nesting of the two degrees. ring-outer: the ranks of a Ulysses group are neighbors."""
     dp_shard: int = -1
-    """Data-parallel degree whose ranks also share the parameters (FSDP). -1 takes the ranks that are left."""
+    """Sharded data-parallel degree (FSDP). -1: all remaining ranks."""
     dp_replicate: int = 1
-    """Data-parallel degree whose ranks each keep a whole copy of the sharded parameters (HSDP)."""
+    """Replicated data-parallel degree: number of copies of the sharded parameters (HSDP)."""
     tp: int = 1
-    """Tensor-parallel degree: ranks that share every matrix. Best inside one host; heads are divided by it first."""
+    """Tensor-parallel degree. Best kept within a host; splits the attention heads before Ulysses does."""
     tp_sequence_parallel: bool = False
-    """Between matrices, share the tokens over the tensor-parallel ranks too (Megatron's sequence parallelism)."""
+    """Also shard activations over the sequence between tensor-parallel layers (Megatron sequence parallelism)."""
     pp: int = 1
-    """Pipeline-parallel degree: groups of ranks that each hold some of the layers."""
+    """Pipeline-parallel degree."""
     zero: int = 3
-    """ZeRO stage: 0 shards nothing over dp x sp, 1 the optimiser, 2 gradients too, 3 parameters too."""
+    """ZeRO stage, over dp x sp: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run computes, and what it leaves, for train.py and rlhf.py alike."""
+    """Device, logging and checkpointing, shared by train.py and rlhf.py."""
 
     attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
-    """Attention block kernel. auto: the fastest one that serves this device, dtype and model."""
+    """Attention kernel. auto: the fastest that supports the device, dtype and model."""
     dtype: Annotated[str, one_of(DTYPES)] = "auto"
-    """Computation dtype; weights and optimiser stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    """Compute dtype; weights and optimizer states stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
     device: Annotated[str, one_of(DEVICES)] = "auto"
-    """Where to train. auto: CUDA where there is a GPU, otherwise CPU."""
+    """Device type. auto: CUDA if available, otherwise CPU."""
 
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
-    """The run's folder: configuration, metrics, TensorBoard, checkpoints, and the trained model."""
+    """Output directory for the configuration, metrics, TensorBoard logs, checkpoints and final model."""
     log_every: int = 10
-    """Print a line every this many steps. metrics.jsonl holds every step."""
+    """Steps between log lines. metrics.jsonl records every step."""
     checkpoint_every: int = 100
-    """Steps between checkpoints to resume from; the last step has one too. 0: only when a signal asks to stop."""
+    """Steps between checkpoints; the last step is saved too. 0: save only when a signal stops the run."""
     keep_checkpoints: int = 2
-    """How many of them to keep, the newest."""
-    resume: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """Continue a run from its newest checkpoint (or the one named), on the same or another layout and world size."""
+    """Number of checkpoints to keep; older ones are deleted."""
+    resume: Annotated[str, arg(metavar="auto|PATH", help_behavior_hint="(optional)")] = ""
+    """Run directory or checkpoint to resume from; layout and world size may change. auto: the run in --output."""
     hang_timeout: float = 600.0
-    """Seconds without progress after which the run stops and names what hangs where. 0: wait for ever."""
+    """Seconds without progress before the run is aborted with a report of where each rank hangs. 0: no limit."""
     wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
-    """Log to this Weights & Biases project too (needs wandb)."""
+    """Also log to this Weights & Biases project (requires wandb)."""
 
 
 @dataclass(frozen=True)
 class _Training:
-    """What is train.py's own."""
+    """Options of train.py only."""
 
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
-    """Order of the micro-batches in the pipeline. The last two give each rank two stages, for a smaller bubble."""
+    """Pipeline schedule. interleaved-1f1b and zero-bubble run two stages per rank, for a smaller bubble."""
     ep: int = 1
-    """Expert-parallel degree: over how many of the dp_shard x ring x ulysses x tp ranks experts are spread."""
+    """Expert-parallel degree; divides dp_shard x ring x ulysses x tp."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
-    """What shards and updates the weights: torch's FSDP2, or DeepSpeed (needs the deepspeed extra)."""
+    """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
 
     plan: Annotated[str, one_of(PLANS)] = "none"
-    """auto: choose degrees, ZeRO stage, activation checkpointing and micro-batches, by predicted time and memory."""
+    """Automatic planning. auto: choose degrees, ZeRO stage, --ac and micro-batches by predicted time and memory."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
-    """For --plan auto: what the devices and links are, a known node or a file of `python -m usp calibrate`."""
+    """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
-    """A text file, a JSONL or Parquet file, or a folder of them. stdlib: the sources of Python's own library."""
+    """Text, JSONL or Parquet file, or a directory of them. stdlib: the source code of Python's standard library."""
     data_field: str = TEXT_FIELD
-    """The key (JSONL) or column (Parquet) that holds a document's text."""
+    """JSONL key or Parquet column that holds the text."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
+    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
 
     seq_len: int = 4096
-    """Tokens per sequence, over all ranks that share it."""
+    """Sequence length in tokens, before sharding over ranks."""
     batch_size: int = 1
     """Sequences per data-parallel rank and step."""
     global_batch_size: int = 0
-    """Sequences per step over all ranks, instead of --batch-size."""
+    """Sequences per step over all ranks, instead of --batch-size. 0: not set."""
     micro_batches: int = 1
-    """Parts of batch_size that pass one after another: gradient accumulation, and what fills a pipeline."""
+    """Micro-batches per step, for gradient accumulation and to fill the pipeline. Divides batch_size."""
     steps: int = 100
-    """Optimiser steps."""
+    """Optimizer steps."""
     learning_rate: float = 3e-3
-    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it."""
+    """Peak learning rate of AdamW; cosine decay to 10% after warmup."""
     warmup_steps: int = 10
-    """Steps over which the learning rate rises linearly from zero."""
+    """Linear warmup steps."""
     weight_decay: float = 0.1
-    """AdamW's decoupled weight decay, on matrices only."""
+    """AdamW weight decay, for matrices only."""
     adam_beta1: float = 0.9
-    """AdamW's decay of the mean of gradients."""
+    """AdamW beta1."""
     adam_beta2: float = 0.95
-    """AdamW's decay of the mean of their squares."""
+    """AdamW beta2."""
     adam_eps: float = 1e-8
-    """What AdamW adds to the root of that mean."""
+    """AdamW epsilon."""
     max_grad_norm: float = 1.0
-    """Clip the gradient to this global norm. inf: never clip."""
+    """Maximum global gradient norm. inf: no clipping."""
     router_aux_loss_coef: float = -1.0
-    """Weight of the load-balancing loss of mixtures of experts. -1: what the model's configuration says."""
+    """MoE load-balancing loss coefficient. -1: from the model configuration."""
     seed: int = 0
-    """Fixes the initial weights and the order of the data."""
+    """Seed for weight initialization and data order."""
 
     ac: Annotated[str, one_of(AC_MODES)] = "none"
-    """Activation checkpointing: recompute layers in the backward; attention-saved keeps attention's results."""
+    """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
     ac_offload: bool = False
-    """Keep what activation checkpointing keeps in the host's memory."""
+    """Offload checkpointed activations to host memory."""
     loss_chunk: int = 2048
-    """Tokens whose logits exist at a time, on each rank."""
+    """Tokens per rank whose logits are materialized at a time."""
     mlp_tile: int = 0
-    """Tokens that pass through an MLP at a time, recomputed in the backward. 0: all of a rank's tokens at once."""
+    """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
     profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""
-    """Steps to trace; the traces go to the run's folder, for chrome://tracing or Perfetto."""
+    """Steps to profile, such as 3 or 5:8. Traces for chrome://tracing or Perfetto go to the output directory."""
 
 
 @dataclass(frozen=True)
 class TrainConfig(RunConfig, _Training, ParallelConfig):
-    """Train a causal language model with its sequences split over a Ulysses x Ring mesh, inside data, tensor, pipeline
-    and expert parallelism.
+    """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
+    expert parallelism.
 
-    Start it with torchrun, for example: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
+    For example, on 8 ranks: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
     """
 
 
 def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
-    """The configuration of class `kind` whose keys `mapping` gives, defaults elsewhere; dashes are underscores.
+    """Build a `kind` from `mapping`, with defaults for missing keys; keys may have dashes for underscores.
 
-    Raises ValueError that lists every unknown key with its nearest match,
-    every key given twice, and every value of a wrong kind.
+    Raises:
+        ValueError: listing every unknown key with its nearest match, every duplicate, and every value of a wrong type.
     """
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
@@ -182,24 +182,24 @@ def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
             try:
                 values[name] = _convert(value, hints[name])
             except (TypeError, ValueError):
-                problems.append(f"{key} = {value!r} must be {_kind(hints[name])}")
+                problems.append(f"{key} = {value!r} must be {TYPE_NAMES[hints[name]]}")
     if problems:
         raise ValueError("; ".join(problems))
     return kind(**values)
 
 
 def config_to_mapping(config: Any) -> dict[str, Any]:
-    """Every field by its name; `config_from_mapping` reads it back to an equal configuration."""
+    """Return every field by name; `config_from_mapping` restores an equal configuration."""
     return asdict(config)
 
 
 def flag(name: str) -> str:
-    """The command line's name of a field: `sp_ring` is `--sp-ring`."""
+    """Return the flag of a field: `sp_ring` is `--sp-ring`."""
     return "--" + name.replace("_", "-")
 
 
 def _convert(value: Any, kind: type) -> Any:
-    """`value` as `kind`, where that loses nothing. YAML reads 3e-4 as a string, so strings may hold a float."""
+    """Convert `value` to `kind` if that is lossless. YAML reads 3e-4 as a string, so a string may hold a float."""
     if isinstance(value, bool) != (kind is bool):
         raise TypeError
     if kind is float and isinstance(value, (int, float, str)):
@@ -207,7 +207,3 @@ def _convert(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise TypeError
     return value
-
-
-def _kind(kind: type) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]

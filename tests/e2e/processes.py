@@ -1,4 +1,4 @@
-"""Start train.py as a user does, in a session of its own, and see what is left of it."""
+"""Start train.py or rlhf.py as a user does, in a separate session, and check that no process survives it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ended:
 
 
 class Run:
-    """`script`, under torchrun where `ranks` is given; whatever is left is killed when the `with` block ends."""
+    """Process of `script`, under torchrun if `ranks` is given; survivors are killed when the `with` block ends."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Run:
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(script or ROOT / "train.py"), "--device", "cpu", *args],
-                cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True, preexec_fn=_hear_ctrl_c,
+                cwd=folder, env=environment, stdout=out, stderr=err, start_new_session=True, preexec_fn=_default_sigint,
             )  # fmt: skip
 
     def __enter__(self) -> Run:
@@ -54,7 +54,7 @@ class Run:
         self.process.wait()
 
     def members(self) -> list[int]:
-        """Live processes of the run: torchrun gives each rank a session of its own, the environment they share."""
+        """Return the live processes of the run, by their environment: torchrun starts each rank in a new session."""
         found = []
         for pid, fields in _stats().items():
             try:
@@ -66,7 +66,7 @@ class Run:
         return found
 
     def workers(self) -> list[int]:
-        """The launched ranks: children of torchrun, in the order of their start."""
+        """Return the ranks: children of torchrun, in the order of their start."""
         return sorted(pid for pid, fields in _stats().items() if fields[1] == str(self.process.pid))
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
@@ -76,23 +76,23 @@ class Run:
             time.sleep(0.1)
 
     def end(self) -> Ended:
-        """Wait for the end, and see that nothing of the run lives on."""
+        """Wait for the end, and check that no process of the run survives."""
         exit_code = self.process.wait(timeout=LIMIT)
         assert self.members() == []
         return Ended(exit_code, self.out.read_text(), self.err.read_text())
 
 
-def _hear_ctrl_c() -> None:
-    """A shell lets what it starts in the background ignore Ctrl-C, tests included; children would inherit that."""
+def _default_sigint() -> None:
+    """Restore the default SIGINT handler: background jobs of a shell ignore SIGINT, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _stats() -> dict[int, list[str]]:
-    """For every process the fields of /proc/PID/stat from the state on: state, parent, process group, session."""
+    """Return for every process the fields of /proc/PID/stat from the state on: state, parent, group, session."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             stats[int(path.parent.name)] = path.read_text().rpartition(") ")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # it has ended
     return stats

@@ -1,4 +1,4 @@
-"""Every example runs, on 4 ranks, as its first lines say."""
+"""Every example runs on 4 ranks as its docstring says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_example_runs_and_learns(tmp_path: Path, name: str, args: tuple[str, 
     assert len(losses) >= 2 and losses[-1] < losses[0], ended.stdout
 
 
-def test_the_chain_leaves_a_model_at_every_end(tmp_path: Path) -> None:
+def test_the_chain_saves_a_model_after_every_stage(tmp_path: Path) -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     small = {"NPROC": "2", "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
     flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", "2")

@@ -1,4 +1,4 @@
-"""rlhf.py as a user runs it: to its end, with bad input, with a reward function that fails, with ranks that die."""
+"""rlhf.py as a user runs it: to completion, with bad input, a failing reward function, and killed ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BAD = [
     ),
     (["--reward-function", "grammar.py:reward"], ["--reward-function = grammar.py:reward", "SyntaxError: "]),
     (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be loaded: SystemExit: 3"]),
-    (["--prompts", "-1", "--temperature", "-1"], ["2 things to change", "--prompts = -1", "--temperature = -1.0"]),
+    (["--prompts", "-1", "--temperature", "-1"], ["2 problems:", "--prompts = -1", "--temperature = -1.0"]),
     (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
     (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
     (["--algorithm", "dpo", "--prompts", "1", "--options", "mini_batches=2"], ["--prompts = 1: actor_train"]),
@@ -93,7 +93,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("args", "said"), BAD, ids=[" ".join(args) for args, _ in BAD])
-def test_bad_input_is_refused_before_anything_communicates(
+def test_bad_input_is_refused_before_any_communication(
     inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: list[str]
 ) -> None:
     monkeypatch.chdir(inputs)
@@ -103,7 +103,7 @@ def test_bad_input_is_refused_before_anything_communicates(
 
 
 def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What rlhf.py says of `args` before anything communicates."""
+    """Return the error of rlhf.py for `args`, raised before any communication."""
     monkeypatch.setattr(usp.run.failures, "LAUNCHER_SECONDS", 0.0)
     exit_code = main(["--device", "cpu", *args], EIGHT | {"RANK": "0", "LOCAL_RANK": "0"})
     said = capsys.readouterr().err
@@ -111,7 +111,7 @@ def refusal(args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return said
 
 
-def test_supervised_steps_of_another_run_are_not_taken(
+def test_supervised_steps_of_another_run_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sft" / "model").mkdir(parents=True)
@@ -120,9 +120,6 @@ def test_supervised_steps_of_another_run_are_not_taken(
     args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
     said = refusal(args, monkeypatch, capsys)
     assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume" in said
-        f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume auto"
-        in said
-    )
     other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
     said = refusal([*args, *other], monkeypatch, capsys)
     for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):
@@ -132,7 +129,7 @@ def test_supervised_steps_of_another_run_are_not_taken(
     assert prepared.start.folder == tmp_path
 
 
-def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(model: str, config: RlhfConfig) -> Start:
         saved = RlhfState(2, 8, {}, config_to_mapping(replace(config, model=model)))
         monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
@@ -150,7 +147,7 @@ def test_a_run_goes_on_with_its_own_models(tmp_path: Path, monkeypatch: pytest.M
         prepare(replace(config, steps=1), Launch(), replace(started("tiny", config), finished_too=True))
 
 
-def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
+def test_a_reward_function_is_refused_where_nothing_is_scored() -> None:
     with pytest.raises(ConfigurationError, match=r"--reward-function = f\.py:f: sft scores nothing: drop it"):
         prepare(RlhfConfig(algorithm="sft", reward_function="f.py:f"), Launch())
 
@@ -165,7 +162,7 @@ def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "said"), [("nothing", "it returned nan"), ("broken", "it raised KeyError: 'digit'")]
 )
-def test_a_reward_that_fails_ends_the_run_and_keeps_the_sample(
+def test_a_failing_reward_ends_the_run_and_saves_the_sample(
     inputs: Path, tmp_path: Path, function: str, said: str
 ) -> None:
     args = [*SMALL, "--steps", "2", "--output", "run", "--reward-function", f"{inputs / 'reward.py'}:{function}"]
@@ -176,11 +173,11 @@ def test_a_reward_that_fails_ends_the_run_and_keeps_the_sample(
     assert record["step"] == 1 and record["prompt"].endswith("# mark: ") and record["error"] == said
 
 
-# A file with a reward function may hold anything; this one kills its rank once in each kind of call.
+# A reward file that kills its rank once in each kind of call.
 KILLS = """
 import os, signal
 from pathlib import Path
-from usp.rlhf.models import RoleModel
+from usp.rlhf.roles.role_model import RoleModel
 
 def deadly(kind):
     def die():
@@ -208,7 +205,7 @@ def scores_of(run: Path) -> list[tuple[int, float, float]]:
     return [(record["step"], record["score"], record["actor/loss"]) for record in records]
 
 
-def test_a_rank_killed_in_any_kind_of_call_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kills.py").write_text(KILLS)
     args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
@@ -222,7 +219,7 @@ def test_a_rank_killed_in_any_kind_of_call_costs_no_step(tmp_path: Path, monkeyp
     AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
 
 
-def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
     first = [*SMALL, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
     with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()

@@ -1,4 +1,4 @@
-"""A run that is killed, hangs or is asked to stop keeps its work."""
+"""A run that is killed, hangs or is asked to stop loses no work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.processes import Run
 TINY = ["--sp-ulysses", "2", "--seq-len", "256", "--log-every", "1", "--checkpoint-every", "2"]
 
 
-def steps_told(run: Path) -> list[tuple[int, float, float]]:
+def logged_steps(run: Path) -> list[tuple[int, float, float]]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
 
@@ -25,8 +25,8 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_a_killed_run_goes_on_in_its_folder_to_the_same_bits(tmp_path: Path) -> None:
-    """The folder's name is made of the time: the second start finds the first one's."""
+def test_a_killed_run_resumes_in_its_directory_bit_for_bit(tmp_path: Path) -> None:
+    """The default directory is named after the time, and the restart finds that of the first attempt."""
     args, undisturbed, killed = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "killed"
     undisturbed.mkdir()
     killed.mkdir()
@@ -38,13 +38,13 @@ def test_a_killed_run_goes_on_in_its_folder_to_the_same_bits(tmp_path: Path) -> 
         ended = run.end()
     assert ended.exit_code == 0, ended.err
     (first,), (second,) = (list((folder / "runs").iterdir()) for folder in (undisturbed, killed))
-    assert steps_told(first) == steps_told(second) and len(steps_told(first)) == 8
+    assert logged_steps(first) == logged_steps(second) and len(logged_steps(first)) == 8
     ours, theirs = weights_of(first), weights_of(second)
     assert ours and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_sigterm_saves_and_ends_and_the_run_can_go_on(tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_and_exits(tmp_path: Path) -> None:
     args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0", "--output", "run"]
     with Run([*args, "--steps", "100000"], tmp_path) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
@@ -53,14 +53,14 @@ def test_sigterm_saves_and_ends_and_the_run_can_go_on(tmp_path: Path) -> None:
     assert ended.exit_code == 143
     (line,) = ended.err.splitlines()
     assert line.startswith("stopped by SIGTERM after step ") and line.endswith("continue with --resume")
-    last = steps_told(tmp_path / "run")[-1][0]
+    last = logged_steps(tmp_path / "run")[-1][0]
     assert f"after step {last}; checkpoint run/checkpoints/step-{last:08}:" in line
 
 
 HANG = """
 import os, sys, time
-from usp.cli import main
-from usp.trainer import Trainer
+from usp.commands.train import main
+from usp.train.trainer import Trainer
 
 step = Trainer.step
 
@@ -76,7 +76,7 @@ if exit_code:
 """
 
 
-def test_a_hang_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(HANG)
     args = [*TINY, "--steps", "4", "--hang-timeout", "10", "--output", "run"]
@@ -86,4 +86,4 @@ def test_a_hang_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     assert ended.err.count("error: no progress for 10 seconds (--hang-timeout)") == 1
     assert "rank 0: in all_reduce (step 3, " in ended.err
     assert "rank 1: in no collective (step 2, checkpoint)" in ended.err and "look first at rank 1" in ended.err
-    assert [step for step, _, _ in steps_told(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [step for step, _, _ in logged_steps(tmp_path / "run")] == [1, 2, 3, 4]

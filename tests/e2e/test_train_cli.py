@@ -1,4 +1,4 @@
-"""train.py as a user runs it: to its end, interrupted, killed, crashed, diverged."""
+"""train.py as a user runs it: to completion, interrupted, killed, crashed and diverged."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """The folder and the ending of a run on 4 ranks."""
+    """Return the directory and the result of a run on 4 ranks."""
     folder = tmp_path_factory.mktemp("finished")
     with Run([*MESH, "--steps", "15", "--output", "run"], folder, ranks=4) as run:
         return folder / "run", run.end()
 
 
-def test_a_run_ends_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
+def test_a_run_completes_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
     folder, ended = finished
     assert ended.exit_code == 0, ended.err
     records = metrics_of(folder)
@@ -41,7 +41,7 @@ def test_a_run_ends_and_its_loss_falls(finished: tuple[Path, Ended]) -> None:
     assert list((folder / "tensorboard").iterdir())
 
 
-def test_the_checkpoint_knows_what_the_run_learned(finished: tuple[Path, Ended]) -> None:
+def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
     folder, _ = finished
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -73,11 +73,11 @@ def test_a_run_chooses_its_own_degrees(tmp_path: Path) -> None:
 def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
     with Run(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
-        os.killpg(run.process.pid, signal.SIGINT)  # what Ctrl-C does: the whole foreground group gets it
+        os.killpg(run.process.pid, signal.SIGINT)  # as Ctrl-C does for the foreground process group
         ended = run.end()
     assert ended.exit_code != 0
-    assert ended.err.count("interrupted: what came after the last checkpoint is lost (SIGTERM saves it)") == 1
-    assert "usp/commands/train.py" not in ended.err
+    assert ended.err.count("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)") == 1
+    assert "usp/commands/" not in ended.err
 
 
 def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         ended = run.end()
     assert ended.exit_code == 130
-    assert ended.err == "interrupted: what came after the last checkpoint is lost (SIGTERM saves it)\n"
+    assert ended.err == "interrupted: progress since the last checkpoint is lost (SIGTERM saves it)\n"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -98,13 +98,13 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
     assert ended.exit_code != 0
     root_cause = ended.err.partition("Root Cause")[2]  # of torchrun's summary
     assert f"rank      : {victim} " in root_cause and "Signal 9 (SIGKILL)" in root_cause
-    assert "lost its connection" not in ended.err and "usp/commands/train.py" not in ended.err
+    assert "lost its connection" not in ended.err and "usp/commands/" not in ended.err
 
 
 CRASH = """
 import os, sys
-from usp.cli import main
-from usp.trainer import Trainer
+from usp.commands.train import main
+from usp.train.trainer import Trainer
 
 step = Trainer.step
 

@@ -1,4 +1,4 @@
-"""The configuration as data, and every rule that it must keep."""
+"""TrainConfig as a mapping, and the rules of usp.train.validate."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_keys_may_have_dashes_and_floats_may_be_what_yaml_reads() -> None:
     [
         ({"sp_ulises": 2}, r"unknown key 'sp_ulises' \(did you mean 'sp_ulysses'\?\)"),
         ({"qqq": 2}, "unknown key 'qqq'$"),
-        ({"steps": "ten"}, "steps = 'ten' must be a whole number"),
-        ({"steps": 1.5}, "steps = 1.5 must be a whole number"),
-        ({"steps": True}, "steps = True must be a whole number"),
+        ({"steps": "ten"}, "steps = 'ten' must be an integer"),
+        ({"steps": 1.5}, "steps = 1.5 must be an integer"),
+        ({"steps": True}, "steps = True must be an integer"),
         ({"learning-rate": "fast"}, "learning-rate = 'fast' must be a number"),
         ({"model": 7}, "model = 7 must be a string"),
         ({"sp-ring": 1, "sp_ring": 2}, "'sp_ring' is given twice"),

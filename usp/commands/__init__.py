@@ -1,5 +1,4 @@
-"""The command lines: each file has the flags of one program, and runs what they ask for. Each file imports only
-earlier ones:
+"""The command lines, one file per program. Each file imports only earlier ones:
 
-train, rlhf_trace, cost, rlhf, plan, dry_run.
+flags, command, train, rlhf, plan, dry_run, cost, calibrate, rlhf_trace.
 """

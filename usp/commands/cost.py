@@ -1,22 +1,22 @@
-"""python -m usp cost: what each way to parallelise costs, for one model, length and number of devices."""
+"""python -m usp cost: communication and memory of parallelization methods, side by side."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Console
+from tyro.conf import arg
 
-from usp.config import AC_MODES, TrainConfig
-from usp.cost.compare.comparison import compare
-from usp.cost.compare.page import page
-from usp.cost.compare.plots import plot, sweep
-from usp.cost.compare.tables import as_json, grids
-from usp.cost.methods import DEFAULT, Method
-from usp.hf.models import load_model_config
+from usp.config import AC_MODES, TrainConfig, one_of
 from usp.run.failures import nearest
+
+from .flags import output_problem
 
 CONVENTIONS = (
     "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
@@ -25,22 +25,48 @@ CONVENTIONS = (
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
-def run(asked: argparse.Namespace) -> None:
-    """Print what was asked for.
+@dataclass(frozen=True)
+class CostConfig:
+    """Compare the communication and memory of parallelization methods.
 
-    Raises:
-        ValueError: for what makes no sense, all of it together with the arguments' names.
+    For example: python -m usp cost --model llama3-8b --seq-len 128K --devices 16 --methods usp+zero1,tp-sp8+ring2
     """
+
+    model: Annotated[str, arg(metavar="PRESET|PATH")] = "llama3-8b"
+    """Model preset or local transformers checkpoint directory."""
+    seq_len: Annotated[str, arg(metavar="N")] = "128K"
+    """Sequence length in tokens; K is 1024, M is 1024 K."""
+    batch: Annotated[int, arg(metavar="N")] = 1
+    """Sequences per step over all devices."""
+    devices: Annotated[int, arg(metavar="N")] = 16
+    """Number of devices."""
+    methods: Annotated[str, arg(metavar="M,M,...", help_behavior_hint="(default: all)")] = ""
+    """Methods to compare, such as usp+zero1,tp-sp8+ring2."""
+    ac: Annotated[str, one_of(AC_MODES)] = "none"
+    """Activation checkpointing mode."""
+    json: bool = False
+    """Print JSON, with sizes in bytes."""
+    markdown: bool = False
+    """Print Markdown tables."""
+    plot: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(optional)")] = None
+    """Also plot against the number of devices and the sequence length."""
+    html: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="(optional)")] = None
+    """Also write an HTML page of the tables and plots."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
+    asked = tyro.cli(CostConfig, args=argv, prog="python -m usp cost")
     seq_len = tokens(asked.seq_len)
-    problems = [f"--{name} {getattr(asked, name)} must be at least 1" for name in ("batch", "devices") if
-                getattr(asked, name) < 1]  # fmt: skip
-    if asked.ac not in AC_MODES:
-        problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")
-    if asked.json and asked.markdown:
-        problems.append("--json and --markdown are two ways to print the same: give one")
-    problems += _unwritable("--plot", asked.plot, ".png") + _unwritable("--html", asked.html, ".html")
-    if problems:
+    if problems := _problems(asked):
         raise ValueError("; ".join(problems))
+    from usp.cost.compare.comparison import compare
+    from usp.cost.compare.page import page
+    from usp.cost.compare.plots import plot, sweep
+    from usp.cost.compare.tables import as_json, grids
+    from usp.cost.methods import DEFAULT, Method
+    from usp.hf.models import load_model_config
+
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
     base = TrainConfig(model=asked.model, seq_len=seq_len, ac=asked.ac, dtype="bfloat16")
     model_config = load_model_config(asked.model)
@@ -62,24 +88,23 @@ def run(asked: argparse.Namespace) -> None:
         drawn.savefig(asked.plot)
     if asked.html is not None:
         drawn.suptitle("")
-        facts = (f"Activation checkpointing: {asked.ac}. Bytes are of one rank and one optimiser step.", CONVENTIONS)
+        facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
         asked.html.write_text(page(title, facts, grids(found), drawn))
 
 
-def _unwritable(flag: str, path: Path | None, suffix: str) -> list[str]:
-    if path is None:
-        return []
-    if path.suffix != suffix:
-        return [f"{flag} {path} must end in {suffix}"]
-    return [] if path.parent.is_dir() else [f"{flag} {path}: there is no folder {path.parent}"]
+def _problems(asked: CostConfig) -> list[str]:
+    values = {"batch": asked.batch, "devices": asked.devices}
+    problems = [f"--{name} {value} must be at least 1" for name, value in values.items() if value < 1]
+    if asked.ac not in AC_MODES:
+        problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")
+    if asked.json and asked.markdown:
+        problems.append("--json and --markdown are mutually exclusive: give one")
+    outputs = (output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html"))
+    return [*problems, *filter(None, outputs)]
 
 
 def tokens(text: str) -> int:
-    """`128K` as 131072.
-
-    Raises:
-        ValueError: for anything else than a positive whole number with K, M or nothing behind it.
-    """
+    """Parse a sequence length, a positive integer followed by K, M or nothing: `128K` is 131072."""
     found = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
     if found is None or not int(found[1]):
         raise ValueError(f"--seq-len {text} must be a number of tokens such as 131072, 128K or 1M")

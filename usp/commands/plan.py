@@ -1,9 +1,9 @@
-"""`python -m usp plan`: the fastest way to train a model on given hardware, and the file that train.py takes."""
+"""python -m usp plan: the fastest way to train a model on given hardware, as a file for train.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,52 +13,43 @@ from tyro.conf import arg
 
 from parallel import load_hardware, node_names
 from usp.config import TrainConfig, config_to_mapping
-from usp.cost.planner.choice import choose, suppose
-from usp.cost.planner.plan_report import report
 from usp.run.failures import ConfigurationError
 
-from .train import TRAIN, parse
+from .flags import as_kind, output_problem, parse
 
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    """What a plan takes beside the flags of train.py, of which it chooses the degrees and what saves memory."""
+    """Find the fastest parallel configuration for a model, a sequence length and a number of devices.
 
-    world_size: int = 0
-    """How many devices there are."""
-    global_batch_size: int = 1
-    """Sequences per step over all devices."""
-    hardware: Annotated[str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file.")] = "h100"
-    out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
-    """Write the first of them where train.py --config finds it."""
-
-
-@dataclass(frozen=True)
-class PlanLine(PlanConfig):
-    """The fastest degrees for a model, a length and a number of devices, with the reasons.
+    The plan sets the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may
+    be given as the first argument, without --config.
 
     For example: python -m usp plan --model llama3-8b --seq-len 131072 --world-size 64 --hardware h100
     """
 
-    config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """A YAML or TOML file with these keys, which may stand first without this flag. Flags override it."""
+    world_size: int = 0
+    """Number of devices."""
+    global_batch_size: int = 1
+    """Sequences per step over all devices."""
+    hardware: Annotated[
+        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
+    ] = "h100"
+    out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
+    """Write the fastest configuration to this file, for train.py --config."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the plan that `argv` asks for, and write it where --out says.
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
+    asked = parse(argv, PlanConfig, "python -m usp plan", leading_config=True)
 
-    Raises:
-        ConfigurationError: for a wrong flag or file, and where nothing fits, with the nearest that would.
-    """
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--config")
-    asked = parse(words, command=replace(TRAIN, prog="python -m usp plan", line=PlanLine, config=PlanConfig))
+    from usp.cost.planner.choice import choose, suppose
+    from usp.cost.planner.plan_report import report
+
     out = Path(asked.out).expanduser()
-    if asked.out and (out.suffix not in (".yaml", ".yml") or not out.parent.is_dir()):
-        raise ConfigurationError(f"--out = {asked.out} must be a .yaml file in a folder that exists")
-    base = TrainConfig(**{field.name: getattr(asked, field.name) for field in fields(TrainConfig)})
-    choice = choose(base, asked.world_size, load_hardware(asked.hardware))
+    if problem := output_problem("--out", out if asked.out else None, ".yaml", ".yml"):
+        raise ConfigurationError(problem)
+    choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware))
     Console().print(report(choice, suppose(choice)))
     if asked.out:
         out.write_text(yaml.safe_dump(config_to_mapping(choice.best.config), sort_keys=False))

@@ -1,4 +1,4 @@
-"""Documents, tokenizers, and packed batches. Each file imports only earlier ones:
+"""Documents, tokenizers and packed batches. Each file imports only earlier ones:
 
 documents, tokenizer, packing, stream.
 """

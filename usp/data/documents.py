@@ -1,13 +1,13 @@
-"""Documents out of files: text, JSONL, Parquet, folders of them, or the Python standard library's own sources.
+"""Documents from text, JSONL and Parquet files, directories of them, or the source code of Python's standard library.
 
-A source is a list of units, each small enough to hold in memory and readable on its own:
+A source is a list of units, each of which fits in memory and can be read independently:
 
     text file      one unit of one document
     JSONL file     one unit per RANGE_BYTES: the lines that begin in that range
     Parquet file   one unit per row group
 
-Units are read only when their turn comes, so a source of any size opens at once, and two ranks that walk the same
-units in the same order see the same documents. A document is its UTF-8 bytes.
+Units are read lazily, so a source of any size opens at once, and ranks that read the same units in the same order see
+the same documents. A document is its UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import BinaryIO
 from usp.run.failures import nearest
 
 STDLIB = "stdlib"
-TEXT_FIELD = "text"  # of documents, where nothing else is asked for
+TEXT_FIELD = "text"  # default key or column of the text
 RANGE_BYTES = 16 * 2**20
 SNIFF_BYTES = 8192
-# Below the standard library's folder: other people's packages, tests, and files that are tables more than text.
+# Excluded below the standard library's directory: installed packages, tests, and tables of data.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -40,7 +40,7 @@ class TextUnit:
 
 @dataclass(frozen=True)
 class JsonLinesUnit:
-    """The lines that begin at `begin <= offset < end`; a line may run past `end`."""
+    """Lines that begin at `begin <= offset < end`; the last may run past `end`."""
 
     path: Path
     field: str
@@ -54,7 +54,7 @@ class JsonLinesUnit:
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         file.seek(max(self.begin - 1, 0))
         if self.begin:
-            file.readline()  # the line that began before this range, or the newline that ended it
+            file.readline()  # skip the line that began before this range, or its newline
         while (offset := file.tell()) < self.end and (line := file.readline()):
             if line.strip():
                 yield offset, line
@@ -64,15 +64,11 @@ class JsonLinesUnit:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object a line") from error
+            raise ValueError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object per line") from error
         if not isinstance(row, dict) or self.field not in row:
-            keys = list(row) if isinstance(row, dict) else []
-            raise ValueError(
-                f"{where}: no key data-field={self.field!r}{nearest(self.field, keys)}; "
-                f"it has {_listed(keys)}: name the one that holds the text with --data-field"
-            )
+            raise _missing_field(where, "key", self.field, list(row) if isinstance(row, dict) else [])
         if not isinstance(row[self.field], str):
-            raise ValueError(f"{where}: {self.field!r} holds {type(row[self.field]).__name__}, it must hold text")
+            raise ValueError(f"{where}: {self.field!r} must hold text, got {type(row[self.field]).__name__}")
         return row[self.field].encode("utf-8", "replace")
 
 
@@ -83,7 +79,7 @@ class ParquetUnit:
     row_group: int
 
     def read(self) -> list[bytes]:
-        from pyarrow import parquet  # heavy, and only this kind of file needs it
+        from pyarrow import parquet  # slow to import, and only Parquet files need it
 
         column = parquet.ParquetFile(self.path).read_row_group(self.row_group, columns=[self.field]).column(0)
         return [text.encode("utf-8", "replace") for text in column.to_pylist() if text]
@@ -93,16 +89,16 @@ Unit = TextUnit | JsonLinesUnit | ParquetUnit
 
 
 def open_source(data: str, field: str) -> tuple[Unit, ...]:
-    """The units of `data`, in an order that depends on names alone.
+    """Return the units of `data` ("stdlib", a file or a directory), in an order that depends only on file names.
 
-    `data` is "stdlib", a file or a folder. Every visible file below a folder counts: *.jsonl and *.parquet, whatever
-    the case, by their kind, any other as text unless it is binary (a NUL byte near its beginning). Raises ValueError
-    when the path is missing or a .json file, when nothing in it holds a byte of text, when `field` is not in a Parquet
-    file, and for one other than the default that no file could have.
+    A directory stands for all visible files below it: *.jsonl and *.parquet in any case, and every other file as text
+    unless it is binary (a NUL byte near its beginning). Raises ValueError if the path does not exist, is a .json or
+    binary file, or holds no text; if a Parquet file has no column `field`; and if `field` is set without any JSONL or
+    Parquet file.
     """
     files = _library_files() if data == STDLIB else _files_of(data)
     if field not in ("", TEXT_FIELD) and not any(map(_has_fields, files)):
-        raise ValueError(f"data-field={field!r} is for .jsonl and .parquet files: leave it out, data={data} has none")
+        raise ValueError(f"data_field={field!r} is for .jsonl and .parquet files, and data={data} has none: unset it")
     units = tuple(unit for path in files for unit in _units_of(path, field))
     if not units:
         raise ValueError(f"data={data} is empty: no file in it holds text")
@@ -114,11 +110,11 @@ def _files_of(data: str) -> list[Path]:
     if root.is_dir():
         return [path for path in _visible_files(root) if _has_fields(path) or not _is_binary(path)]
     if not root.is_file():
-        raise ValueError(f"data={data} does not exist: give a text, .jsonl or .parquet file, a folder, or {STDLIB}")
+        raise ValueError(f"data={data} does not exist: give a text, .jsonl or .parquet file, a directory, or {STDLIB}")
     if root.suffix.lower() == ".json":
-        raise ValueError(f"data={data} is JSON as a whole: write one object a line into a .jsonl file")
+        raise ValueError(f"data={data} is a single JSON document: convert it to .jsonl, one object per line")
     if not _has_fields(root) and _is_binary(root):
-        raise ValueError(f"data={data} is a binary file: text, .jsonl or .parquet can be read")
+        raise ValueError(f"data={data} is a binary file: give a text, .jsonl or .parquet file")
     return [root]
 
 
@@ -164,16 +160,17 @@ def _row_groups(path: Path, field: str) -> list[Unit]:
         raise ValueError(f"{path} is not a Parquet file: {error}") from error
     names = file.schema_arrow.names
     if field not in names:
-        raise ValueError(
-            f"{path}: no column data-field={field!r}{nearest(field, names)}; "
-            f"it has {_listed(names)}: name the one that holds the text with --data-field"
-        )
+        raise _missing_field(str(path), "column", field, names)
     kind = file.schema_arrow.field(field).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise ValueError(f"{path}: column {field!r} holds {kind}, it must hold text (string)")
+        raise ValueError(f"{path}: column {field!r} must hold text (string), got {kind}")
     rows = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
     return [ParquetUnit(path, field, index) for index, count in enumerate(rows) if count]
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"
+def _missing_field(where: str, kind: str, field: str, names: list[str]) -> ValueError:
+    listed = ", ".join(map(repr, names)) or "none"
+    return ValueError(
+        f"{where}: no {kind} data_field={field!r}{nearest(field, names)}; it has {listed}: set data_field to "
+        f"the {kind} that holds the text"
+    )

@@ -1,10 +1,9 @@
-"""Documents to packed sequences, as iterators that can say where they are and begin there.
+"""Pack documents into sequences, with iterators that can be resumed at any position.
 
     units --shuffle--> documents --shuffle in a unit--> ids --concatenate--> sequences of seq_len --shuffle-->
 
-A sequence is cut from the stream wherever it ends: a document that reaches over the cut goes on in the next
-sequence as a document of its own, so no token is padding and none is lost. An epoch that runs out is followed by the
-next, in another order; the seed fixes every order.
+The stream is cut every seq_len ids: a document that crosses a cut continues in the next sequence as a separate
+document, so there is no padding and no token is lost. Each epoch has a different order, fixed by the seed.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from .tokenizer import Ids, Tokenizer
 
 T = TypeVar("T")
 
-PackedSequence = tuple[Ids, list[int]]  # the ids, where the documents in them begin and where the last one ends
+PackedSequence = tuple[Ids, list[int]]  # ids, and the document boundaries in them, from 0 to seq_len
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the stream of ids.
+    """Position in the stream of ids.
 
-    Args:
+    Attributes:
         epoch: from 0.
-        unit: how many units of the epoch, in its order, come before.
-        order: the state that numpy's generator was in before it drew the order of the unit's documents.
-        document: how many documents of the unit, in its order, come before.
-        offset: how many ids of the document come before.
+        unit: index of the unit in the epoch's order.
+        order: state of numpy's generator before it drew the order of the unit's documents.
+        document: index of the document in the unit's order.
+        offset: index of the id in the document.
     """
 
     epoch: int
@@ -44,10 +43,10 @@ class Position:
 
 
 class TokenStream(Iterator[Ids]):
-    """The ids of one document after another, for ever. `position` is where the one given last begins.
+    """Endless iterator over the ids of one document after another. `position`: beginning of the last document returned.
 
-    With `start`, the first document is the one that `start` lies in, whole: to get there, its unit is read, and
-    nothing else is read or tokenized. Raises ValueError when an epoch holds no token.
+    With `start`, the first document is the whole document that contains `start`; only its unit is read, and nothing
+    before it is tokenized. Raises ValueError if an epoch holds no token.
     """
 
     def __init__(self, units: Sequence[Unit], tokenizer: Tokenizer, seed: int, start: Position | None = None) -> None:
@@ -82,10 +81,9 @@ class TokenStream(Iterator[Ids]):
 
 
 class PackedSequences(Iterator[PackedSequence]):
-    """Cut a stream of documents every `seq_len` ids.
+    """Iterator that cuts a stream of documents every `seq_len` ids.
 
-    `offset` is how many ids of the document read last are in the sequences given so far; the one to begin with is
-    where the first document begins.
+    `offset`: number of ids of the last document read that have been returned, or to skip in the first document.
     """
 
     def __init__(self, documents: Iterator[Ids], seq_len: int, offset: int = 0) -> None:
@@ -94,25 +92,25 @@ class PackedSequences(Iterator[PackedSequence]):
 
     def __next__(self) -> PackedSequence:
         row = np.empty(self.seq_len, dtype=np.int64)
-        borders = [0]
-        while borders[-1] < self.seq_len:
+        boundaries = [0]
+        while boundaries[-1] < self.seq_len:
             if self._document is None:
                 self._document = next(self.documents)
-            begin = borders[-1]
+            begin = boundaries[-1]
             part = self._document[self.offset : self.offset + self.seq_len - begin]
             if len(part):
                 row[begin : begin + len(part)] = part
-                borders.append(begin + len(part))
+                boundaries.append(begin + len(part))
                 self.offset += len(part)
             else:
                 self._document, self.offset = None, 0
-        return row, borders
+        return row, boundaries
 
 
 class ShuffleWindow(Iterator[T], Generic[T]):
-    """The endless `source` in another order: each is drawn from a window of `size` that moves over it.
+    """Shuffle of an endless `source`: each item is drawn from a sliding window of `size`.
 
-    `window` and `draw` are its state: with both as they were, and `source` where it was, it goes on alike.
+    `window` and `draw` are its state: restoring both, and the position of `source`, resumes it exactly.
     """
 
     def __init__(self, source: Iterator[T], size: int, seed: int) -> None:

@@ -1,11 +1,10 @@
-"""Batches of packed sequences: the same global batches whatever the number of data-parallel ranks, from any point on.
+"""Global batches of packed sequences, independent of the number of data-parallel ranks and resumable at any batch.
 
-The sequences are those of `packing`, drawn from a window of WINDOW_TOKENS, so that the sequences of a long document do
-not follow one another.
+The sequences of `packing` are shuffled in a window of WINDOW_TOKENS, to separate the sequences of a long document.
 
-Every rank walks the whole stream and keeps its rows of each global batch: ranks cannot drift apart, and a fault in
-the data shows on all of them before any of them communicates. The stream is one of sequences: how many make a batch
-may change where it is continued.
+Every rank reads the whole stream and keeps its rows of each global batch: ranks cannot diverge, and bad data raises on
+all of them before any of them communicates. The stream consists of sequences, so a resumed run may change the number
+of rows per batch.
 """
 
 from __future__ import annotations
@@ -44,17 +43,15 @@ class PackedBatch:
         return PackedBatch(self.ids[begin:end], self.cu_seqlens[begin:end])
 
     def digest(self) -> str:
-        """A short fingerprint: equal batches have equal digests."""
-        state = hashlib.blake2b(self.ids.numpy().tobytes(), digest_size=8)
-        state.update(self.cu_seqlens.numpy().tobytes())
-        return state.hexdigest()
+        """Return a short fingerprint of the batch."""
+        return _digest(self.ids.numpy().tobytes() + self.cu_seqlens.numpy().tobytes())
 
 
 class BatchStream(Iterator[PackedBatch]):
-    """Global batches of `rows` sequences, without end.
+    """Endless iterator over global batches of `rows` sequences.
 
-    Reads nothing before the first batch is asked for, which raises ValueError for an id that a model of `vocab_size`
-    has no embedding for, and for data without text.
+    Nothing is read before the first batch. Reading raises ValueError for an id outside of `vocab_size`, and for data
+    without text.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class BatchStream(Iterator[PackedBatch]):
     ) -> None:
         self.units, self.tokenizer = units, tokenizer
         self.rows, self.seq_len, self.seed, self.vocab_size = rows, seq_len, seed, vocab_size
-        self._given = 0
-        self._ahead: tuple[dict[str, Any], PackedBatch] | None = None  # the state before a batch, and that batch
+        self._sequences = 0  # returned so far
+        self._ahead: tuple[dict[str, Any], PackedBatch] | None = None  # state before the peeked batch, and that batch
         self._begin(None)
 
     def __next__(self) -> PackedBatch:
@@ -71,20 +68,20 @@ class BatchStream(Iterator[PackedBatch]):
             (_, batch), self._ahead = self._ahead, None
         else:
             batch = self._read()
-        self._given += self.rows
+        self._sequences += self.rows
         return batch
 
     def peek(self) -> PackedBatch:
-        """The batch that comes next, which stays the next one."""
+        """Return the next batch without consuming it."""
         if self._ahead is None:
             self._ahead = (self.state_dict(), self._read())
         return self._ahead[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What continues the stream after the batches given so far: values JSON knows, and two tensors.
+        """Return the state to resume after the batches consumed so far: JSON values, and two tensors.
 
-        window_ids: int32 (sequences, seq_len), the sequences read and not given yet. window_borders: int32
-        (sequences, documents + 1), as in `PackedBatch`. Both have 0 rows before the first batch.
+        window_ids: int32 (sequences, seq_len), sequences read but not returned yet. window_borders: int32 (sequences,
+        documents + 1), their boundaries as in `PackedBatch`. Both have 0 rows before the first batch.
         """
         if self._ahead is not None:
             return self._ahead[0]
@@ -93,25 +90,32 @@ class BatchStream(Iterator[PackedBatch]):
         ids = np.stack([ids for ids, _ in window]) if window else np.empty((0, self.seq_len))
         return {
             **self._identity,
-            "sequences": self._given,
+            "sequences": self._sequences,
             "position": position and asdict(replace(position, offset=self._packed.offset)),
             "draw": dict(self._shuffled.draw.bit_generator.state),
             "window_ids": torch.from_numpy(ids.astype(np.int32)),
-            "window_borders": _pad_borders([borders for _, borders in window]),
+            "window_borders": _pad_boundaries([boundaries for _, boundaries in window]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the stream that gave `state` was; `rows` and `vocab_size` may be others than there.
+        """Resume from `state`; `rows` and `vocab_size` may differ from those of the stream that saved it.
 
-        Raises ValueError, and stays where it is, when seq_len, seed, data or tokenizer differ; names all that do.
+        Raises ValueError naming all of seq_len, seed, data and tokenizer that differ, and leaves the stream unchanged.
         """
-        if violations := self._violations(state):
+        violations = [
+            f"{key} = {here}, but the stream to resume has {key} = {state[key]}: seq_len, seed, data and tokenizer "
+            f"must stay the same (the numbers of ranks and rows may change)"
+            for key, here in self._identity.items()
+            if state[key] != here
+        ]
+        if violations:
             raise ValueError("; ".join(violations))
-        self._given, self._ahead = state["sequences"], None
+        self._sequences, self._ahead = state["sequences"], None
         self._begin(Position(**state["position"]) if state["position"] else None)
         self._shuffled.draw.bit_generator.state = state["draw"]
         ids = state["window_ids"].numpy().astype(np.int64)
-        self._shuffled.window = list(zip(ids, map(_without_padding, state["window_borders"].tolist()), strict=True))
+        unpadded = [row[: row.index(row[-1]) + 1] for row in state["window_borders"].tolist()]
+        self._shuffled.window = list(zip(ids, unpadded, strict=True))
 
     def _begin(self, start: Position | None) -> None:
         self._tokens = TokenStream(self.units, self.tokenizer, self.seed, start)
@@ -123,61 +127,41 @@ class BatchStream(Iterator[PackedBatch]):
         chosen = list(itertools.islice(self._shuffled, self.rows))
         batch = PackedBatch(
             ids=torch.from_numpy(np.stack([ids for ids, _ in chosen])),
-            cu_seqlens=_pad_borders([borders for _, borders in chosen]),
+            cu_seqlens=_pad_boundaries([boundaries for _, boundaries in chosen]),
         )
-        check_ids(batch.ids, self.tokenizer.name, self.vocab_size)
+        low, high = int(batch.ids.min()), int(batch.ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"tokenizer={self.tokenizer.name} produced token id {low if low < 0 else high}, but the model has only "
+                f"ids 0 to {self.vocab_size - 1} (vocabulary size {self.vocab_size}): use the model's own tokenizer, "
+                f"or a model with a larger vocabulary"
+            )
         return batch
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What must not change where the stream is continued."""
+        """Return the values that a resumed stream must share."""
+        probe = _digest(self.tokenizer.encode(PROBE.encode()).tobytes())
         return {
             "seq_len": self.seq_len,
             "seed": self.seed,
             "data": f"{len(self.units)} units, digest {_digest_of_units(self.units)}",
-            "tokenizer": f"vocabulary size {self.tokenizer.vocab_size}, digest {_digest_of_tokenizer(self.tokenizer)}",
+            "tokenizer": f"vocabulary size {self.tokenizer.vocab_size}, digest {probe}",
         }
 
-    def _violations(self, state: Mapping[str, Any]) -> list[str]:
-        return [
-            f"{key} = {here}, but the stream to continue has {key} = {state[key]}: it can go on only with its own "
-            f"seq_len, seed, data and tokenizer (the number of ranks and of rows may change)"
-            for key, here in self._identity.items()
-            if state[key] != here
-        ]
 
-
-def check_ids(ids: torch.Tensor, tokenizer_name: str, vocab_size: int) -> None:
-    """Raise ValueError when an id is not in 0 .. vocab_size - 1."""
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"tokenizer={tokenizer_name} gave token id {low if low < 0 else high}, and the model's vocabulary holds "
-            f"ids 0 to {vocab_size - 1} (vocabulary size {vocab_size}): use the tokenizer that belongs to the model, "
-            f"or a model with a larger vocabulary"
-        )
-
-
-def _pad_borders(borders: list[list[int]]) -> torch.Tensor:
-    width = max((len(row) for row in borders), default=0)
-    padded = [row + row[-1:] * (width - len(row)) for row in borders]
-    return torch.tensor(padded, dtype=torch.int32).view(len(borders), width)
-
-
-def _without_padding(borders: list[int]) -> list[int]:
-    return borders[: borders.index(borders[-1]) + 1]
+def _pad_boundaries(boundaries: list[list[int]]) -> torch.Tensor:
+    width = max((len(row) for row in boundaries), default=0)
+    padded = [row + row[-1:] * (width - len(row)) for row in boundaries]
+    return torch.tensor(padded, dtype=torch.int32).view(len(boundaries), width)
 
 
 def _digest_of_units(units: Sequence[Unit]) -> str:
-    """Of their order, kinds, places below their common folder, and sizes: the data may move, and must not change."""
+    """Return a digest of the units' order, kinds, relative paths and sizes: data may move, but not change."""
     sizes = {path: path.stat().st_size for path in {unit.path for unit in units}}
     root = os.path.commonpath([path.parent for path in sizes])
     seen = [(asdict(unit) | {"path": os.path.relpath(unit.path, root)}, sizes[unit.path]) for unit in units]
     return _digest(repr(seen).encode())
-
-
-def _digest_of_tokenizer(tokenizer: Tokenizer) -> str:
-    return _digest(tokenizer.encode(PROBE.encode()).tobytes())
 
 
 def _digest(data: bytes) -> str:

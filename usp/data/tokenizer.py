@@ -1,6 +1,6 @@
-"""Text to token ids: bytes as ByT5 counts them, or a local transformers tokenizer.
+"""Tokenizers: byte-level as in ByT5, or a local transformers tokenizer.
 
-Both end a document with their end-of-sequence id, where they have one, and add nothing else.
+Both end a document with their end-of-sequence id, if they have one, and add no other special tokens.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 
 BYTES = "bytes"
-BYTE_OFFSET = 3  # ByT5 keeps 0, 1 and 2 for padding, end of sequence and unknown
+BYTE_OFFSET = 3  # ByT5 reserves 0, 1 and 2 for padding, end of sequence and unknown
 BYTE_EOS = 1
-BYTE_VOCAB = 384  # 3 + 256 bytes + 125 sentinels: the ids that transformers' ByT5Tokenizer knows
+BYTE_VOCAB = 384  # 3 + 256 bytes + 125 sentinels, as in transformers' ByT5Tokenizer
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+    """Interface of a tokenizer to the data pipeline."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name in messages."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id it can give."""
+        """One more than the largest id it can produce."""
 
     def encode(self, document: bytes) -> Ids:
-        """A document's ids, one dimension."""
+        """Return the ids of a document, shape (ids,)."""
 
     @property
     def eos(self) -> int | None:
-        """The id that ends a document; None where it has none."""
+        """Id that ends a document; None without one."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without what stands for no text."""
+        """Return the text of `ids`, without special tokens."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """id = byte + 3, then the end of sequence: what ByT5Tokenizer gives, without a Python loop over the bytes."""
+    """Byte tokenizer: id = byte + 3, then the end of sequence. Same ids as ByT5Tokenizer, without a Python loop."""
 
     name: str = BYTES
     vocab_size: int = BYTE_VOCAB
@@ -66,7 +66,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Any tokenizer with transformers' `encode`, its end of sequence added to each document."""
+    """Tokenizer of transformers, with its end of sequence added to each document."""
 
     name: str
     vocab_size: int

@@ -1,5 +1,4 @@
-"""The life of a process: launch, failures, signals, watchdog, profiling and metrics. Each file imports only earlier
-ones:
+"""Process lifecycle: launch, failures, signals, watchdog, profiling and metrics. Each file imports only earlier ones:
 
 launch, metrics, profiling, stacks, signals, failures, watchdog.
 """

@@ -1,19 +1,19 @@
-"""How a run that fails ends: one readable message, and an exit code.
+"""How a failed run ends: one readable message, and an exit code.
 
-    ConfigurationError   every rank raises it before it communicates   message, no traceback   exit code 2
-    TrainingDiverged     every rank raises it at the same step         message, no traceback   exit code 1
-    RanksDisagree        every rank raises it at the same point        message, no traceback   exit code 1
-    UserCodeFailed       one rank raises it; its message says it all   message, no traceback   exit code 1
-    a lost connection    another rank is gone, and says why itself     one line                exit code 1
-    anything else        one rank's own fault, or the same on all      traceback and rank      exit code 1
+    ConfigurationError   raised on every rank before communication     message, no traceback   exit code 2
+    TrainingDiverged     raised on every rank at the same step         message, no traceback   exit code 1
+    RanksDisagree        raised on every rank at the same point        message, no traceback   exit code 1
+    UserCodeFailed       raised on one rank                            message, no traceback   exit code 1
+    lost connection      another rank failed, and reports why          one line                exit code 1
+    any other error      on one rank or on all                         traceback and rank      exit code 1
     Ctrl-C               every rank gets the signal                    one line                exit code 130
     Stopped              every rank agreed to stop, and saved          one line                exit code 143, 138
-    a hang               usp.run.watchdog ends every rank                  one message             exit code 124
+    hang                 usp.run.watchdog ends every rank              one message             exit code 124
 
-The first rank to end speaks; it is found with a counter on torchrun's board, which outlives the ranks. The others keep
-quiet and leave when it has spoken: leaving earlier could end the first before. Without a board rank 0 speaks at once,
-and the others only when nothing ends them while they wait. A rank that lost a connection waits in any case: what ended
-the other rank, or the launcher that saw it end, knows more; it leaves at once when the launcher has asked it to.
+Only the first rank to fail reports; a counter in torchrun's store, which outlives the ranks, decides which one that is.
+The others wait until it has reported, because torchrun kills all ranks when one exits. Without a store rank 0 reports
+at once, and the others only if nothing ends them while they wait. A rank that lost a connection always waits, because
+the failed rank or the launcher knows the cause; it exits at once if the launcher has asked it to stop.
 """
 
 from __future__ import annotations
@@ -35,51 +35,52 @@ from parallel import RanksDisagree
 from .launch import Launch
 
 LAUNCHER_SECONDS = 10.0
-SIGNALLED = 128  # shells add the signal's number
+SIGNALLED = 128  # as shells report: 128 + the signal's number
 INTERRUPTED = SIGNALLED + signal.SIGINT
 HUNG = 124  # the exit code of timeout(1)
+# What torch says when another rank is gone.
 LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket closed", "broken pipe", "remote process")
 
 
 class ConfigurationError(ValueError):
-    """The configuration cannot run; every rank finds the same before any of them communicates."""
+    """The configuration cannot run; raised on every rank before any of them communicates."""
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One message of all of them."""
+    """Join `problems` into one message, numbered if there are several."""
     if len(problems) == 1:
         return problems[0]
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return "\n".join([f"{len(problems)} things to change", *lines])
+    return "\n".join([f"{len(problems)} problems:", *lines])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'zigzag'?)` for a near match of `word` in `known`, otherwise nothing."""
+    """Return ` (did you mean 'zigzag'?)` if `word` is close to one of `known`, otherwise nothing."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
 class TrainingDiverged(RuntimeError):
-    """Loss or gradient norm are no longer finite; every rank sees the same at the same step."""
+    """The loss or gradient norm is not finite; raised on every rank at the same step."""
 
 
 class UserCodeFailed(RuntimeError):
-    """What the user gave to be called failed on this rank; the message says all there is to know."""
+    """A user-provided function failed on this rank; the message is complete without a traceback."""
 
 
 class Stopped(Exception):
-    """The run ended after a whole step because a signal asked for it; every rank raises it after the same step."""
+    """A signal stopped the run; raised on every rank after the same step."""
 
     def __init__(self, signal_number: int, step: int, checkpoint: Path | None) -> None:
         name = signal.Signals(signal_number).name
-        kept = f"checkpoint {checkpoint}: continue with --resume" if checkpoint else "no checkpoint was saved"
-        super().__init__(f"stopped by {name} after step {step}; {kept}")
+        saved = f"checkpoint {checkpoint}: continue with --resume" if checkpoint else "no checkpoint was saved"
+        super().__init__(f"stopped by {name} after step {step}; {saved}")
         self.signal_number = signal_number
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a failed rank says, and its exit code. consequence: another rank's end is what ended this one."""
+    """Message and exit code of a failed rank. consequence: it failed because another rank did."""
 
     message: str
     exit_code: int
@@ -88,87 +89,81 @@ class Ending:
 
 
 def ending_of(error: BaseException, rank: int) -> Ending:
-    """How a rank ends that `error` stops."""
+    """Return how `rank` ends after `error`."""
     if isinstance(error, ConfigurationError):
         return Ending(f"error: {error}", 2)
     if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted: what came after the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
+        return Ending("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)
     if isinstance(error, Stopped):
         return Ending(str(error), SIGNALLED + error.signal_number)
-    if lost_peer(error):
-        lost = f"rank {rank} lost its connection to another rank; the rank that failed says why"
-        return Ending(lost, 1, consequence=True)
+    words = str(error).lower() if isinstance(error, RuntimeError) else ""
+    if isinstance(error, dist.DistNetworkError) or any(sign in words for sign in LOST_PEER):
+        message = f"rank {rank} lost its connection to another rank; see the message of the rank that failed"
+        return Ending(message, 1, consequence=True)
     text = "".join(traceback.format_exception(error))
     return Ending(f"rank {rank} failed: {type(error).__name__}: {error}", 1, traceback=text)
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Whether `error` says that another rank went away, not that this one did something wrong."""
-    if isinstance(error, dist.DistNetworkError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in LOST_PEER)
-
-
 def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: bool = False) -> int:
-    """Print what there is to say, if no other rank has said it, and give the exit code.
+    """Print the message of `ending` unless another rank reports, and return the exit code.
 
-    error_file: where torchrun reads what its summary repeats (TORCHELASTIC_ERROR_FILE); None without torchrun.
-    asked_to_stop: the launcher, or somebody else, has sent this rank a signal to end.
+    error_file: file that torchrun's summary reads (TORCHELASTIC_ERROR_FILE); None without torchrun. asked_to_stop:
+    whether a signal has asked this rank to stop.
     """
     interrupted = ending.exit_code == INTERRUPTED
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal and torchrun each send one for one Ctrl-C
     if ending.consequence and asked_to_stop:
         return ending.exit_code
-    board = reachable_board(launch)
-    said = f"said/{launch.attempt}"
+    store = reachable_store(launch)
+    reported = f"said/{launch.attempt}"
     if ending.consequence:
-        wait_for_key(board, said, LAUNCHER_SECONDS)
-    first = first_to_end(board, launch)
+        wait_for_key(store, reported, LAUNCHER_SECONDS)
+    first = _first_to_end(store, launch)
     if not first and not interrupted:
-        wait_for_key(board, said, LAUNCHER_SECONDS)
+        wait_for_key(store, reported, LAUNCHER_SECONDS)
     if first or (first is None and not interrupted):
         print(ending.traceback + ending.message, file=sys.stderr, flush=True)
         if error_file is not None and not ending.consequence:
             tell_launcher(ending.message, error_file)
-        if board is not None:
-            board.set(said, "")
+        if store is not None:
+            store.set(reported, "")
     return ending.exit_code
 
 
 def tell_launcher(message: str, error_file: str) -> None:
-    """Write what torchrun's summary repeats of this rank."""
+    """Write this rank's message for torchrun's summary."""
     record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
     Path(error_file).write_text(json.dumps({"message": record}))
 
 
-def reachable_board(launch: Launch) -> dist.Store | None:
-    """torchrun's board; None where there is none, or not any more."""
+def reachable_store(launch: Launch) -> dist.Store | None:
+    """Return torchrun's store; None if there is none, or it is gone."""
     try:
-        return launch.board()
+        return launch.store()
     except dist.DistError:
         return None
 
 
-def wait_for_key(board: dist.Store | None, key: str, seconds: float) -> None:
-    """Return when `key` is on the board, or after `seconds`; without a board after all of them."""
-    if board is None:
+def wait_for_key(store: dist.Store | None, key: str, seconds: float) -> None:
+    """Wait until `key` is in the store, at most `seconds`; without a store, wait for all of them."""
+    if store is None:
         time.sleep(seconds)
         return
     end = time.monotonic() + seconds
     try:
-        while time.monotonic() < end and not board.check([key]):
+        while time.monotonic() < end and not store.check([key]):
             time.sleep(0.05)
-    except dist.DistError:  # torchrun is gone, and knows
+    except dist.DistError:  # torchrun has exited
         return
 
 
-def first_to_end(board: dist.Store | None, launch: Launch) -> bool | None:
-    """Whether no other rank of this start has asked this before; None where nobody can tell (rank 0: True)."""
+def _first_to_end(store: dist.Store | None, launch: Launch) -> bool | None:
+    """Return whether this is the first rank of the attempt to ask; without a store True on rank 0, else None."""
     unknown = True if launch.rank == 0 else None
     try:
-        return unknown if board is None else board.add(f"ended/{launch.attempt}", 1) == 1
+        return unknown if store is None else store.add(f"ended/{launch.attempt}", 1) == 1
     except dist.DistError:
         return unknown

@@ -1,8 +1,8 @@
-"""Which of the launched processes this one is, what it computes on, and the process group that joins them.
+"""Launched processes: rank, device and process group.
 
     Launch.from_environment -> meet -> choose_device -> process_group -> outlast -> leave
 
-torchrun keeps a key-value store, the board here, for as long as it runs: it outlives the ranks and their restarts.
+torchrun keeps a key-value store for as long as it runs: it outlives the ranks and their restarts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-BOARD_SECONDS = 30.0  # the board answers within this, or is gone
-LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times --hang-timeout
+STORE_SECONDS = 30.0  # a store that does not answer within this is gone
+LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times hang_timeout
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place: `rank` of `world_size`, and `local_rank` of the `local_world_size` on this host.
+    """Place of this process in a launch: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
-    rendezvous: whether the environment says where the ranks meet. agent_store: host and port of torchrun's board.
-    run_id: torchrun's name for the whole launch. attempt: which start of its ranks this is, from 0.
+    threads: of torch on the CPU. rendezvous: whether the environment says where the ranks meet. agent_store: host and
+    port of torchrun's store. run_id: torchrun's name of the launch. attempt: number of restarts so far.
     """
 
     rank: int = 0
@@ -44,16 +44,17 @@ class Launch:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str]) -> Launch:
-        """What torchrun says in `environ`; one process alone where it says nothing.
+        """Read what torchrun sets in `environ`; without torchrun, a single process.
 
-        threads: this process's share of the host's cores, unless OMP_NUM_THREADS asks for another number. torchrun
-        sets 1 there by itself, so 1 counts as not asked under torchrun.
+        `threads` is this process's share of the host's cores unless OMP_NUM_THREADS is set. torchrun itself sets
+        that to 1, so 1 counts as unset under torchrun.
         """
         launched = "RANK" in environ and "WORLD_SIZE" in environ
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
         agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         asked = int(environ.get("OMP_NUM_THREADS", 0) or 0)
-        share = max(1, _cores() // local_world_size)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = max(1, cores // local_world_size)
         return Launch(
             rank=int(environ["RANK"]) if launched else 0,
             world_size=int(environ["WORLD_SIZE"]) if launched else 1,
@@ -66,83 +67,83 @@ class Launch:
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
-    def board(self) -> dist.Store | None:
-        """A connection to the board, where this launch's keys are its own; None where nobody keeps one.
+    def store(self) -> dist.Store | None:
+        """Connect to torchrun's store, with a key prefix of this launch; None without one.
 
-        Raises torch.distributed.DistError when it cannot be reached.
+        Raises torch.distributed.DistError if it cannot be reached.
         """
         if self.agent_store is None:
             return None
         host, port = self.agent_store
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=BOARD_SECONDS))
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         return dist.PrefixStore(f"train.py/{self.run_id}", store)
 
     def remember(self, key: str, value: str) -> None:
-        """Keep `value` on the board for every rank of this launch, later starts included; no effect without a board."""
-        board = self.board()
-        if board is not None:
-            board.set(f"remembered/{key}", value)
+        """Store `value` for all ranks of this launch, across restarts; no effect without a store."""
+        store = self.store()
+        if store is not None:
+            store.set(f"remembered/{key}", value)
 
     def recall(self, key: str) -> str | None:
-        """What any rank of this launch, earlier starts included, last remembered under `key`; None for nothing."""
-        board = self.board()
-        if board is None or not board.check([f"remembered/{key}"]):
+        """Return the value that any rank last remembered under `key`, across restarts; None if there is none."""
+        store = self.store()
+        if store is None or not store.check([f"remembered/{key}"]):
             return None
-        return board.get(f"remembered/{key}").decode()
+        return store.get(f"remembered/{key}").decode()
 
 
 def meet(launch: Launch) -> Launch:
-    """`launch` with the `attempt` that all its ranks agree on; returns once every rank has asked.
+    """Return `launch` with the `attempt` that all its ranks agree on; blocks until every rank has called it.
 
-    torchrun counts restarts for each host alone, and a host that only joins another one's restart does not count it.
-    Rank 0 numbers the start; the others draw tickets, and find the number under theirs. Tickets of an earlier start
-    are answered again, to nobody: torchrun stops all ranks before it starts them again.
+    torchrun counts restarts per host, and a host that only joins another one's restart does not count it. Rank 0
+    numbers the attempt; the others draw tickets, and read the number under theirs. Tickets of earlier attempts are
+    answered again, which is harmless: torchrun stops all ranks before it restarts them.
     """
-    board = launch.board()
-    if board is None:
+    store = launch.store()
+    if store is None:
         return launch
     if launch.rank > 0:
-        ticket = f"ticket/{board.add('tickets', 1)}"
-        while not board.check([ticket]):
+        ticket = f"ticket/{store.add('tickets', 1)}"
+        while not store.check([ticket]):
             time.sleep(0.02)
-        start = int(board.get(ticket))
-        board.add(f"met/{start}", 1)
+        start = int(store.get(ticket))
+        store.add(f"met/{start}", 1)
     else:
-        start, answered = board.add("starts", 1), 0
-        while board.add(f"met/{start}", 0) < launch.world_size - 1:
-            tickets = board.add("tickets", 0)
+        start, answered = store.add("starts", 1), 0
+        while store.add(f"met/{start}", 0) < launch.world_size - 1:
+            tickets = store.add("tickets", 0)
             for ticket_number in range(answered + 1, tickets + 1):
-                board.set(f"ticket/{ticket_number}", str(start))
+                store.set(f"ticket/{ticket_number}", str(start))
             answered = tickets
             time.sleep(0.02)
     return replace(launch, attempt=start - 1)
 
 
 def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:
-    """Let gloo listen on this host's loopback alone where all ranks are on it, unless `environ` names an interface."""
+    """Restrict gloo to the loopback interface if all ranks are on this host and `environ` names no other interface."""
     if launch.world_size == launch.local_world_size:
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def choose_device(device: str, launch: Launch) -> torch.device:
-    """The device of this process; `auto` is CUDA where there is any.
+    """Return this process's device; `auto` is CUDA if available.
 
-    Raises ValueError when CUDA is asked for, or chosen, and this host has fewer GPUs than processes.
+    Raises ValueError if the device is CUDA and this host has fewer GPUs than processes.
     """
     gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not gpus):
         return torch.device("cpu")
     if gpus < launch.local_world_size:
         raise ValueError(
-            f"--device = {device}: {launch.local_world_size} processes on this host need a GPU each, and torch sees "
-            f"{gpus}. Start at most {gpus} (--nproc-per-node), or use --device cpu"
+            f"device={device}: {launch.local_world_size} processes on this host need a GPU each, but torch sees "
+            f"{gpus}: start at most {gpus} per host, or use device=cpu"
         )
     return torch.device("cuda", launch.local_rank)
 
 
 def computation_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What --dtype asks for on a device."""
+    """Return the compute dtype `name` on `device`; `auto` is bfloat16 on CUDA, float32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
@@ -150,11 +151,10 @@ def computation_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def process_group(launch: Launch, device: torch.device, hang_timeout: float = 0.0) -> Iterator[None]:
-    """Join the launched processes, over NCCL on CUDA and gloo on CPU, for as long as the block runs.
+    """Join the launched processes in a process group, NCCL on CUDA and gloo on CPU, for the duration of the block.
 
-    The group waits longer than `hang_timeout` seconds, so that the watchdog, which knows more, speaks first; 0: as
-    long as torch waits by itself. A block that ends in an error leaves the group as it is: closing it could wait for
-    ranks that are gone.
+    The group's timeout is longer than `hang_timeout` seconds, so that the watchdog, which knows more, reports first;
+    0 keeps torch's default. After an error the group is not destroyed, which could wait for ranks that are gone.
     """
     torch.set_num_threads(launch.threads)
     if device.type == "cuda":
@@ -172,7 +172,7 @@ def process_group(launch: Launch, device: torch.device, hang_timeout: float = 0.
 
 
 def outlast(hang_timeout: float) -> None:
-    """Let every process group that exists by now wait longer than the watchdog; groups do not inherit their limit."""
+    """Make the timeout of every existing process group longer than the watchdog's; groups do not inherit it."""
     timeout = _longer_than(hang_timeout)
     if timeout is not None:
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -180,13 +180,13 @@ def outlast(hang_timeout: float) -> None:
 
 
 def leave(exit_code: int = 0) -> NoReturn:
-    """End this process now, with all that it printed, but without the interpreter's own end and `atexit`.
+    """Flush the output and exit at once, without interpreter shutdown and `atexit`.
 
-    That end may wait for connections to ranks that are gone. And gloo's threads let go of tensors some time after a
-    collective, for which they need the interpreter: torch 2.13 aborts the process where that is ending by then.
+    Shutdown may wait for connections to ranks that are gone. And gloo's threads release tensors some time after a
+    collective, for which they need the interpreter: torch 2.13 aborts the process if it is shutting down by then.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(exit_code)
 
@@ -196,16 +196,11 @@ def _longer_than(hang_timeout: float) -> timedelta | None:
 
 
 def _group_store(launch: Launch) -> dist.Store | None:
-    """Where the ranks find each other; None leaves it to the environment.
+    """Return the store of the process group; None leaves it to the environment.
 
-    On the board every start gets keys of its own: torch would find the addresses of ranks that were killed.
+    Each attempt gets its own key prefix in torchrun's store, or torch would find the addresses of killed ranks.
     """
-    board = launch.board()
-    if board is not None:
-        return dist.PrefixStore(f"start/{launch.attempt}", board)
+    store = launch.store()
+    if store is not None:
+        return dist.PrefixStore(f"start/{launch.attempt}", store)
     return None if launch.rendezvous else dist.HashStore()
-
-
-def _cores() -> int:
-    """Those this process may use, where the system can tell."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,11 +1,11 @@
-"""What a run tells: one record a step, shown on screen and kept in the run's folder.
+"""Metrics of a run: one record per step, printed and written to the run's directory.
 
-    RUN/metrics.jsonl   every step, one JSON object a line
+    RUN/metrics.jsonl   every step, one JSON object per line
     RUN/tensorboard/    the same numbers for TensorBoard
-    RUN/wandb/          the same for Weights & Biases, where a project is named; wandb-id keeps the run's name there
+    RUN/wandb/          the same for Weights & Biases, if a project is set; RUN/wandb-id holds the run's id there
 
-Only rank 0 has a `RunLog`. It prints a line every so many steps, and on a terminal a progress bar below them. A run
-that continues after step N keeps the records up to N, so that each step is told once.
+Only rank 0 has a `RunLog`. It prints a line every `log_every` steps, and a progress bar on a terminal. A run resumed
+after step N drops the later records, so that every step is logged once.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Record(Protocol):
-    """One step of any kind of run."""
+    """Metrics of one step of any kind of run."""
 
     @property
     def step(self) -> int:
-        """Counted from 1."""
+        """Step number, from 1."""
 
     def numbers(self) -> dict[str, float | None]:
-        """What is kept of it; None where nobody knows."""
+        """Return the metrics to write by name; None where unknown."""
 
     def line(self) -> str:
-        """The record for a person."""
+        """Return the log line to print."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. loss and grad_norm are global; attention's bytes are the mean over ranks, FSDP's (None where DeepSpeed
-    shards) and the peak of memory so far are this rank's."""
+    """Metrics of one training step. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
+    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's."""
 
     step: int
     loss: float
@@ -62,7 +62,6 @@ class StepRecord:
         return {name: value for name, value in asdict(self).items() if name != "step"}
 
     def line(self) -> str:
-        """The record for a person."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
@@ -72,15 +71,15 @@ class StepRecord:
 
 
 class RunLog:
-    """Keeps a run's records below `folder` and shows them on `out`, for as long as its `with` block runs.
+    """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block.
 
-    after: the step whose checkpoint the run continues from; 0 for a run that begins. wandb: see `open_wandb`.
+    after: step of the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`.
     """
 
     def __init__(
         self, folder: Path, *, steps: int, log_every: int, out: TextIO, after: int = 0, wandb: Any = None
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second to import, on rank 0 alone
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
 
         self._steps = steps
         self._log_every = log_every
@@ -105,7 +104,7 @@ class RunLog:
             self._wandb.finish(exit_code=0 if kind is None else 1)
 
     def record(self, record: Record) -> None:
-        """Keep and show one step."""
+        """Write and print one step."""
         self._file.write(json.dumps({"step": record.step, **record.numbers()}) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in record.numbers().items() if value is not None}
@@ -119,7 +118,7 @@ class RunLog:
 
 
 def keep_records(file: Path, after: int) -> None:
-    """Cut the records of steps later than `after` from a metrics file, and a last line that was not written whole."""
+    """Drop the records of steps later than `after` from a metrics file, and a truncated last line."""
     kept = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -130,21 +129,21 @@ def keep_records(file: Path, after: int) -> None:
             kept.append(line + "\n")
     new = file.with_suffix(".new")
     new.write_text("".join(kept))
-    new.replace(file)  # a run that is killed here still has the old records
+    new.replace(file)  # atomic: a run killed here keeps the old records
 
 
 def wandb_problem(project: str) -> str | None:
-    """Why `--wandb-project` cannot be served; None where it can, or where nothing is asked."""
+    """Return why `project` cannot be logged to; None if it can, or is empty."""
     found = importlib.util.find_spec("wandb") if project else None
-    if not project or (found is not None and found.origin):  # a folder of that name has no origin
+    if not project or (found is not None and found.origin):  # a directory named wandb has no origin
         return None
-    return f"--wandb-project = {project} needs the package wandb, which is not installed: pip install wandb, or drop it"
+    return f"wandb_project={project} needs the package wandb, which is not installed: pip install wandb, or unset it"
 
 
 def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """A Weights & Biases run of `project`, the same one each time `folder` is continued; None without a project.
+    """Open the Weights & Biases run of `folder` in `project`, or resume it; None without a project.
 
-    Its files are in `folder`; WANDB_MODE=offline keeps them there. It ignores steps that it has been told already.
+    Its files are in `folder`; WANDB_MODE=offline keeps them there. wandb ignores steps that are already logged.
     """
     if not project:
         return None
@@ -159,7 +158,7 @@ def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA tensors took on `device`, or on a CPU the most that this process took."""
+    """Return the peak memory in bytes: of CUDA tensors on `device`, or of this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -167,7 +166,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def size(number_of_bytes: float) -> str:
-    """`1536` as `1.5 KiB`."""
+    """Format bytes: 1536 is `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number_of_bytes < 1024:
             return f"{number_of_bytes:.0f} B" if unit == "B" else f"{number_of_bytes:.1f} {unit}"
@@ -176,7 +175,7 @@ def size(number_of_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """`12345` as `12.3k`."""
+    """Format a count: 12345 is `12.3k`."""
     for unit in ("", "k", "M"):
         if number < 1000:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"

@@ -1,7 +1,7 @@
-"""Traces of a few steps: RUN/profile/rank-N.json.gz, for chrome://tracing or ui.perfetto.dev.
+"""Profiler traces of a few steps: RUN/profile/rank-N.json.gz, for chrome://tracing or ui.perfetto.dev.
 
-Every rank writes its own, because what one wants to know of a parallel step is who waits for whom. Ring steps,
-all-to-alls and collectives appear by name. Tracing slows the steps down; shapes and memory are left out to keep it low.
+Every rank writes a trace, to show which ranks wait for which. Ring steps, all-to-alls and collectives appear by name.
+Shapes and memory are not recorded, to keep the overhead low.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """The steps that `--profile` names, of `steps`: "3" is step 3, "5:8" steps 5 to 8, both included; "" is none.
+    """Parse the steps to profile: "3" is step 3, "5:8" is steps 5 to 8 inclusive, "" is none.
 
-    Raises ValueError for anything else, and for steps that the run does not have.
+    Raises:
+        ValueError: for any other text, and for steps past `steps`, the last of the run.
     """
     if not text:
         return range(0)
@@ -26,18 +27,17 @@ def parse_steps(text: str, steps: int) -> range:
         first, last = int(parts[0]), int(parts[-1])
         if 1 <= first <= last:
             if last > steps:
-                raise ValueError(f"--profile = {text} names step {last}, but --steps is {steps}: name steps up to that")
+                raise ValueError(f"profile={text} names step {last}, but the run ends at step {steps}")
             return range(first, last + 1)
     raise ValueError(
-        f"--profile = {text!r} must be a step, such as 3, or a first and a last one, such as 5:8 (steps 5 to 8); "
-        f"steps count from 1"
+        f"profile={text!r} must be a step, such as 3, or a range of steps, such as 5:8 (both included), counted from 1"
     )
 
 
 class StepProfiler:
-    """Traces `steps` of a run on this rank, and writes them below `folder` when the last has ended.
+    """Profiler of `steps` on this rank; writes the trace below `folder` after the last of them.
 
-    A context manager: a run that ends before the last of the steps leaves what there is.
+    As a context manager it also writes the trace of a run that ends earlier, unless by an error.
     """
 
     def __init__(self, steps: range, folder: Path, rank: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around optimiser step `number`. A run that continues behind the first of the steps traces the rest."""
+        """Profile optimizer step `number` if it is one of `steps`; a run resumed among them traces the rest."""
         if number not in self._steps:
             yield
             return

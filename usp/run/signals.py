@@ -1,10 +1,10 @@
-"""Signals that ask a run to save and end.
+"""Signals that ask a run to save a checkpoint and exit.
 
-    SIGTERM   schedulers, `kill`, and torchrun, which passes its own on to every rank
-    SIGUSR1   SLURM's --signal=USR1@SECONDS, where torchrun is told to pass it on (--signals-to-handle)
+    SIGTERM   sent by schedulers and `kill`; torchrun forwards it to every rank
+    SIGUSR1   SLURM's --signal=USR1@SECONDS; torchrun forwards it with --signals-to-handle
 
-The handler sets a flag and nothing else; the trainer asks for it after each step. torchrun kills what is still there
-after 30 seconds (--shutdown-timeout): a step and a checkpoint must fit. A later signal ends the process at once.
+The handler only sets a flag, which the trainer checks after each step. torchrun kills ranks that are still running
+after 30 seconds (--shutdown-timeout), so a step and a checkpoint must fit. A later signal exits at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ECHO_SECONDS = 2.0  # a scheduler and torchrun may both send one for the same wish
+ECHO_SECONDS = 2.0  # a scheduler and torchrun may both send one for the same request
 
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop: `signal_number` is 0 until it is, then the first signal's."""
+    """Whether this process was asked to stop: number and time of the first signal, 0 before."""
 
     signal_number: int = 0
     since: float = 0.0
@@ -34,7 +34,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the block runs, such signals set the flag; then they do what they did before. Main thread only."""
+        """Handle the signals while the block runs, then restore the previous handlers. Main thread only."""
         before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         try:
             yield

@@ -1,7 +1,7 @@
-"""Where a process is, read from the Python stacks of its threads: in which collective it waits, or what else it does.
+"""Find the collective that a process waits in, or what else it is doing, from the Python stacks of its threads.
 
-A collective over gloo blocks inside torch.distributed, called from our code. Over NCCL it returns at once, and Python
-blocks later, wherever a result is read; there torch's flight recorder knows which one the GPU is at.
+A gloo collective blocks inside torch.distributed, called from our code. An NCCL collective returns at once, and Python
+blocks later, wherever a result is read; torch's flight recorder then knows which collective the GPU is in.
 """
 
 from __future__ import annotations
@@ -9,30 +9,29 @@ from __future__ import annotations
 import json
 import linecache
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-IDLE = ("threading.py", "concurrent/futures/_base.py", "torch/autograd/graph.py")  # where a thread waits for another
+IDLE = ("threading.py", "concurrent/futures/_base.py", "torch/autograd/graph.py")  # a thread in these waits for another
 CALLERS = 3
 
 
-@dataclass(frozen=True)
-class Whereabouts:
-    """collective: what the process waits in, empty when it is elsewhere. at: its innermost calls outside of torch."""
+class Whereabouts(NamedTuple):
+    """Location of a process. collective: the one it waits in, or empty. at: its innermost calls outside of torch."""
 
     collective: str
     at: str
 
 
 def whereabouts(frames: Mapping[int, FrameType], main: int) -> Whereabouts:
-    """Where the process is whose threads are at `frames` (sys._current_frames), `main` its main thread.
+    """Locate the process whose threads are at `frames` (sys._current_frames) and whose main thread is `main`.
 
-    Another thread counts when the main one waits for it: a backward on CUDA runs in a thread of its own.
+    If the main thread waits for another one, that one counts: a backward on CUDA runs in a separate thread.
     """
     found = _of_thread(frames[main])
     if not found.collective and _short(frames[main].f_code.co_filename).endswith(IDLE):
@@ -42,13 +41,13 @@ def whereabouts(frames: Mapping[int, FrameType], main: int) -> Whereabouts:
 
 
 def flight_record() -> bytes:
-    """What torch's flight recorder holds, as JSON; nothing where torch has none."""
+    """Return the contents of torch's flight recorder as JSON; empty without one."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     return dump(True, False) if dump is not None else b""
 
 
 def unfinished_on_gpu(record: bytes) -> str:
-    """The oldest NCCL collective in a flight record that has not ended, with its shapes and group; empty for none."""
+    """Describe the oldest unfinished NCCL collective of a flight record; empty if there is none."""
     entries = json.loads(record).get("entries", []) if record else []
     for entry in entries:
         if entry["profiling_name"].startswith("nccl:") and entry["state"] != "completed" and not entry["retired"]:
@@ -65,22 +64,22 @@ def _of_thread(frame: FrameType) -> Whereabouts:
             outside = index
             break
         if file in COLLECTIVES and not function.startswith("_"):
-            collective = function  # the outermost one: what the caller called
+            collective = function  # ends as the outermost one: what our code called
     if not collective and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-        collective = "wait"  # for a message under way: the works of torch.distributed have no Python frame
+        collective = "wait"  # torch.distributed's Work.wait has no Python frame
     callers = calls[outside : outside + CALLERS] or calls[:CALLERS]
     return Whereabouts(collective, " < ".join(f"{file}:{line} {function}" for file, line, function in callers))
 
 
 def _calls(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """(short file name, line, function) of the calls, the innermost first."""
+    """Yield (short file name, line, function) of the calls, innermost first."""
     while frame is not None:
         yield _short(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
 def _short(file: str) -> str:
-    """`file` relative to where packages are installed, or to this project; its last two parts elsewhere."""
+    """Shorten `file` to its path in site-packages or in this project, else to its last two parts."""
     path = Path(file)
     if "site-packages/" in path.as_posix():
         return path.as_posix().rpartition("site-packages/")[2]

@@ -1,4 +1,4 @@
-"""Flags, files, help, and what a rank knows of its launch."""
+"""Flags, configuration files, help, launches and endings."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch.distributed as dist
 import yaml
 
 from parallel import RanksDisagree
-from usp.commands.train import main, parse
+from usp.commands.flags import parse
+from usp.commands.train import main
 from usp.config import TrainConfig, config_to_mapping
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device
 
 
 def test_no_flags_are_the_defaults() -> None:
-    assert parse([]) == TrainConfig()
+    assert parse([], TrainConfig) == TrainConfig()
 
 
 def test_flags_set_fields() -> None:
-    config = parse(["--sp-ulysses", "4", "--sp-ring=2", "--learning-rate", "1e-4", "--output", "out"])
+    config = parse(["--sp-ulysses", "4", "--sp-ring=2", "--learning-rate", "1e-4", "--output", "out"], TrainConfig)
     assert config == TrainConfig(sp_ulysses=4, sp_ring=2, learning_rate=1e-4, output="out")
 
 
@@ -36,31 +37,31 @@ def test_flags_set_fields() -> None:
 def test_flags_override_a_file(tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.write_text(text)
-    assert parse(["--config", str(file)]) == TrainConfig(sp_ring=2, learning_rate=3e-4)
-    assert parse(["--sp-ring", "8", f"--config={file}"]) == TrainConfig(sp_ring=8, learning_rate=3e-4)
+    assert parse(["--config", str(file)], TrainConfig) == TrainConfig(sp_ring=2, learning_rate=3e-4)
+    assert parse(["--sp-ring", "8", f"--config={file}"], TrainConfig) == TrainConfig(sp_ring=8, learning_rate=3e-4)
 
 
-def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+def test_a_saved_configuration_can_be_loaded(tmp_path: Path) -> None:
     config = TrainConfig(sp_ulysses=2, max_grad_norm=float("inf"), learning_rate=1e-5)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config_to_mapping(config)))
-    assert parse(["--config", str(file)]) == config
+    assert parse(["--config", str(file)], TrainConfig) == config
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").touch()
-    assert parse(["--config", str(tmp_path / "empty.yaml")]) == TrainConfig()
+    assert parse(["--config", str(tmp_path / "empty.yaml")], TrainConfig) == TrainConfig()
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("a.yaml", "sp-rings: 2", r"unknown key 'sp-rings' \(did you mean 'sp_ring'\?\)"),
-        ("a.yaml", "- 1", "it holds a list, it must hold keys with values"),
+        ("a.yaml", "- 1", "expected a mapping of keys to values, got a list"),
         ("a.yaml", "a: [", "while parsing"),
         ("a.yaml", "steps: 1\nsp-ring: 2\nsteps: 3", r"'steps' is given twice\n.*line 3, column 1"),
         ("a.toml", "sp-ring =", "[Ii]nvalid value"),
-        ("a.json", "{}", r"ends in '.json', it must end in .yaml, .yml or .toml"),
+        ("a.json", "{}", r"expected a .yaml, .yml or .toml file, got '.json'"),
         ("a.yaml", None, "no such file"),
     ],
 )
@@ -68,12 +69,12 @@ def test_a_wrong_file_is_refused(tmp_path: Path, name: str, text: str | None, sa
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError, match=said):
-        parse(["--config", str(tmp_path / name)])
+        parse(["--config", str(tmp_path / name)], TrainConfig)
 
 
 def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
+        parse(["--help"], TrainConfig)
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     for name in [*config_to_mapping(TrainConfig()), "config"]:
@@ -93,13 +94,13 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
 )
 def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        parse(args)
+        parse(args, TrainConfig)
     assert capsys.readouterr().err == ""
 
 
 def test_help_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--help"], show_help=False)
+        parse(["--help"], TrainConfig, show_help=False)
     assert capsys.readouterr().out == ""
 
 
@@ -108,7 +109,7 @@ def test_a_refused_configuration_exits_with_2_and_one_message(capsys: pytest.Cap
     assert capsys.readouterr().err == "error: --config nowhere.yaml: no such file\n"
 
 
-def test_torchrun_is_told_what_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_is_written_for_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error_file = tmp_path / "error.json"
     main(["--config", "nowhere.yaml"], {"TORCHELASTIC_ERROR_FILE": str(error_file)})
     assert "nowhere.yaml: no such file" in error_file.read_text()
@@ -121,7 +122,7 @@ def test_a_launch_is_read_from_the_environment() -> None:
     assert Launch.from_environment(environ | agent).agent_store == ("localhost", 29500)
 
 
-def test_without_a_launcher_one_process_takes_the_cores() -> None:
+def test_without_a_launcher_one_process_uses_all_cores() -> None:
     alone = Launch.from_environment({})
     assert (alone.rank, alone.world_size, alone.rendezvous) == (0, 1, False)
     assert Launch.from_environment({"OMP_NUM_THREADS": "1"}).threads == 1
@@ -131,7 +132,7 @@ def test_without_a_launcher_one_process_takes_the_cores() -> None:
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ValueError, match="4 processes on this host need a GPU each, and torch sees 2"):
+    with pytest.raises(ValueError, match="4 processes on this host need a GPU each, but torch sees 2"):
         choose_device("auto", Launch(0, 4, 0, 4))
     assert choose_device("cpu", Launch(0, 4, 0, 4)).type == "cpu"
     assert choose_device("cuda", Launch(3, 4, 1, 2)).index == 1
@@ -155,7 +156,9 @@ def test_how_a_rank_ends(error: BaseException, exit_code: int, said: str) -> Non
     assert said in ending.message
 
 
-def test_of_many_endings_one_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_failure_of_an_attempt_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("usp.run.failures.LAUNCHER_SECONDS", 0.5)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     said = []
@@ -166,7 +169,7 @@ def test_of_many_endings_one_is_said(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert said == ["rank 2\n", "", "", "rank 1\n"]
 
 
-def test_without_a_store_each_rank_speaks_in_the_end(
+def test_without_a_store_every_rank_prints_in_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waited: list[float] = []

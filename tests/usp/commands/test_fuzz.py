@@ -1,4 +1,4 @@
-"""Random command lines: each ends in a plan that can run, or in one message, before any rank communicates."""
+"""Random command lines: each is either prepared or refused with one message before any rank communicates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import usp.data.stream
 from parallel.testing import RankPool
-from usp.commands.train import parse
+from usp.commands.flags import parse
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -21,7 +21,7 @@ from usp.run.metrics import StepRecord
 from usp.train.prepare import Prepared, prepare
 from usp.train.trainer import Trainer
 
-# What a user may type: mostly what can be right, and some of what cannot.
+# Values that a user may type, mostly valid ones.
 VALUES: dict[str, list[str]] = {
     "--sp-ulysses": ["1", "2", "4", "8", "3", "16", "0", "-1"],
     "--sp-ring": ["1", "2", "4", "8", "3", "x"],
@@ -60,14 +60,14 @@ DEGREES = ("--sp-ulysses", "--sp-ring", "--dp-replicate", "--tp", "--pp")
 
 
 def command_lines(seed: int, number: int) -> Iterator[tuple[int, list[str]]]:
-    """World sizes and arguments. Half of them hold flags from the front of their lists alone, which can be right."""
+    """Yield world sizes and arguments. Most use only the first values of each flag, which can be valid."""
     draw = random.Random(seed)
     for _ in range(number):
-        careful = draw.random() < 0.6
+        plausible = draw.random() < 0.6
         chosen = draw.sample(sorted(VALUES), draw.randint(1, 8))
-        args = {flag: draw.choice(VALUES[flag][: 3 if careful else None]) for flag in chosen}
+        args = {flag: draw.choice(VALUES[flag][: 3 if plausible else None]) for flag in chosen}
         world_size = draw.choice([1, 2, 4, 8, 8, 16, 6])
-        if careful:  # as many ranks as the degrees need
+        if plausible:  # a world size that fits the degrees
             product = math.prod(int(args.get(flag, "1")) for flag in DEGREES)
             world_size = product * draw.choice([1, 1, 2])
             args.setdefault("--seq-len", "128")
@@ -85,7 +85,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def outcome(world_size: int, args: list[str], data: str) -> Prepared | ConfigurationError:
     launch = Launch(rank=world_size - 1, world_size=world_size, local_world_size=world_size)
     try:
-        return prepare(parse([*args, "--data", data, "--device", "cpu"]), launch)
+        return prepare(parse([*args, "--data", data, "--device", "cpu"], TrainConfig), launch)
     except ConfigurationError as error:
         return error
 
@@ -108,7 +108,7 @@ def one_step(config: TrainConfig) -> StepRecord:
     return Trainer(prepare(config, launch)).step(1)
 
 
-def test_plans_that_are_called_valid_run(ranks: RankPool, data: str, tmp_path: Path) -> None:
+def test_configurations_that_are_accepted_run(ranks: RankPool, data: str, tmp_path: Path) -> None:
     found = 0
     for world_size, args in command_lines(seed=1, number=2000):
         ended = outcome(world_size, args, data) if world_size == 4 and len(args) > 11 else None

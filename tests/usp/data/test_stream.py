@@ -62,14 +62,14 @@ def test_parquet_rows_are_documents_and_row_groups_are_units(tmp_path: Path) -> 
     assert documents_of(tmp_path / "a.parquet", "content") == [b"one", b"two", b"three"]
 
 
-def test_the_kind_of_a_file_does_not_depend_on_the_case_of_its_name(tmp_path: Path) -> None:
+def test_suffixes_are_case_insensitive(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": ["p"]}), tmp_path / "b.PARQUET")
     (tmp_path / "a.JSONL").write_text('{"text": "j"}\n')
     assert documents_of(tmp_path) == [b"j", b"p"]
     assert documents_of(tmp_path / "a.JSONL") == [b"j"]
 
 
-def test_a_folder_is_all_its_visible_text(tmp_path: Path) -> None:
+def test_a_directory_is_all_its_visible_text_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / "sub" / "a.md").write_text("a")
@@ -80,10 +80,10 @@ def test_a_folder_is_all_its_visible_text(tmp_path: Path) -> None:
     assert documents_of(tmp_path) == [b"b", b"a"]
 
 
-def test_the_standard_library_is_there_without_packages_and_tests() -> None:
+def test_stdlib_excludes_packages_and_tests() -> None:
     units = open_source("stdlib", "text")
     names = {unit.path.name for unit in units}
-    with pytest.raises(ValueError, match="data-field='body' is for"):
+    with pytest.raises(ValueError, match="data_field='body' is for"):
         open_source("stdlib", "body")
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any({"site-packages", "test"} & set(unit.path.parts) for unit in units)
@@ -92,17 +92,22 @@ def test_the_standard_library_is_there_without_packages_and_tests() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "field", "said"),
     [
-        ("missing.txt", None, "text", "does not exist: give a text, .jsonl or .parquet file, a folder, or stdlib"),
+        ("missing.txt", None, "text", "does not exist: give a text, .jsonl or .parquet file, a directory, or stdlib"),
         ("empty.txt", b"", "text", "is empty: no file in it holds text"),
         ("empty.jsonl", b"", "text", "is empty: no file in it holds text"),
         ("binary", b"\0\1", "text", "is a binary file"),
-        ("a.jsonl", b'{"txt": "x"}', "text", r"no key data-field='text' \(did you mean 'txt'\?\); it has 'txt'"),
-        ("a.jsonl", b'{"text": 3}', "text", "'text' holds int, it must hold text"),
+        ("a.jsonl", b'{"txt": "x"}', "text", r"no key data_field='text' \(did you mean 'txt'\?\); it has 'txt'"),
+        ("a.jsonl", b'{"text": 3}', "text", "'text' must hold text, got int"),
         ("a.jsonl", b'{"text": "a"}\nnot json', "text", "line at byte 14: not JSON"),
         ("a.parquet", b"not parquet", "text", "is not a Parquet file"),
         ("A.PARQUET", b"not parquet", "text", "is not a Parquet file"),
-        ("a.json", b'[{"text": "a"}]', "text", "is JSON as a whole: write one object a line into a .jsonl file"),
-        ("a.txt", b"a", "body", "data-field='body' is for .jsonl and .parquet files: leave it out, data=.*a.txt"),
+        ("a.json", b'[{"text": "a"}]', "text", "is a single JSON document: convert it to .jsonl, one object per line"),
+        (
+            "a.txt",
+            b"a",
+            "body",
+            "data_field='body' is for .jsonl and .parquet files, and data=.*a.txt has none: unset",
+        ),
     ],
 )
 def test_data_that_cannot_be_read_is_refused(
@@ -116,13 +121,13 @@ def test_data_that_cannot_be_read_is_refused(
 
 def test_a_missing_or_wrong_parquet_column_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"no column data-field='contents'.*did you mean 'content'"):
+    with pytest.raises(ValueError, match=r"no column data_field='contents'.*did you mean 'content'"):
         open_source(str(tmp_path), "contents")
-    with pytest.raises(ValueError, match="column 'id' holds int64"):
+    with pytest.raises(ValueError, match=r"column 'id' must hold text \(string\), got int64"):
         open_source(str(tmp_path), "id")
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is empty"):
         open_source(str(tmp_path), "text")
 
@@ -131,7 +136,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_bytes_are_what_byt5_counts(text: str) -> None:
+def test_byte_ids_are_those_of_byt5(text: str) -> None:
     if not any(special in text for special in ("</s>", "<pad>", "<unk>", "<extra_id_")):
         assert ByteTokenizer().encode(text.encode()).tolist() == BYT5.encode(text)
 
@@ -139,7 +144,7 @@ def test_bytes_are_what_byt5_counts(text: str) -> None:
 BYT5 = ByT5Tokenizer()
 
 
-def test_the_byte_tokenizer_lies_beside_the_checkpoint(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_is_saved_next_to_the_checkpoint(tmp_path: Path) -> None:
     save_tokenizer(load_tokenizer("bytes"), tmp_path / "checkpoint")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert loaded.encode("grün") == ByteTokenizer().encode("grün".encode()).tolist()
@@ -155,7 +160,7 @@ def test_a_local_tokenizer_ends_each_document(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").encode("ab") == [100, 101, 1]
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="transformers cannot read it"):
@@ -172,28 +177,28 @@ def units_of(tmp_path: Path, lengths: list[int]) -> list[TextUnit]:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
-def test_packing_loses_nothing_and_marks_every_border(lengths: list[int], seq_len: int) -> None:
+def test_packing_loses_nothing_and_marks_every_boundary(lengths: list[int], seq_len: int) -> None:
     documents = [np.full(length, number, dtype=np.int64) for number, length in enumerate(lengths)]
     packed = list(PackedSequences(iter(documents), seq_len))
     stream = np.concatenate(documents)
     whole = len(stream) // seq_len
     assert len(packed) == whole
-    for number, (ids, borders) in enumerate(packed):
+    for number, (ids, boundaries) in enumerate(packed):
         assert ids.tolist() == stream[number * seq_len : (number + 1) * seq_len].tolist()
         changes = (np.flatnonzero(np.diff(ids)) + 1).tolist()
-        assert borders == [0, *changes, seq_len]
+        assert boundaries == [0, *changes, seq_len]
 
 
-def test_borders_are_padded_by_repeating_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_are_padded_by_repeating_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usp.data.stream, "WINDOW_TOKENS", 2**12)
     batch = next(
         BatchStream(units_of(tmp_path, [3, 4, 30]), ByteTokenizer(), rows=3, seq_len=8, seed=0, vocab_size=384)
     )
     assert batch.ids.shape == (3, 8) and batch.ids.dtype == torch.int64
     assert batch.cu_seqlens.dtype == torch.int32
-    for ids, borders in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
-        assert borders[0] == 0 and borders[-1] == 8 and borders == sorted(borders)
-        ends = {border for border in borders if 0 < border < 8}
+    for ids, boundaries in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
+        assert boundaries[0] == 0 and boundaries[-1] == 8 and boundaries == sorted(boundaries)
+        ends = {boundary for boundary in boundaries if 0 < boundary < 8}
         assert {int(place) + 1 for place in (ids[:-1] == 1).nonzero()} == ends  # the end of sequence is id 1
 
 
@@ -221,7 +226,7 @@ def test_a_window_shuffles_and_loses_nothing() -> None:
     assert list(itertools.islice(ShuffleWindow(itertools.count(), 1, seed=0), 5)) == [0, 1, 2, 3, 4]
 
 
-def test_every_number_of_rows_cuts_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_rows_yields_the_same_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usp.data.stream, "WINDOW_TOKENS", 2**12)
     units = units_of(tmp_path, [5, 17, 9, 30, 2])
 
@@ -246,7 +251,7 @@ def test_rows_are_slices_and_digests_tell_batches_apart(tmp_path: Path, monkeypa
 def test_an_id_without_an_embedding_is_refused(tmp_path: Path) -> None:
     units = units_of(tmp_path, [50] * 8)
     batches = BatchStream(units, ByteTokenizer(), rows=1, seq_len=400, seed=0, vocab_size=10)
-    with pytest.raises(ValueError, match=r"gave token id 10, .* ids 0 to 9 \(vocabulary size 10\): use the tokenizer"):
+    with pytest.raises(ValueError, match=r"produced token id 10, .* ids 0 to 9 \(vocabulary size 10\): use the model"):
         next(batches)
 
 
@@ -259,12 +264,12 @@ def test_data_of_empty_documents_is_refused(tmp_path: Path) -> None:
         next(batches)
 
 
-# Continuing
+# Resuming
 
 
 @pytest.fixture(scope="module")
 def units(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JsonLinesUnit]]:
-    """Units of several documents each, some empty, some longer than a sequence, and one unit of nothing."""
+    """Units of several documents each, some empty, some longer than a sequence, and one unit without text."""
     folder = tmp_path_factory.mktemp("units")
     lengths = [[3, 0, 41, 7], [0], [19], [2, 2, 2, 2, 0], [60, 1]]
     found = []
@@ -278,7 +283,7 @@ def units(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[JsonLinesUn
 
 @dataclass(frozen=True)
 class CountingTokenizer(ByteTokenizer):
-    """How many documents it was given."""
+    """Byte tokenizer that records the documents it encodes."""
 
     documents: list[bytes] = field(default_factory=list)
 
@@ -293,7 +298,7 @@ def batches_of(units: list[JsonLinesUnit], **changed: Any) -> BatchStream:
 
 
 def stored(state: dict[str, Any]) -> dict[str, Any]:
-    """A state as a checkpoint brings it back: JSON, and the tensors beside it."""
+    """Return a state as a checkpoint restores it: JSON values, and tensors separately."""
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     return json.loads(json.dumps({key: value for key, value in state.items() if key not in tensors})) | tensors
 
@@ -301,9 +306,9 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
 def rows_of(batches: BatchStream, count: int) -> list[tuple[list[int], list[int]]]:
     chosen = itertools.islice(batches, count)
     return [
-        (ids, sorted(set(borders)))
+        (ids, sorted(set(boundaries)))
         for batch in chosen
-        for ids, borders in zip(batch.ids.tolist(), batch.cu_seqlens.tolist(), strict=True)
+        for ids, boundaries in zip(batch.ids.tolist(), batch.cu_seqlens.tolist(), strict=True)
     ]
 
 
@@ -312,16 +317,16 @@ def rows_of(batches: BatchStream, count: int) -> list[tuple[list[int], list[int]
     seq_len=st.sampled_from([1, 3, 8, 25, 100]),
     seed=st.integers(0, 3),
     rows=st.integers(1, 4),
-    given_batches=st.integers(0, 40),
+    batches_before=st.integers(0, 40),
     rows_after=st.integers(1, 4),
     peek=st.booleans(),
 )
-def test_a_stream_continues_anywhere_with_any_number_of_rows(
-    units: list[JsonLinesUnit], seq_len: int, seed: int, rows: int, given_batches: int, rows_after: int, peek: bool
+def test_a_stream_resumes_at_any_batch_with_any_number_of_rows(
+    units: list[JsonLinesUnit], seq_len: int, seed: int, rows: int, batches_before: int, rows_after: int, peek: bool
 ) -> None:
-    """Nothing lost, nothing twice, bit by bit, however a first part of it was cut into batches."""
+    """Nothing is lost or repeated, whatever the batch size before the checkpoint."""
     first = batches_of(units, seq_len=seq_len, seed=seed, rows=rows)
-    before = rows_of(first, given_batches)
+    before = rows_of(first, batches_before)
     if peek:
         assert first.peek() is first.peek()
     state = stored(first.state_dict())
@@ -335,7 +340,7 @@ def test_a_stream_continues_anywhere_with_any_number_of_rows(
     assert rest == rows_of(batches_of(units, seq_len=seq_len, seed=seed), len(before) + len(rest))[len(before) :]
 
 
-def test_a_state_of_a_continued_stream_is_that_of_the_unbroken_one(units: list[JsonLinesUnit]) -> None:
+def test_the_state_of_a_resumed_stream_is_that_of_the_unbroken_one(units: list[JsonLinesUnit]) -> None:
     unbroken, continued = batches_of(units), batches_of(units)
     rows_of(unbroken, 37)
     for step in (0, 9, 11, 17):
@@ -349,7 +354,7 @@ def test_a_state_of_a_continued_stream_is_that_of_the_unbroken_one(units: list[J
     assert expected == state
 
 
-def test_continuing_tokenizes_one_document_again_and_no_more(units: list[JsonLinesUnit]) -> None:
+def test_resuming_tokenizes_only_one_document_again(units: list[JsonLinesUnit]) -> None:
     tokenizer = CountingTokenizer()
     batches = batches_of(units, tokenizer=tokenizer)
     rows_of(batches, 200)
@@ -362,7 +367,7 @@ def test_continuing_tokenizes_one_document_again_and_no_more(units: list[JsonLin
     assert read > 100 and second.documents[probed] == last and len(second.documents) <= probed + 10
 
 
-def test_a_moved_folder_is_the_same_data(units: list[JsonLinesUnit], tmp_path: Path) -> None:
+def test_a_moved_directory_is_the_same_data(units: list[JsonLinesUnit], tmp_path: Path) -> None:
     moved = []
     for unit in units:
         (tmp_path / unit.path.name).write_bytes(unit.path.read_bytes())
@@ -371,7 +376,7 @@ def test_a_moved_folder_is_the_same_data(units: list[JsonLinesUnit], tmp_path: P
     batches.load_state_dict(batches_of(units).state_dict())
 
 
-def test_another_stream_is_not_continued(units: list[JsonLinesUnit]) -> None:
+def test_another_stream_cannot_be_resumed(units: list[JsonLinesUnit]) -> None:
     state = batches_of(units).state_dict()
     other = batches_of(units[:-1], seq_len=16, seed=5, tokenizer=replace(ByteTokenizer(), vocab_size=300))
     before = rows_of(other, 3)
@@ -379,8 +384,8 @@ def test_another_stream_is_not_continued(units: list[JsonLinesUnit]) -> None:
         other.load_state_dict(state)
     said = str(caught.value)
     for part in (
-        "seq_len = 16, but the stream to continue has seq_len = 8",
-        "seed = 5, but the stream to continue has seed = 0",
+        "seq_len = 16, but the stream to resume has seq_len = 8",
+        "seed = 5, but the stream to resume has seed = 0",
         "data = 4 units",
         "has data = 5 units",
         "tokenizer = vocabulary size 300",

@@ -1,4 +1,4 @@
-"""Records, the run's log, and what a step costs."""
+"""Step records, the log of a run, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_says_it_all() -> None:
+def test_a_line_shows_every_metric() -> None:
     line = RECORD.line()
     for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "1.0 MiB attention", "512 B FSDP"):
         assert part in line
@@ -46,7 +46,7 @@ def test_a_line_says_it_all() -> None:
     assert "MFU 41.3%" in replace(RECORD, mfu=0.4132).line()
 
 
-def test_lines_come_every_so_many_steps(tmp_path: Path) -> None:
+def test_a_line_is_printed_every_log_every_steps(tmp_path: Path) -> None:
     out = io.StringIO()
     with RunLog(tmp_path, steps=25, log_every=10, out=out) as log:
         for step in range(1, 26):
@@ -65,7 +65,7 @@ def test_a_terminal_shows_a_bar_below_the_lines(tmp_path: Path) -> None:
     assert shown == [True, False]
 
 
-def test_every_step_is_kept(tmp_path: Path) -> None:
+def test_every_step_is_written(tmp_path: Path) -> None:
     with RunLog(tmp_path, steps=2, log_every=1, out=io.StringIO()) as log:
         log.record(RECORD)
         log.record(replace(RECORD, step=2, loss=1.25))
@@ -75,8 +75,8 @@ def test_every_step_is_kept(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
 
 
-def test_a_continued_run_tells_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps after the checkpoint were told, and half of a third, when the run was killed."""
+def test_a_resumed_run_logs_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run was killed after logging two steps past the checkpoint, and half of a third."""
     # TensorBoard orders files of one second by a process-wide number as text, so that 10 would come before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     out = io.StringIO()
@@ -111,7 +111,7 @@ def init(**arguments):
 """
 
 
-def test_a_named_project_is_told_the_same(
+def test_a_wandb_project_gets_the_same_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     (tmp_path / "wandb.py").write_text(FAKE_WANDB)
@@ -121,8 +121,8 @@ def test_a_named_project_is_told_the_same(
     folder.mkdir()
     assert wandb_problem("attention") is None and open_wandb("", folder, {}) is None
     for after in (0, 1):
-        board = open_wandb("attention", folder, {"seed": 3})
-        with RunLog(folder, steps=2, log_every=1, out=io.StringIO(), after=after, wandb=board) as log:
+        wandb = open_wandb("attention", folder, {"seed": 3})
+        with RunLog(folder, steps=2, log_every=1, out=io.StringIO(), after=after, wandb=wandb) as log:
             log.record(replace(RECORD, step=after + 1))
     (first, step_1, finish, second, step_2, _) = importlib.import_module("wandb").told
     assert first == second and first[1]["id"] == (folder / "wandb-id").read_text()
@@ -133,13 +133,11 @@ def test_a_named_project_is_told_the_same(
 
 def test_a_project_without_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wandb").mkdir()  # what an earlier run left; it is no package
+    (tmp_path / "wandb").mkdir()  # left by an earlier run; not the package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     assert wandb_problem("") is None
-    assert "--wandb-project = attention needs the package wandb, which is not installed" in str(
-        wandb_problem("attention")
-    )
+    assert "wandb_project=attention needs the package wandb, which is not installed" in str(wandb_problem("attention"))
 
 
 def test_sizes_and_counts_are_short() -> None:
@@ -149,14 +147,14 @@ def test_sizes_and_counts_are_short() -> None:
     assert [count(n) for n in (12.4, 999, 1000, 836736, 8.03e9)] == ["12", "999", "1.0k", "836.7k", "8.0G"]
 
 
-def test_this_process_takes_some_memory() -> None:
+def test_peak_memory_of_this_process() -> None:
     assert peak_memory(torch.device("cpu")) > 2**20
 
 
-def pairs_by_hand(borders: list[int], window: int) -> int:
+def pairs_by_hand(boundaries: list[int], window: int) -> int:
     return sum(
         1
-        for begin, end in itertools.pairwise(borders)
+        for begin, end in itertools.pairwise(boundaries)
         for query in range(begin, end)
         for key in range(begin, query + 1)
         if not window or query - key < window
@@ -166,7 +164,7 @@ def pairs_by_hand(borders: list[int], window: int) -> int:
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 def test_visible_pairs_are_those_of_the_mask(window: int) -> None:
     rows = [[0, 1, 7, 7, 20], [0, 20, 20, 20, 20]]
-    expected = sum(pairs_by_hand(borders, window) for borders in rows)
+    expected = sum(pairs_by_hand(boundaries, window) for boundaries in rows)
     assert visible_pairs(torch.tensor(rows, dtype=torch.int32), window) == expected
 
 

@@ -1,4 +1,4 @@
-"""Hangs on real ranks, and what is said about them; the board; signals."""
+"""Hangs on real ranks and their reports, torchrun's store, and signals."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from usp.run.watchdog import Answer, Watchdog, describe, named
 HANGS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from usp.launch import Launch, meet, outlast, process_group
-from usp.watchdog import Watchdog
+from usp.run.launch import Launch, meet, outlast, process_group
+from usp.run.watchdog import Watchdog
 
 def load_data(): time.sleep(1000)
 def sum_of_loss(x): dist.all_reduce(x)
@@ -54,13 +54,13 @@ with process_group(launch, torch.device("cpu"), 3.0), Watchdog(launch, 3.0) as w
 
 
 def processes(run: Run, state: str) -> list[int]:
-    """Ranks of a run that are in `state` (T is stopped)."""
+    """Return the ranks of a run that are in `state` (T is stopped)."""
     stats = {pid: Path(f"/proc/{pid}/stat") for pid in run.workers()}
     return [pid for pid, path in stats.items() if path.exists() and path.read_text().rpartition(") ")[2][0] == state]
 
 
-def test_every_hang_is_named_and_the_ranks_start_again(tmp_path: Path) -> None:
-    """One launch: a rank stuck in its data, one that leaves out a collective, one that is stopped, then a good one."""
+def test_every_hang_is_reported_and_the_ranks_restart(tmp_path: Path) -> None:
+    """In one launch: a rank stuck loading data, one that skips a collective, one that is stopped, then none."""
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     with Run([], tmp_path, ranks=3, script=script, torchrun=("--standalone", "--max-restarts", "3")) as run:
@@ -84,7 +84,7 @@ def test_every_hang_is_named_and_the_ranks_start_again(tmp_path: Path) -> None:
     assert "rank 0: no answer" in stopped and stopped.endswith("look first at rank 0")
 
 
-def test_progress_and_the_end_keep_it_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_report_while_there_is_progress_or_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     left: list[int] = []
     with Watchdog(Launch(), 0.4, leave=left.append) as watchdog:
         for step in range(8):
@@ -97,7 +97,7 @@ def test_progress_and_the_end_keep_it_quiet(capsys: pytest.CaptureFixture[str]) 
     assert left == [] and capsys.readouterr().err == ""
 
 
-def test_without_a_board_a_rank_speaks_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_store_a_rank_reports_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = threading.Event()
     codes: list[int] = []
 
@@ -111,11 +111,11 @@ def test_without_a_board_a_rank_speaks_for_itself(tmp_path: Path, capsys: pytest
         assert left.wait(60)
     said = capsys.readouterr().err
     assert codes == [HUNG] and "rank 3: in no collective (step 7, data), at " in said
-    assert "test_without_a_board_a_rank_speaks_for_itself" in said and "look first" not in said
+    assert "test_without_a_store_a_rank_reports_only_itself" in said and "look first" not in said
     assert "rank 3" in error_file.read_text()
 
 
-def test_a_thread_counts_while_the_main_one_waits_for_it() -> None:
+def test_a_thread_that_the_main_thread_waits_for_is_located() -> None:
     message = torch.futures.Future()  # its wait() is a call into C++, as that of a collective
     idents: list[int] = []
 
@@ -137,7 +137,7 @@ def test_a_thread_counts_while_the_main_one_waits_for_it() -> None:
     assert seen[1].collective == ""  # it is busy itself
 
 
-def test_the_oldest_collective_of_the_gpu_is_named() -> None:
+def test_the_oldest_unfinished_gpu_collective_is_named() -> None:
     record = """{"entries": [
         {"profiling_name": "nccl:broadcast", "state": "completed", "retired": true, "input_sizes": [[1]],
          "process_group": ["0", "default_pg"]},
@@ -159,23 +159,23 @@ def test_the_oldest_collective_of_the_gpu_is_named() -> None:
         (["a", "a", "a", "a"], None),
     ],
 )
-def test_whom_to_look_at_first(places: list[str | None], suspects: str | None) -> None:
+def test_which_ranks_to_look_at_first(places: list[str | None], suspects: str | None) -> None:
     answers = {rank: Answer(2, "step", c, f"x.py:1 {c}") for rank, c in enumerate(places) if c is not None}
-    told = describe(answers, 4, 60.0)
-    assert told.partition("look first at ")[2] == (suspects or "")
+    message = describe(answers, 4, 60.0)
+    assert message.partition("look first at ")[2] == (suspects or "")
 
 
-def test_ranks_are_named_in_runs() -> None:
+def test_consecutive_ranks_are_abbreviated() -> None:
     assert [named(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5, 7, 8])] == ["rank 3", "ranks 0-1", "ranks 0-2, 5, 7-8"]
 
 
-def test_ranks_agree_on_the_start_whatever_torchrun_counts() -> None:
+def test_ranks_agree_on_the_attempt_whatever_torchrun_counts() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def launch(rank: int, attempt: int) -> Launch:
         return Launch(rank, 3, agent_store=("localhost", store.port), run_id="run", attempt=attempt)
 
-    dead = launch(2, 0).board()
+    dead = launch(2, 0).store()
     assert dead is not None
     dead.add("tickets", 1)  # a rank that was killed before rank 0 came
     with ThreadPoolExecutor(3) as pool:
@@ -189,18 +189,18 @@ def test_ranks_agree_on_the_start_whatever_torchrun_counts() -> None:
     assert Launch().recall("folder") is None and meet(Launch()) == Launch()
 
 
-def test_a_signal_sets_a_flag_and_is_given_back() -> None:
+def test_a_signal_sets_a_flag_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
     with stop.listening():
         assert not stop.requested
         signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)  # at once after the first: the same wish
+        signal.raise_signal(signal.SIGTERM)  # right after the first: the same request
         assert stop.requested and stop.signal_number == signal.SIGUSR1
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr("os._exit", left.append)
     monkeypatch.setattr("usp.run.signals.ECHO_SECONDS", 0.0)
@@ -211,14 +211,14 @@ def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left == [143]
 
 
-def test_a_stopped_run_says_how_to_go_on() -> None:
+def test_a_stopped_run_says_how_to_resume() -> None:
     ending = ending_of(Stopped(signal.SIGTERM, 7, Path("run/checkpoints/7")), rank=0)
     assert ending.exit_code == 143
     assert ending.message == "stopped by SIGTERM after step 7; checkpoint run/checkpoints/7: continue with --resume"
     assert ending_of(Stopped(signal.SIGUSR1, 1, None), rank=1).exit_code == 138
 
 
-def test_a_rank_that_lost_its_peer_leaves_when_the_launcher_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_lost_its_peer_exits_when_the_launcher_asked(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert end(Ending("lost", 1, consequence=True), Launch(1, 2), None, asked_to_stop=True) == 1
     assert capsys.readouterr().err == "" and time.monotonic() - begin < 5

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from parallel import RanksDisagree
 from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.tiny import drawn_model
-from usp.commands.train import parse, prepare_run
+from usp.commands.flags import parse
+from usp.commands.train import prepare_run
 from usp.config import TrainConfig
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
@@ -58,7 +59,8 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     records = metrics_of(tmp_path / "run")
     assert [record["step"] for record in records] == list(range(1, 13))
     assert records[-1]["loss"] < records[0]["loss"] - 1
-    assert parse(["--config", str(tmp_path / "run" / "config.yaml")]) == replace(config, dp_shard=1, dtype="float32")
+    kept = parse(["--config", str(tmp_path / "run" / "config.yaml")], TrainConfig)
+    assert kept == replace(config, dp_shard=1, dtype="float32")
     shown = capsys.readouterr().out
     assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
@@ -66,7 +68,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
     train(prepare(replace(SMALL, output=str(tmp_path / "a")), Launch()), Launch())
-    again = parse(["--config", str(tmp_path / "a" / "config.yaml"), "--output", str(tmp_path / "b")])
+    again = parse(["--config", str(tmp_path / "a" / "config.yaml"), "--output", str(tmp_path / "b")], TrainConfig)
     train(prepare(again, Launch()), Launch())
     first, second = metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b")
     assert [r["loss"] for r in first] == [r["loss"] for r in second]
@@ -120,7 +122,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     config = replace(SMALL, model="tinny", data=str(tmp_path / "nothing"), sp_ring=3, tokenizer="nowhere", seq_len=100)
     with pytest.raises(ConfigurationError) as refused:
         prepare(config, Launch())
-    for part in ("5 things to change", "did you mean 'tiny'", "world size 1", "102", "does not exist", "tokenizer="):
+    for part in ("5 problems:", "did you mean 'tiny'", "world size 1", "102", "does not exist", "tokenizer="):
         assert part in str(refused.value)
 
 

@@ -134,7 +134,7 @@ def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
         (["--model", "llama9"], "is neither a preset"),
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
-        (["--plot", "plot.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: there is no folder"),
+        (["--plot", "a.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: no is not a directory"),
         (["--methods", "sp"], "is no part"),
     ],
 )

@@ -145,7 +145,7 @@ def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: p
         (["--model", "llama2-70b", "--seq-len", "1048576"], "fits 8 x H100 in none of"),
         (["--hardware", "h900"], "'h900' must be a file or one of"),
         (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
-        (["--out", "plan.txt"], "must be a .yaml file"),
+        (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_why(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from usp.__main__ import main
-from usp.commands.rlhf_trace import plot, totals
 from usp.rlhf.runtime.timeline import Event, Timeline, read_events
+from usp.rlhf.runtime.trace import plot, totals
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum
     ("reallocate", "actor", range(8), 0.0, 0.4, 4000, 4000),
@@ -104,7 +104,7 @@ def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
         (["empty"], "empty has no timeline: there is no timeline/rank-N.jsonl in it"),
         (["run", "--step", "7"], "run has no step 7 in its timeline, which has steps 1 to 2"),
         (["run", "--out", "plot.pdf"], "--out plot.pdf must end in .png"),
-        (["run", "--out", "nowhere/plot.png"], "there is no folder nowhere"),
+        (["run", "--out", "nowhere/plot.png"], "--out nowhere/plot.png: nowhere is not a directory"),
         (["broken"], "line 1 is no event: it needs"),
     ],
 )

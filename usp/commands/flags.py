@@ -1,0 +1,122 @@
+"""Flags and configuration files: a dataclass from argv and, for `--config FILE`, a YAML or TOML file.
+
+Every field of the dataclass is a flag and a key of the file. Flags override the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+import yaml
+from tyro.conf import arg
+
+from usp.config import config_from_mapping, config_to_mapping
+from usp.run.failures import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The flag --config, added to every configuration."""
+
+    config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """YAML or TOML file with these keys, such as the config.yaml of a run. Flags override it."""
+
+
+def parse(
+    argv: Sequence[str], kind: type[C], prog: str = "", *, show_help: bool = True, leading_config: bool = False
+) -> C:
+    """Parse `argv`, and the file that its --config names, into a `kind`.
+
+    Args:
+        kind: dataclass in which every field has a default.
+        prog: program name in the usage message.
+        show_help: whether --help prints; it raises SystemExit(0) either way.
+        leading_config: accept the configuration file as a first argument without --config.
+
+    Raises:
+        ConfigurationError: for a wrong flag or value, a file that cannot be read, and a wrong key in it.
+    """
+    words = list(argv)
+    if leading_config and words and not words[0].startswith("-"):
+        words.insert(0, "--config")
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default="", nargs="?", const="")  # tyro refuses it without a path
+    path = finder.parse_known_args(words)[0].config
+    from_file = read_config(path, kind) if path else kind()
+    names = {"__doc__": kind.__doc__}
+    flags = make_dataclass(kind.__name__, [], bases=(ConfigFile, kind), namespace=names, frozen=True)
+    mistakes = io.StringIO()
+    try:
+        with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
+            default = flags(**config_to_mapping(from_file), config=path)
+            return as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigurationError(f"invalid command line\n{mistakes.getvalue().rstrip()}") from None
+        raise
+
+
+def as_kind(config: Any, kind: type[C]) -> C:
+    """Return the fields of `config` that the dataclass `kind` has, as a `kind`."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def read_config(path: str, kind: type[C]) -> C:
+    """Read a .yaml, .yml or .toml file into a `kind`; raise ConfigurationError if that fails."""
+    file = Path(path).expanduser()
+    try:
+        return config_from_mapping(_read_mapping(file), kind)
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"--config {path}: no such file") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--config {path}: {error}") from error
+
+
+def output_problem(flag: str, path: Path | None, *suffixes: str) -> str | None:
+    """Return why `path` cannot be written: a wrong suffix, or no such directory; None if nothing is wrong."""
+    if path is None:
+        return None
+    if suffixes and path.suffix not in suffixes:
+        return f"{flag} {path} must end in {' or '.join(suffixes)}"
+    return None if path.parent.is_dir() else f"{flag} {path}: {path.parent} is not a directory"
+
+
+class UniqueKeysLoader(yaml.SafeLoader):
+    """SafeLoader that refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in found:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", key.start_mark)
+            found.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    if file.suffix == ".toml":
+        return tomllib.loads(file.read_text())
+    if file.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"expected a .yaml, .yml or .toml file, got {file.suffix!r}")
+    mapping = yaml.load(file.read_text(), UniqueKeysLoader)
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise ValueError(f"expected a mapping of keys to values, got a {type(mapping).__name__}")
+    return mapping
