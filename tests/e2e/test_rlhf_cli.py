@@ -47,13 +47,16 @@ BAD = [
     (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
     (
         ["--plan", "heuristic", "--sft-steps", "0", "--sp-ulysses", "2", "--zero", "1", "--rollout", "tp=2"],
-        ["--plan = heuristic has no use for --sp-ulysses, --zero, --rollout: leave"],
+        ["--plan = heuristic does not use --sp-ulysses, --zero, --rollout: remove"],
     ),
-    (["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"], ["--plan = plan.yaml has no use for --dp-shard:"]),
-    (["--rollout", "tp=2"], ["--plan = flattening has no use for --rollout: leave"]),
-    (["--critic", "tiny"], ["--critic = tiny: grpo as asked calls no such model: drop it"]),
-    (["--ref", "tiny", "--options", "kl=0"], ["--ref = tiny: grpo as asked calls no such model: drop it"]),
-    (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny: dpo"]),
+    (["--plan", "plan.yaml", "--sft-steps", "0", "--dp-shard", "2"], ["--plan = plan.yaml does not use --dp-shard:"]),
+    (["--rollout", "tp=2"], ["--plan = flattening does not use --rollout: remove"]),
+    (["--critic", "tiny"], ["--critic = tiny is not used by grpo with these options: remove it"]),
+    (
+        ["--ref", "tiny", "--options", "kl=0"],
+        ["--ref = tiny is not used by grpo with these options: remove it"],
+    ),
+    (["--algorithm", "dpo", "--reward-model", "tiny"], ["--reward-model = tiny is not used by dpo"]),
     (["--model", ""], ["error: --model =  has no config.json"]),
     (["--algorithm", "dpo", "--data", "pairs.jsonl"], ["line 1: no text under 'answer'"]),
     (["--ref", "nowhere"], ["error: --ref = nowhere is neither a preset nor a directory"]),
@@ -67,12 +70,12 @@ BAD = [
     (["--reward-function", "reward.py:nothin"], ["has no function nothin (did you mean 'nothing'?)"]),
     (
         ["--reward-function", "needs.py:reward"],
-        ["needs.py cannot be loaded: ModuleNotFoundError: No module named 'no_"],
+        ["needs.py cannot be imported: ModuleNotFoundError: No module named 'no_"],
     ),
     (["--reward-function", "grammar.py:reward"], ["--reward-function = grammar.py:reward", "SyntaxError: "]),
-    (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be loaded: SystemExit: 3"]),
+    (["--reward-function", "leaves.py:reward"], ["leaves.py cannot be imported: SystemExit: 3"]),
     (["--prompts", "-1", "--temperature", "-1"], ["2 problems:", "--prompts = -1", "--temperature = -1.0"]),
-    (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 is for the built-in answers of --algorithm sft"]),
+    (["--wrong-answers", "0.5"], ["--wrong-answers = 0.5 requires --data stdlib and --algorithm sft"]),
     (["--algorithm", "ppo", "--prompts", "3"], ["--prompts = 3: actor_train: mini_batches=4 of 3 samples"]),
     (["--algorithm", "dpo", "--prompts", "1", "--options", "mini_batches=2"], ["--prompts = 1: actor_train"]),
     (
@@ -122,7 +125,7 @@ def test_supervised_steps_of_another_run_are_refused(
     assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume" in said
     other = ["--resume", "auto", "--sft-steps", "50", "--model", "qwen3-tiny", "--seed", "3"]
     said = refusal([*args, *other], monkeypatch, capsys)
-    for part in ("--sft-steps = 50 (its supervised steps: 100)", "--model = qwen3-tiny", "--seed = 3"):
+    for part in ("--sft-steps = 50 (supervised steps of this run: 100)", "--model = qwen3-tiny", "--seed = 3"):
         assert part in said
     assert "--data" not in said and "--learning-rate" not in said
     prepared = prepare(replace(saved, algorithm="grpo", resume="auto", output=str(tmp_path)), Launch())
@@ -147,8 +150,10 @@ def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pyt
         prepare(replace(config, steps=1), Launch(), replace(started("tiny", config), finished_too=True))
 
 
-def test_a_reward_function_is_refused_where_nothing_is_scored() -> None:
-    with pytest.raises(ConfigurationError, match=r"--reward-function = f\.py:f: sft scores nothing: drop it"):
+def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"--reward-function = f\.py:f is not used: sft does not score responses, remove it"
+    ):
         prepare(RlhfConfig(algorithm="sft", reward_function="f.py:f"), Launch())
 
 

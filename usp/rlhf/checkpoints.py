@@ -1,4 +1,4 @@
-"""What a checkpoint of an RLHF run holds beyond its tensors, and what must hold where the run is resumed."""
+"""The state of an RLHF run in a checkpoint beside its tensors, and what must match when the run is resumed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from usp.train.checkpoints import steps_violations
 
 from .config import RlhfConfig
 
-# What makes another run of it: the models, the data, what is learned from them.
 _DATA = ("data", "prompt_tokens", "tokenizer", "seed")
-_THE_RUN = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)
-# What makes other supervised steps before it: key of their configuration -> the flag that it comes from.
-_THE_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
+_FIXED = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)  # another value is another run
+# The same for the supervised warm-up: key of its configuration -> field of the run's.
+_FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,9 @@ class RlhfState:
     """A run after a step.
 
     Attributes:
-        step: how many steps are done.
-        examples: how many examples they have taken.
-        functions: what functions of samples remember, by call.
+        step: number of completed steps.
+        examples: number of examples they consumed.
+        functions: state of functions of samples, by call name.
         config: the resolved configuration.
     """
 
@@ -35,41 +34,38 @@ class RlhfState:
     config: Mapping[str, Any]
 
     def to_extra(self) -> dict[str, Any]:
-        """For `Checkpointer.save`."""
+        """Convert to the `extra` of `Checkpointer.save`."""
         return asdict(self)
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
-        """Of what `read_extra` gives. Raises ValueError when that is not of an RLHF run."""
+        """Convert from the result of `read_extra`. Raises ValueError if it is not of an RLHF run."""
         names = [field.name for field in fields(RlhfState)]
         if missing := [name for name in names if name not in extra]:
-            raise ValueError(f"the checkpoint is of no RLHF run: it lacks {', '.join(missing)}")
+            raise ValueError(f"the checkpoint is not of an RLHF run: {', '.join(missing)} missing")
         return RlhfState(**{name: extra[name] for name in names})
 
 
 def resume_violations(
     saved: RlhfState, config: RlhfConfig, finished_too: bool = False, other_model: bool = False
 ) -> list[str]:
-    """What keeps a run of `config` from continuing `saved`; plan, degrees and number of ranks may differ.
+    """Return why `config` cannot continue `saved`. Plan, degrees and number of ranks may differ.
 
-    other_model: whether the model may, because supervised steps put theirs in its place.
+    other_model: allow another `model`, because the supervised warm-up replaces it.
     """
     found = [
-        f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}): a run goes on with its own"
-        for name in (*_THE_RUN, *(() if other_model else ("model",)))
+        f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume"
+        for name in (*_FIXED, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
     return found + steps_violations(saved.step, config.steps, finished_too)
 
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
-    """What keeps a run of `config` from going on with supervised steps of the configuration `saved`.
-
-    steps: how many it has.
-    """
+    """Return why `config`, with `steps` supervised steps, cannot use a warm-up with the configuration `saved`."""
     asked = {**config_to_mapping(config), "sft_steps": steps}
     return [
-        f"{flag(name)} = {asked[name]} (its supervised steps: {saved.get(key)}): a run goes on with its own"
-        for key, name in _THE_SFT.items()
+        f"{flag(name)} = {asked[name]} (supervised steps of this run: {saved.get(key)}) must not change on resume"
+        for key, name in _FIXED_SFT.items()
         if saved.get(key) != asked[name]
     ]

@@ -1,157 +1,131 @@
-"""The configuration of an RLHF run: rlhf.py's flags. Beside them it has those of `usp.config` that train.py has too."""
+"""The configuration of an RLHF run, with the flags of rlhf.py; `usp.config` has those that train.py shares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
 from usp.config import MODEL_HELP, ParallelConfig, RunConfig, one_of
-from usp.rlhf.graph.calls import Generate
 from usp.run.failures import nearest
 
-from .algorithms.graphs import ALGORITHMS
-from .algorithms.options import PolicyOptions
+from .algorithms.registry import ALGORITHMS
 
-_NOT_OPTIONS = {"generate", "reward"}  # they have flags of their own
+DEFAULT_SFT_STEPS = 100
 
 
 @dataclass(frozen=True)
 class _Rlhf:
-    """What is rlhf.py's own."""
+    """The fields that only rlhf.py has."""
 
     algorithm: Annotated[str, one_of(tuple(ALGORITHMS))] = "grpo"
-    """What a step is made of: which models are called, and what they are trained on."""
+    """Training algorithm."""
     plan: Annotated[str, arg(metavar="NAME|PATH")] = "flattening"
-    """Ranks and layout of each call: heuristic, flattening, interleaving, separation, or a YAML file."""
+    """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
-    """Options of the algorithm, such as kl=0.1,mini_batches=2; a wrong name lists those that there are."""
-    rollout: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
-    """Degrees of generation and inference under --plan separation, such as tp=2,ulysses=2; else as in training."""
+    """Algorithm options, e.g. kl=0.1,mini_batches=2. An unknown name lists all options with their defaults."""
+    rollout: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(default: as training)")] = ""
+    """Parallel degrees of generation and inference with --plan separation, e.g. tp=2,ulysses=2."""
 
-    model: Annotated[str, arg(metavar="PRESET|PATH", help=f"The actor. {MODEL_HELP}")] = "tiny"
+    model: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train (the actor). {MODEL_HELP}")] = "tiny"
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
-    """A folder with a trained reward model. Without one, --reward-function gives the rewards."""
+    """Directory of a trained reward model. If unset, --reward-function scores the responses."""
     critic: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the reward model, else the actor)")] = ""
-    """Where the critic starts from: a reward model, or a causal LM, whose head is replaced."""
+    """Initial critic: a reward model, or a causal LM whose head is replaced by a new scalar head."""
     ref: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the actor)")] = ""
-    """The model that the actor is held close to."""
+    """Reference model of the KL penalty, and of DPO."""
     reward_function: Annotated[str, arg(metavar="match|PATH.py:NAME")] = "match"
-    """reward(prompt, response, answer) -> float. match: 1 for exactly the answer, else 0."""
+    """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
-    """Prompts with answers, or with a chosen and a rejected response. stdlib: made from Python's own library."""
+    """JSONL file of prompts with answers, or of preference pairs. stdlib: built-in task over Python's own sources."""
     prompt_tokens: int = 1024
-    """Tokens of the longest prompt that is made from the library; the shortest has a sixteenth, or 64."""
+    """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: float = 0.0
-    """Part of the built-in answers that are wrong, as some demonstrations of people are. For sft alone."""
+    """Fraction of wrong answers among the built-in demonstrations, for supervised fine-tuning on imperfect data."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """A local transformers tokenizer folder. bytes: one token per byte, as ByT5 counts them."""
+    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5."""
 
     prompts: int = 0
-    """Prompts, or pairs, in a step. 0: as many as make 64 responses, or 64 pairs."""
+    """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""
     group_size: int = 0
-    """Responses to each prompt. 0: as many as the algorithm needs."""
+    """Responses sampled per prompt. 0: the algorithm's default."""
     max_new_tokens: int = 8
-    """Tokens of the longest response."""
+    """Maximum response length in tokens."""
     temperature: float = 1.0
-    """Of sampling, and of the log-probabilities that are trained on."""
+    """Sampling temperature, also applied to the log-probabilities in training."""
     top_k: int = 0
-    """Sample among so many tokens. 0: all."""
+    """Sample from the k most likely tokens; 0 disables."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that have this probability together."""
+    """Sample from the smallest set of tokens whose total probability reaches p; 1 disables."""
     slots: int = 64
-    """Sequences that a rank generates together; others wait for a place."""
+    """Maximum sequences decoded concurrently per rank; the rest are queued."""
     micro_batch_tokens: int = 0
-    """Tokens of a data-parallel rank that pass through a model at a time. 0: as many as there are."""
+    """Maximum tokens per micro-batch of a data-parallel rank. 0: no limit."""
 
     sft_steps: int = -1
-    """Supervised steps before the first, on the right answers. -1: 100 for a preset's random weights, else none."""
+    """Supervised warm-up steps on the correct answers before the first step. -1: 100 for presets, else 0."""
     steps: int = 150
-    """RLHF steps."""
+    """Training steps, not counting the supervised warm-up."""
     learning_rate: float = 0.0
-    """Peak learning rate of AdamW: reached after the warm-up, then a cosine down to a tenth of it. 0: what suits the
-    tiny presets, 3e-4 with ppo, else 2e-3; a model of billions wants 1e-6 to 1e-5."""
+    """Peak learning rate (linear warmup, cosine decay to 10%). 0: the algorithm's default for the tiny presets."""
     critic_learning_rate: float = 1e-3
-    """That of the critic."""
+    """Peak learning rate of the critic."""
     sft_learning_rate: float = 2e-3
-    """That of the supervised steps before the first."""
+    """Peak learning rate of the supervised warm-up."""
     warmup_steps: int = 5
-    """Steps over which learning rates rise linearly from zero."""
+    """Steps of linear learning rate warmup."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """AdamW weight decay, applied to matrices only."""
     max_grad_norm: float = 1.0
-    """Clip gradients to this global norm. inf: never clip."""
+    """Maximum global gradient norm; inf disables clipping."""
     seed: int = 0
-    """Fixes the initial weights, the prompts and what is sampled."""
+    """Seed of the initial weights, the order of the data, and sampling."""
     offload: bool = False
-    """Keep the weights of models that are not trained in the host's memory between their calls."""
+    """Offload the weights of untrained models to host memory between calls."""
     loss_chunk: int = 2048
-    """Tokens whose logits exist at a time, on each rank."""
+    """Tokens per chunk of the output head and loss; bounds the memory of logits on each rank."""
 
 
 @dataclass(frozen=True)
 class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
-    """Train a language model with PPO, GRPO and their kin, or on examples and pairs, every call of a model in a layout
-    of its own.
-
-    Start it with torchrun, for example: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2
-    """
+    """Configuration of an RLHF run."""
 
 
-def algorithm_options(config: RlhfConfig, stop_ids: tuple[int, ...], reward: Any) -> Any:
-    """The options of `config.algorithm`: its defaults, `--options`, and what the other flags say.
+def parse_options(text: str, kind: type, source: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Parse NAME=VALUE,... into fields of the dataclass `kind`, each converted to the type of its default.
 
     Args:
-        reward: how responses are scored; None by a reward model.
-
-    Raises:
-        ValueError: naming every part of --options that is wrong, with the names that there are.
-    """
-    kind = ALGORITHMS[config.algorithm].options
-    values = parse_options(config.options, kind, "--options", _NOT_OPTIONS)
-    if not issubclass(kind, PolicyOptions):
-        return kind(**values)
-    generate = Generate(
-        group_size=config.group_size or default_of(kind, "generate").group_size,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        stop_ids=stop_ids,
-    )
-    return kind(**{"generate": generate, "reward": reward, **values})
-
-
-def parse_options(text: str, kind: type, what: str, without: set[str] | None = None) -> dict[str, Any]:
-    """NAME=VALUE,... as values for fields of the dataclass `kind`, of the type of their defaults.
+        source: the flag that `text` comes from, for messages.
+        without: fields that cannot be set.
 
     Raises:
         ValueError: naming every part that is wrong.
     """
     hints = get_type_hints(kind)
-    known = {field.name: default_of(kind, field.name) for field in fields(kind) if field.name not in (without or ())}
+    known = {field.name: default_of(kind, field.name) for field in fields(kind) if field.name not in without}
     values: dict[str, Any] = {}
     problems = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (side.strip() for side in part.partition("="))
         name = name.replace("-", "_")
         if name not in known:
-            problems.append(f"unknown {name!r}{nearest(name, known)}: there are {_listed(known)}")
+            options = ", ".join(f"{option}={default}" for option, default in known.items())
+            problems.append(f"unknown {name!r}{nearest(name, known)}, must be one of {options}")
             continue
         try:
             values[name] = _converted(value, type(known[name]))
         except ValueError:
             problems.append(f"{name} = {value!r} must be {getattr(hints[name], '__name__', hints[name])}")
     if problems:
-        raise ValueError(f"{what} = {text}: {'; '.join(problems)}")
+        raise ValueError(f"{source} = {text}: {'; '.join(problems)}")
     return values
 
 
 def default_of(kind: type, name: str) -> Any:
-    """The default of a dataclass field."""
+    """Return the default of a dataclass field."""
     field = next(field for field in fields(kind) if field.name == name)
     return field.default if field.default_factory is MISSING else field.default_factory()
 
@@ -162,7 +136,3 @@ def _converted(value: str, kind: type) -> Any:
             raise ValueError
         return value.lower() == "true"
     return kind(value)
-
-
-def _listed(known: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in known.items())

@@ -51,31 +51,40 @@ from usp.train.learning_rate import learning_rate
 from usp.train.loop import TrainingLoop
 from usp.train.resume import CHECKPOINTS, Start, run_folder
 
-from .algorithms.graphs import stateful
+from .algorithms.algorithm import Algorithm, stateful
+from .algorithms.registry import ALGORITHMS
 from .algorithms.rewards import RewardFailed
 from .checkpoints import RlhfState
 from .config import RlhfConfig
-from .prepare import MODEL, PAIRS, SFT, Prepared, prepare, sft_steps, without_layout_flags
+from .prepare import MODEL, SFT, PreparedRlhf, prepare, unused_layout_flags
 
 SHOWN = 2  # samples of a step that are kept to be read
 
 
-def train_rlhf(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+def train_rlhf(
+    config: RlhfConfig,
+    launch: Launch,
+    stop: StopRequest,
+    error_file: str | None,
+    algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+) -> None:
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`."""
     hide_progress_bars()
-    prepared = prepare(config, launch)
+    prepared = prepare(config, launch, algorithms=algorithms)
     timeout = config.hang_timeout
     with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
         folder = run_folder(prepared.start, launch, f"{config.algorithm}-{Path(config.model).name}", prepared.device)
         prepared = replace(prepared, start=replace(prepared.start, folder=folder))
-        if steps := sft_steps(config):
-            prepared = _after_sft(prepared, steps, launch, stop, watchdog)
+        if prepared.sft_steps:
+            prepared = _after_sft(prepared, prepared.sft_steps, launch, stop, watchdog)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog)
         outlast(timeout)
         trainer.run()
 
 
-def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> Prepared:
+def _after_sft(
+    prepared: PreparedRlhf, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog
+) -> PreparedRlhf:
     """The run with the model that supervised steps leave, which are a run of their own."""
     assert prepared.start.folder is not None
     folder = prepared.start.folder / SFT
@@ -99,9 +108,9 @@ def _after_sft(prepared: Prepared, steps: int, launch: Launch, stop: StopRequest
         RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
         dist.barrier()
     # Degrees that the plan has no use for were those of the supervised steps.
-    rest = {"model": str(folder / MODEL), "sft_steps": 0, **without_layout_flags(prepared.config)}
+    rest = {"model": str(folder / MODEL), "sft_steps": 0, **unused_layout_flags(prepared.config)}
     config = replace(prepared.config, **rest)
-    return prepare(config, launch, prepared.start)
+    return prepare(config, launch, prepared.start, {config.algorithm: prepared.algorithm})
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ class RlhfRecord:
 class RlhfTrainer(TrainingLoop):
     """A graph's models under a plan, with their data. Every rank calls every method, in the same order."""
 
-    def __init__(self, prepared: Prepared, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> None:
+    def __init__(self, prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> None:
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
@@ -190,7 +199,7 @@ class RlhfTrainer(TrainingLoop):
             if "prompt_index" in given:
                 values["prompt_index"] = [torch.tensor(index) for index in indices]
         else:
-            pairs = self.config.algorithm in PAIRS
+            pairs = self.prepared.algorithm.data == "pairs"
             whole = [
                 self._sequence(e, text) for e in examples for text in ((e.answer, e.rejected) if pairs else (e.answer,))
             ]

@@ -18,8 +18,11 @@ from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from parallel.testing import RankPool
 from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import LEARNING_RATE, VOCAB
-from usp.rlhf.algorithms.graphs import build_graph
-from usp.rlhf.algorithms.options import DPO, GRPO, PPO, ReMax
+from usp.rlhf.algorithms.grpo import GRPO
+from usp.rlhf.algorithms.ppo import PPO
+from usp.rlhf.algorithms.preferences import DPO
+from usp.rlhf.algorithms.registry import build_graph
+from usp.rlhf.algorithms.reinforce import ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.generate import Generator

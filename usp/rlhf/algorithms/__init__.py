@@ -1,5 +1,8 @@
-"""PPO and its kin: options, advantages, objectives, and the graph of each. Each file imports only earlier ones:
+"""RLHF algorithms: one file per family, listed in `registry`. Each file imports only earlier ones:
 
-gae, kl, response_rows, statistics, objectives, rewards, weights, pairs, options, scored_batch, ppo, reinforce,
-graphs.
+response_rows, statistics, rewards, weights, objectives, algorithm, policy, sft, preferences, ppo, grpo, reinforce,
+registry.
+
+A new algorithm is one file (options, advantages, calls, its `Algorithm`) and one line of `registry.ALGORITHMS`, or an
+entry of the mapping given to `prepare` and `train_rlhf`.
 """

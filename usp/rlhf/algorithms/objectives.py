@@ -1,7 +1,7 @@
-"""What train steps minimise token by token. B sequences or rows, S tokens of each.
+"""Per-token objectives of train steps, and the KL estimators they use. B sequences or rows, S tokens of each.
 
-Weights hold the normalisation (`Weighting`), so every value here is a sum. A token whose weight is 0 is left out
-before anything is computed of it: whatever stands there, nan too, reaches neither the loss nor a gradient.
+The given weights include the normalization (`Weighting`), so every value here is a sum. Tokens whose weight is 0 are
+masked before any arithmetic: even a nan there reaches neither the loss nor a gradient.
 """
 
 from __future__ import annotations
@@ -15,20 +15,38 @@ from torch import Tensor
 
 from usp.rlhf.graph.calls import Sequences
 
-from .kl import Estimator, kl_estimate
-
 Metrics = dict[str, Tensor]
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
+    """Estimate KL(policy || reference) per token, from tokens sampled by the policy.
+
+    k1 = log(p / ref): unbiased, of any sign. k2 = k1^2 / 2: biased, with the gradient of the KL. k3 = ref / p - 1 -
+    log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020).
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return (-log_ratio).expm1() + log_ratio  # for close policies exp - 1 would lose all digits
+
+
+class ObjectiveDefaults:
+    """Attributes that most objectives share, see `usp.rlhf.graph.calls.Objective`."""
+
+    head: Literal["logprobs", "values"] = "logprobs"
+    entropy: bool = False
+    unit: int = 1
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
-class NextToken:
-    """-sum weights * logprobs: cross-entropy with the tokens that follow."""
+class NextToken(ObjectiveDefaults):
+    """-sum weights * logprobs: cross-entropy with the next tokens."""
 
-    head: ClassVar[Literal["logprobs"]] = "logprobs"
-    entropy: ClassVar[bool] = False
     keys: ClassVar[tuple[str, ...]] = ("weights",)
-    unit: ClassVar[int] = 1
-    temperature: ClassVar[float] = 1.0
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
@@ -38,19 +56,19 @@ class NextToken:
 
 
 @dataclass(frozen=True)
-class ClippedPolicy:
+class ClippedPolicy(ObjectiveDefaults):
     """sum weights * (max(-A ratio, -A clip(ratio)) + kl * KL(policy || ref) - entropy_bonus * entropy).
 
-    ratio = exp(logprobs - old_logprobs) (PPO: arXiv 1707.06347, equation 7; bounds that differ: DAPO, arXiv
-    2503.14476, equation 10; the divergence as a term of the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
+    ratio = exp(logprobs - old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476,
+    equation 10; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
 
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
-    clip_fraction (where the bound is what counts), approx_kl (k3 of the old policy from the new), entropy, and with a
-    kl term ref_kl.
+    clip_fraction (where the clipped term is the larger), approx_kl (k3 of the old policy from the new), entropy, and
+    ref_kl if kl is not 0.
 
     Attributes:
-        eps_low, eps_high: the ratio counts between 1 - eps_low and 1 + eps_high.
-        kl: weight of the divergence; 0: no reference is needed.
+        eps_low, eps_high: ratios are clipped to [1 - eps_low, 1 + eps_high].
+        kl: weight of the KL term; 0: no reference is needed.
     """
 
     eps_low: float = 0.2
@@ -59,9 +77,7 @@ class ClippedPolicy:
     kl_estimator: Estimator = "k3"
     entropy_bonus: float = 0.0
     temperature: float = 1.0
-    head: ClassVar[Literal["logprobs"]] = "logprobs"
-    entropy: ClassVar[bool] = True
-    unit: ClassVar[int] = 1
+    entropy = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -98,20 +114,17 @@ class ClippedPolicy:
 
 
 @dataclass(frozen=True)
-class ClippedValue:
+class ClippedValue(ObjectiveDefaults):
     """sum weights / 2 * max((v - returns)^2, (clip(v, values - eps, values + eps) - returns)^2).
 
     PPO's second trust region (Engstrom et al., "Implementation Matters in Deep RL", arXiv 2005.12729, section 3).
 
-    Metrics: clip_fraction (where the bound is what counts) and value (its mean).
+    Metrics: clip_fraction (where the clipped term is the larger) and value (mean).
     """
 
     eps: float = 0.2
-    head: ClassVar[Literal["values"]] = "values"
-    entropy: ClassVar[bool] = False
+    head = "values"
     keys: ClassVar[tuple[str, ...]] = ("weights", "values", "returns")
-    unit: ClassVar[int] = 1
-    temperature: ClassVar[float] = 1.0
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences

@@ -1,51 +1,143 @@
-"""PPO's advantages and returns, as ReaL has them (arXiv 2406.14088): GAE, KL control, values normalised."""
+"""PPO with a critic: GAE, adaptive KL penalty, and value normalization as in ReaL (arXiv 2406.14088)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Reduce
+from usp.rlhf.graph.calls import Inference, ModelCall, Reduce
 
-from .gae import gae
-from .kl import KLControl
-from .options import PPO
-from .response_rows import per_sample, scalars
-from .scored_batch import Batch
+from .algorithm import Algorithm, at_least, fraction, one_of, train
+from .objectives import ClippedValue
+from .policy import Batch, PolicyOptions, policy_calls
+from .response_rows import discounted_sums, per_sample, scalars
 from .statistics import EPSILON, SUMS, RunningMoments, moments, whitened
 
+MAX_KL_ERROR = 0.2  # clip of a step's relative error
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A function of samples that remembers. On every rank of its call it remembers the same."""
 
-    def state_dict(self) -> dict[str, float]:
-        """All that later steps depend on."""
+@dataclass(frozen=True)
+class PPO(PolicyOptions):
+    """Options of proximal policy optimization (arXiv 1707.06347; for language models arXiv 1909.08593, 2203.02155).
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from what `state_dict` gave.
+    The KL penalty is part of each token's reward; the losses of policy and critic are means over tokens.
 
-        Raises:
-            ValueError: naming what is missing and what is too much.
-        """
+    Attributes:
+        gamma, lam: discount of rewards, and of temporal differences (GAE).
+        value_eps_clip: see `ClippedValue`.
+        normalise_rewards: to mean 0 and standard deviation 1 over the responses of the step, before the KL penalty.
+        normalise_advantages: to mean 0 and standard deviation 1 over the tokens of the step.
+        kl_target, kl_horizon: see `KLControl`.
+        value_norm, value_norm_beta, value_norm_eps: see `RunningMoments`.
+    """
+
+    mini_batches: int = 4
+    gamma: float = 1.0
+    lam: float = 1.0
+    value_eps_clip: float = 0.2
+    normalise_rewards: bool = False
+    normalise_advantages: bool = True
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
+    value_norm: Literal["exp", "mean", "none"] = "exp"
+    value_norm_beta: float = 0.99995
+    value_norm_eps: float = 1e-5
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        yield from fraction(self, "gamma", "lam")
+        yield from at_least(self, 0, "kl_target")
+        yield from at_least(self, 1, "kl_horizon")
+        yield from one_of(self, "value_norm", ("exp", "mean", "none"))
+        if not self.value_eps_clip > 0:
+            yield f"value_eps_clip={self.value_eps_clip} must be above 0: the critic could not change"
+        if self.kl_target and not self.kl:
+            yield f"kl_target={self.kl_target} needs kl above 0, the initial weight"
+        if not 0 <= self.value_norm_beta < 1:
+            yield f"value_norm_beta={self.value_norm_beta} must be at least 0 and below 1"
+        if not self.value_norm_eps > 0:
+            yield f"value_norm_eps={self.value_norm_eps} must be above 0: it bounds a divisor"
+        if self.aggregation != "token_mean":
+            yield f"aggregation={self.aggregation!r}: PPO supports only token_mean, which its critic shares"
+
+    def step_violations(self, samples: int) -> Iterator[str]:
+        if self.kl_target and (violation := _horizon_violation(self.kl_horizon, samples)):
+            yield violation
+
+
+@dataclass(frozen=True)
+class KLControl:
+    """Weight of the KL penalty, adapted to a target divergence.
+
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2.
+
+    Attributes:
+        coefficient: current weight.
+        target: KL of a whole response, in nats; 0: the weight is fixed.
+        horizon: samples over which a relative error of 1 would double the weight, but for the clip to 0.2. Must be
+            above a fifth of a step's samples: otherwise the paper's formula can make the weight 0, for good, or
+            negative.
+    """
+
+    coefficient: float
+    target: float = 0.0
+    horizon: int = 10_000
+
+    def updated(self, kl: float, samples: int) -> KLControl:
+        """Adapt to a step of `samples` responses with mean divergence `kl`. Raises ValueError for a short horizon."""
+        if not self.target:
+            return self
+        if violation := _horizon_violation(self.horizon, samples):
+            raise ValueError(violation)
+        error = min(max(kl / self.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+        return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
+
+
+def _horizon_violation(horizon: int, samples: int) -> str:
+    """Return why a horizon is too short for steps of `samples` samples, or ""."""
+    if horizon > MAX_KL_ERROR * samples:
+        return ""
+    return (
+        f"kl_horizon={horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step: otherwise the "
+        f"weight of the KL penalty could fall to 0 or below in one step"
+    )
+
+
+def gae(
+    rewards_NR: Tensor, values_NR: Tensor, inside_NR: Tensor, last_values_N: Tensor, *, gamma: float, lam: float
+) -> Tensor:
+    """Return generalized advantages, (N, R) (Schulman et al., arXiv 1506.02438, equation 16).
+
+    The sum over k of (gamma lam)^k delta[t + k], with delta[t] = rewards[t] + gamma * values[t + 1] - values[t].
+
+    Args:
+        inside_NR: mask of the entries that hold a token; rewards and values are 0 elsewhere.
+        last_values_N: value of the state after each row's last token: 0 where the response ended there.
+    """
+    width = rewards_NR.shape[1]
+    is_last_NR = inside_NR & ~pad(inside_NR, (0, 1))[:, 1:]
+    next_values_NR = torch.where(is_last_NR, last_values_N[:, None], pad(values_NR, (0, 1))[:, 1 : width + 1])
+    deltas_NR = (rewards_NR + gamma * next_values_NR - values_NR).where(inside_NR, 0)
+    return discounted_sums(deltas_NR, gamma * lam)
 
 
 @dataclass(eq=False)
 class PPOAdvantages:
-    """A function of samples, and what it remembers from step to step.
+    """Function of samples with state: advantages, and `returns` on the critic's scale.
 
-    Beside what `Batch.result` gives: `returns`, as the critic should say them; and the same for all samples,
-    `kl_coefficient` (this step's) and `explained_variance` (of returns, by values: 1 is all of it).
+    Also returns two numbers that are equal for all samples: `kl_coefficient` of this step, and `explained_variance` of
+    returns by values (1 is all of it).
 
     Attributes:
         kl: weight of the penalty in the next step.
-        returns: statistics of all returns so far. The critic's values mean what these say before a step, and returns
-            are normalised by what they say after it.
+        returns: statistics of all returns so far. A step's values are denormalized by the statistics before it, and
+            its returns normalized by those after it.
     """
 
     options: PPO
@@ -54,7 +146,7 @@ class PPOAdvantages:
 
     @staticmethod
     def of(options: PPO) -> PPOAdvantages:
-        """At the start of training."""
+        """Return the function at the start of training."""
         return PPOAdvantages(
             options,
             KLControl(options.kl, options.kl_target, options.kl_horizon),
@@ -63,10 +155,10 @@ class PPOAdvantages:
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         options, coefficient = self.options, self.kl.coefficient
-        seen = rewarded = Batch.of(samples, options)
+        batch = rewarded = Batch.of(samples, options)
         if options.normalise_rewards:
-            rewarded = replace(seen, rewards_N=whitened(seen.rewards_N, moments(seen.rewards_N, reduce)))
-        responses = seen.responses
+            rewarded = replace(batch, rewards_N=whitened(batch.rewards_N, moments(batch.rewards_N, reduce)))
+        responses = batch.responses
         inside_NR = responses.inside_NR
         values_NR = self.returns.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
         advantages_NR = gae(
@@ -84,11 +176,11 @@ class PPOAdvantages:
             advantages_NR = whitened(advantages_NR, of_errors)
         self.returns = self.returns.updated(of_returns)
         if options.kl_in_reward:
-            divergence = moments(seen.log_ratios_NR.sum(1), reduce)
+            divergence = moments(batch.log_ratios_NR.sum(1), reduce)
             self.kl = self.kl.updated(divergence.mean, int(divergence.count))
-        vary = of_returns.variance > EPSILON**2  # else there is nothing to explain but rounding
+        vary = of_returns.variance > EPSILON**2  # otherwise only rounding is left to explain
         explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0
-        result = seen.result(advantages_NR, reduce)
+        result = batch.result(advantages_NR, reduce)
         result["returns"] = responses.per_token(self.returns.normalise(returns_NR))
         for name, value in (("kl_coefficient", coefficient), ("explained_variance", explained)):
             result[name] = per_sample(torch.full((len(samples),), value))
@@ -99,13 +191,29 @@ class PPOAdvantages:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if state.keys() != (known := {"kl_coefficient", *SUMS}):
-            raise ValueError(f"PPO's advantages remember {sorted(known)}, but were given {sorted(state)}")
-        if self.kl.target:  # a fixed weight is what the options say, which a run that goes on may change
+            raise ValueError(f"the state of PPO's advantages must have the keys {sorted(known)}, got {sorted(state)}")
+        if self.kl.target:  # a fixed weight comes from the options, which may change on resume
             self.kl = replace(self.kl, coefficient=state["kl_coefficient"])
         weight, total, total_square = (state[key] for key in SUMS)
         self.returns = replace(self.returns, weight=weight, total=total, total_square=total_square)
 
     def _last_values(self, samples: Samples) -> Tensor:
-        """(N,) of the state behind the last token: 0 where the response ended, else the critic's, of what was cut."""
+        """Return the value after each last token, (N,): 0 for finished responses, the critic's for truncated ones."""
         last_N = self.returns.denormalise(scalars([values[-1] for values in samples["values"]]))
         return last_N.where(scalars(samples["finished"]) == 0, 0)
+
+
+def _calls(options: PPO) -> tuple[ModelCall, ...]:
+    values = ModelCall("critic_inference", "critic", Inference("values"), ("tokens",), ("values",))
+    policy = policy_calls(
+        options,
+        PPOAdvantages.of(options),
+        between=(values,),
+        inputs=("values",),
+        per_token=("returns",),
+        scalars=("kl_coefficient", "explained_variance"),
+    )
+    return (*policy, train("critic", ClippedValue(options.value_eps_clip), options))
+
+
+PPO_ALGORITHM = Algorithm(PPO, _calls, learning_rate=3e-4)

@@ -1,12 +1,15 @@
-"""Rewards from a function that people write, and what is made of a reward before an algorithm sees it."""
+"""Rewards from a user's function, and the shaping that every reward gets."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Reduce
-from usp.run.failures import UserCodeFailed
+from usp.run.failures import UserCodeFailed, nearest
 
 from .response_rows import scalars
 
@@ -22,11 +25,44 @@ from .response_rows import scalars
 RewardFunction = Callable[[Any, Any, Any], float]
 
 
+def match(prompt: str, response: str, answer: str) -> float:
+    """Return 1 if the response is the answer up to surrounding whitespace, else 0."""
+    return float(response.strip() == answer.strip())
+
+
+def load_reward_function(name: str) -> RewardFunction:
+    """Return `match`, or the function that PATH.py:NAME names.
+
+    Raises:
+        ValueError: for another name, a file that cannot be imported, or a missing function.
+    """
+    if name == "match":
+        return match
+    path, _, function_name = name.rpartition(":")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{name} must be match, or PATH.py:NAME with an existing file")
+    spec = importlib.util.spec_from_file_location(f"{file.resolve()}", file)  # a name that no import can shadow
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise ValueError(f"{name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, vars(module))
+        raise ValueError(f"{name}: {file} has no function {function_name}{near}")
+    return function
+
+
 class RewardFailed(UserCodeFailed):
-    """A reward function raised, or gave what is not a finite number.
+    """A reward function raised, or did not return a finite number.
 
     Attributes:
-        record: the sample, all plain values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer,
+        record: the sample as JSON values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer,
             error (one line) and traceback (empty if it did not raise).
     """
 
@@ -40,12 +76,12 @@ class RewardFailed(UserCodeFailed):
 
 @dataclass(frozen=True)
 class ScoreWith:
-    """A function of samples: their `score` by a function of prompt, response and answer.
+    """Function of samples: `score` from a function of prompt, response and answer.
 
     Attributes:
-        reward: reward(prompt, response, answer), called once for each sample.
-        decode: ids -> what `reward` is given for them: a tokenizer's decode for text, `list` for ids.
-        answer: prompt_index -> the third argument.
+        reward: reward(prompt, response, answer), called once per sample.
+        decode: converts ids to the arguments of `reward`: a tokenizer's decode for text, `list` for ids.
+        answer: maps prompt_index to the third argument.
         prefix: of the keys tokens, prompt_length and score: "greedy_" for a second response to the same prompt.
     """
 
@@ -63,10 +99,10 @@ class ScoreWith:
         return f"{self.prefix}score"
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        """`output` from `inputs`.
+        """Score samples.
 
         Raises:
-            RewardFailed: at the first sample for which there is no finite number.
+            RewardFailed: at the first sample without a finite score.
         """
         scores = [
             self._score(*of_sample)
@@ -79,14 +115,14 @@ class ScoreWith:
         prompt, response, answer = self.decode(ids[:cut]), self.decode(ids[cut:]), self.answer(index)
         trace = ""
         try:
-            said = self.reward(prompt, response, answer)
-            score = torch.tensor(float(said) if isinstance(said, Real) else math.nan, dtype=torch.float32)
+            returned = self.reward(prompt, response, answer)
+            score = torch.tensor(float(returned) if isinstance(returned, Real) else math.nan, dtype=torch.float32)
         except Exception as raised:
             error, trace = f"it raised {type(raised).__name__}: {raised}", traceback.format_exc()
         else:
             if score.isfinite():
                 return score
-            error = f"it returned {said!r}"
+            error = f"it returned {returned!r}"
         raise RewardFailed(
             {
                 "sample": sample,
@@ -104,12 +140,12 @@ class ScoreWith:
 
 @dataclass(frozen=True)
 class RewardShape:
-    """clip((score - bias) * scaling, -max_clip, max_clip), and for long responses less.
+    """clip((score - bias) * scaling, -max_clip, max_clip), less a penalty on overlong responses.
 
     Attributes:
-        zero_unfinished: a response that did not end with a stop id gets 0 instead.
-        overlong_buffer: over the last so many of `max_tokens` tokens a response loses more and more, `overlong_penalty`
-            in the end (DAPO, arXiv 2503.14476, equation 13); 0: none does.
+        zero_unfinished: replace the reward of a response without a stop id by 0.
+        overlong_buffer: the penalty grows linearly from 0 to `overlong_penalty` over the last `overlong_buffer` of
+            `max_tokens` tokens (DAPO, arXiv 2503.14476, equation 13); 0: no penalty.
     """
 
     bias: float = 0.0
@@ -121,7 +157,7 @@ class RewardShape:
     max_tokens: int = 0
 
     def __call__(self, score: Sequence[Tensor], finished: Sequence[Tensor], lengths_N: Tensor) -> Tensor:
-        """(N,) float64."""
+        """Return the shaped rewards, (N,) float64."""
         reward_N = ((scalars(score) - self.bias) * self.scaling).clamp(-self.max_clip, self.max_clip)
         if self.zero_unfinished:
             reward_N = reward_N * scalars(finished)

@@ -1,6 +1,6 @@
-"""Means and variances over all ranks of a call and, where they are kept, over steps.
+"""Means and variances over all ranks of a call and, for `RunningMoments`, over steps.
 
-In float64, so that the order in which ranks are summed is not seen in float32.
+In float64, so that the order of summation over ranks does not show in float32 results.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from usp.rlhf.graph.calls import Reduce
 
-SUMS = ("weight", "total", "total_square")  # what `RunningMoments` remembers
-EPSILON = 1e-5  # beside a standard deviation: equal values that differ by rounding must not become large
+SUMS = ("weight", "total", "total_square")  # state of `RunningMoments`
+EPSILON = 1e-5  # added to a standard deviation: equal values that differ by rounding must not become large
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of all numbers on all ranks: how many, their mean, and their variance (divided by `count`); 0 without any."""
+    """Count, mean and (biased) variance over all ranks; all 0 without numbers."""
 
     count: float
     mean: float
@@ -27,7 +27,7 @@ class Moments:
 
 
 def moments(x: Tensor, reduce: Reduce) -> Moments:
-    """Of the float64 numbers that each rank gives, maybe none. Two sums over ranks: deviations are from the mean."""
+    """Return the moments of the float64 numbers of all ranks, each of which may have none. Two all-reduces."""
     count, total = reduce(torch.stack((x.new_tensor(x.numel()), x.sum()))).tolist()
     mean = total / max(count, 1)
     deviations = reduce((x - mean).square().sum()).item()
@@ -35,22 +35,21 @@ def moments(x: Tensor, reduce: Reduce) -> Moments:
 
 
 def whitened(x: Tensor, over: Moments) -> Tensor:
-    """x with mean 0 and standard deviation 1."""
+    """Normalize x to mean 0 and standard deviation 1."""
     return (x - over.mean) / (over.variance**0.5 + EPSILON)
 
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Mean and standard deviation of all batches so far: what a critic learns is normalised by them.
+    """Mean and standard deviation over all batches so far, which normalize the critic's targets.
 
-    "exp": a batch counts beta times as much as the next one (PopArt's statistics, van Hasselt et al., arXiv
-    1602.07714, without the bias towards the start). "mean": every number counts alike. "none": mean 0 and
-    standard deviation 1, which hold for the others too until there is a batch.
+    kind "exp": exponential moving average (PopArt, van Hasselt et al., arXiv 1602.07714) with bias correction. "mean":
+    every number has equal weight. "none": mean 0 and standard deviation 1, which the others also start from.
 
     Attributes:
-        beta: of "exp".
-        epsilon: the smallest variance.
-        weight, total, total_square: sums over batches, of 1, x and x^2, each times what it counts.
+        beta: decay of "exp".
+        epsilon: lower bound of the variance.
+        weight, total, total_square: weighted sums over batches of 1, x and x^2.
     """
 
     kind: Literal["exp", "mean", "none"]
@@ -61,7 +60,7 @@ class RunningMoments:
     total_square: float = 0.0
 
     def updated(self, batch: Moments) -> RunningMoments:
-        """With one batch more."""
+        """Add a batch."""
         if self.kind == "none" or not batch.count:
             return self
         old, new = (self.beta, 1 - self.beta) if self.kind == "exp" else (1.0, batch.count)
@@ -87,9 +86,9 @@ class RunningMoments:
         return max(self.total_square / self.weight - self.mean**2, self.epsilon) ** 0.5
 
     def normalise(self, x: Tensor) -> Tensor:
-        """What the critic should say of x."""
+        """Convert returns to the critic's scale."""
         return (x - self.mean) / self.std
 
     def denormalise(self, x: Tensor) -> Tensor:
-        """What the critic means by x."""
+        """Convert the critic's values to returns."""
         return x * self.std + self.mean

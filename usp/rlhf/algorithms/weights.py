@@ -1,4 +1,4 @@
-"""The weights of tokens in a loss: they hold its normalisation over a mini-batch, whichever ranks share it."""
+"""Per-token loss weights. They include the normalization over a mini-batch, in whatever layout it is trained."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 @dataclass(frozen=True)
 class Weighting:
-    """How the loss of a mini-batch is made of its tokens' losses. Sequences without tokens count nowhere.
+    """Aggregation of token losses into the loss of a mini-batch. Sequences without tokens do not count.
 
-    token_mean: their mean. sequence_mean: the mean over sequences of each one's mean (GRPO: DeepSeekMath, arXiv
-    2402.03300, equation 3). sequence_sum: the mean over sequences of each one's sum, which is the gradient of
-    sequence log-probabilities. constant: that divided by `length`, which is the same for all (Dr. GRPO, arXiv
-    2503.20783).
+    token_mean: mean over tokens. sequence_mean: mean over sequences of their token means (GRPO: DeepSeekMath, arXiv
+    2402.03300, equation 3). sequence_sum: mean over sequences of their token sums, the gradient of sequence
+    log-probabilities. constant: sequence_sum divided by the constant `length` (Dr. GRPO, arXiv 2503.20783).
 
     Attributes:
         mini_batches, unit: of the train step.
@@ -37,7 +36,7 @@ class Weighting:
     length: int = 1
 
     def __call__(self, ids: Sequence[int], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-        """Per-token float32 weights of samples `ids`, from masks of 0 and 1. Two sums over ranks."""
+        """Return per-token float32 weights of samples `ids` from 0/1 masks. Two all-reduces."""
         lengths = Responses(masks).lengths_N.double()
         batch = _mini_batch_of(ids, self.mini_batches, self.unit, reduce)
         counted = lengths if self.aggregation == "token_mean" else (lengths > 0).double()
@@ -52,7 +51,7 @@ class Weighting:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """A function of samples: `weights` of the tokens in `mask`."""
+    """Function of samples: `weights` of the tokens in `mask`."""
 
     weighting: Weighting
 
@@ -62,7 +61,7 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class PairWeights:
-    """A function of samples: `weights` is 1 / pairs of the mini-batch at the last token of each sample, else 0."""
+    """Function of samples: `weights` is 1 / (pairs of the mini-batch) at each sample's last token, else 0."""
 
     mini_batches: int
 
@@ -76,6 +75,6 @@ class PairWeights:
 
 
 def _mini_batch_of(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
-    """(samples,) int64. One sum over ranks."""
+    """Return the mini-batch index of each sample, (samples,) int64. One all-reduce."""
     samples = int(reduce(torch.tensor(len(ids))))
     return torch.tensor(mini_batch_of(ids, samples, mini_batches, unit), dtype=torch.int64)

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
-from usp.rlhf.algorithms.gae import discounted_sums, gae
-from usp.rlhf.algorithms.kl import KLControl
-from usp.rlhf.algorithms.options import GRPO, PPO, RLOO, PolicyOptions, ReinforcePlusPlus, ReMax, dapo, dr_grpo
-from usp.rlhf.algorithms.ppo import PPOAdvantages, Stateful
+from usp.rlhf.algorithms.algorithm import Stateful
+from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo, grpo_advantages
+from usp.rlhf.algorithms.policy import PolicyOptions
+from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
 from usp.rlhf.algorithms.reinforce import (
-    grpo_advantages,
+    RLOO,
+    ReinforcePlusPlus,
+    ReMax,
     reinforce_plus_plus_advantages,
     remax_advantages,
     rloo_advantages,
 )
+from usp.rlhf.algorithms.response_rows import discounted_sums
 from usp.rlhf.algorithms.statistics import Moments, RunningMoments
 from usp.rlhf.algorithms.weights import PairWeights, Weighting
 from usp.rlhf.data.mini_batches import mini_batch_ids
@@ -200,7 +203,7 @@ def test_ppo_normalises_and_remembers() -> None:
     for key in ("advantages", "returns"):
         torch.testing.assert_close(again(samples, alone)[key], function(samples, alone)[key], rtol=0, atol=0)
         again.load_state_dict(function.state_dict())
-    with pytest.raises(ValueError, match=r"remember \['kl_coefficient', 'total', .*\], but were given \['total'\]"):
+    with pytest.raises(ValueError, match=r"must have the keys \['kl_coefficient', 'total', .*\], got \['total'\]"):
         again.load_state_dict({"total": 1.0})
 
 

@@ -11,22 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.usp.rlhf.simulate import minimise, on_ranks
-from usp.rlhf.algorithms.graphs import ALGORITHMS, build_graph, stateful
-from usp.rlhf.algorithms.options import (
-    DPO,
-    GRPO,
-    PPO,
-    RLOO,
-    SFT,
-    Options,
-    PolicyOptions,
-    ReinforcePlusPlus,
-    ReMax,
-    RewardModel,
-    dapo,
-    dr_grpo,
-)
+from usp.rlhf.algorithms.algorithm import Options, stateful
+from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo
+from usp.rlhf.algorithms.policy import PolicyOptions
+from usp.rlhf.algorithms.ppo import PPO
+from usp.rlhf.algorithms.preferences import DPO, RewardModel
+from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
+from usp.rlhf.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
+from usp.rlhf.algorithms.sft import SFT
 from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.mini_batches import mini_batch_ids, mini_batch_of
 from usp.rlhf.data.partition import partition
@@ -191,13 +184,13 @@ def test_all_that_is_wrong_is_named() -> None:
         ("grpo", GRPO(reward_scaling=float("nan")), "reward_scaling=nan must be finite"),
         ("grpo", GRPO(overlong_penalty=float("inf")), "overlong_penalty=inf must be finite"),
         ("ppo", PPO(max_reward_clip=0.0), "rewards would all be 0"),
-        ("ppo", PPO(reward_scaling=0.0), "rewards would all be alike"),
-        ("ppo", PPO(aggregation="sequence_mean"), "PPO has token_mean only"),
+        ("ppo", PPO(reward_scaling=0.0), "rewards would all be equal"),
+        ("ppo", PPO(aggregation="sequence_mean"), "PPO supports only token_mean"),
         ("ppo", PPO(kl=0.0, kl_target=6.0), "kl_target=6.0 needs kl above 0"),
         ("ppo", PPO(value_norm="ma"), "value_norm='ma'"),  # type: ignore[arg-type]
         ("ppo", PPO(value_norm_beta=1.0), "value_norm_beta=1.0"),
         ("ppo", PPO(value_norm_eps=0.0), "value_norm_eps=0.0"),
-        ("ppo", PPO(value_eps_clip=0.0), "the critic could not move"),
+        ("ppo", PPO(value_eps_clip=0.0), "the critic could not change"),
         ("ppo", PPO(reward=replace(FUNCTION, prefix="x_")), "reward.prefix='x_'"),
         ("ppo", PPO(lam=-0.1), "lam=-0.1 must be from 0 to 1"),
         ("grpo", GRPO(generate=ONE), "group_size=1 must be at least 2"),
@@ -206,7 +199,7 @@ def test_all_that_is_wrong_is_named() -> None:
         ("grpo", GRPO(aggregation="mean"), "aggregation='mean'"),  # type: ignore[arg-type]
         ("rloo", RLOO(generate=ONE), "group_size=1 must be at least 2"),
         ("reinforce++", ReinforcePlusPlus(gamma=2.0), "gamma=2.0"),
-        ("remax", ReMax(generate=GROUP), "generate.group_size=3: ReMax has one"),
+        ("remax", ReMax(generate=GROUP), "generate.group_size=3: ReMax samples one"),
     ],
 )
 def test_options_that_cannot_be_honoured(algorithm: str, options: Options, match: str) -> None:
@@ -326,7 +319,7 @@ def build_function(graph: DataflowGraph, call: ModelCall, rank: int) -> Callable
 
 
 def data(name: str) -> Samples:
-    algorithm, options = OPTIONS[name]
+    _, options = OPTIONS[name]
     draw = torch.Generator().manual_seed(3)
     ids = [
         torch.randint(1, 9, (2 + i % 3,), generator=draw) for i in range(6 if isinstance(options, PolicyOptions) else 8)
@@ -337,7 +330,7 @@ def data(name: str) -> Samples:
         "tokens": ids,
         "mask": [torch.ones(len(x)) * (torch.arange(len(x)) < len(x) - 1) for x in ids],
     }
-    return Samples(tuple(range(len(ids))), values).only(ALGORITHMS[algorithm].given(options))
+    return Samples(tuple(range(len(ids))), values).only(build_graph(*OPTIONS[name]).given)
 
 
 @each

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.usp.rlhf.simulate import alone, minimise
-from usp.rlhf.algorithms.kl import kl_estimate
-from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken
-from usp.rlhf.algorithms.pairs import DirectPreference, PreferredScore
+from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken, kl_estimate
+from usp.rlhf.algorithms.preferences import DirectPreference, PreferredScore
 from usp.rlhf.algorithms.weights import PairWeights
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Objective

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from usp.data.tokenizer import ByteTokenizer
+from usp.rlhf.algorithms.rewards import match
 from usp.rlhf.data.datasets import MARKS, QUESTION, chosen, open_examples
-from usp.rlhf.prepare import match
 
 KEYS = ("prompt", "answer")
 

@@ -1,0 +1,132 @@
+"""The parts of every algorithm: its options, its calls, and what the trainer must know to run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Objective, TrainStep
+from usp.rlhf.graph.dataflow import DataflowGraph
+
+DataKind = Literal["prompts", "answers", "pairs"]
+GIVEN: dict[DataKind, tuple[str, ...]] = {
+    "prompts": ("prompt_ids", "prompt_index"),
+    "answers": ("tokens", "mask"),
+    "pairs": ("tokens", "mask"),
+}
+_MAY_BE_INFINITE = ("eps_high", "value_eps_clip", "max_reward_clip")  # inf disables the bound
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of every algorithm.
+
+    Attributes:
+        mini_batches, epochs: a step has mini_batches * epochs optimizer steps.
+    """
+
+    mini_batches: int = 1
+    epochs: int = 1
+
+    def violations(self) -> Iterator[str]:
+        """Yield one message per invalid option."""
+        yield from finite(self)
+        yield from at_least(self, 1, "mini_batches", "epochs")
+
+    def step_violations(self, samples: int) -> Iterator[str]:
+        """Yield why the options do not allow steps of `samples` samples."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm as the trainer runs it.
+
+    Attributes:
+        options: class of its options, each with a default; for "prompts" a subclass of `policy.PolicyOptions`.
+        calls: maps options to the calls of a step.
+        data: kind of examples: "prompts" to respond to, "answers" to train on, or "pairs", where sample 2i is preferred
+            to sample 2i + 1. Keys that calls may begin with are `GIVEN[data]`.
+        learning_rate: default peak learning rate, for the tiny presets.
+        model_role: role that is initialized from the configuration's `model`.
+    """
+
+    options: type[Options]
+    calls: Callable[[Any], tuple[ModelCall, ...]]
+    data: DataKind = "prompts"
+    learning_rate: float = 2e-3
+    model_role: str = "actor"
+
+    def graph(self, options: Options) -> DataflowGraph:
+        """Return the graph of a step, which is given those of `GIVEN[data]` that its calls read."""
+        calls = self.calls(options)
+        read = {key for call in calls for key in call.inputs}
+        return DataflowGraph(calls, tuple(key for key in GIVEN[self.data] if key in read))
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A function of samples with state, which must be the same on every rank of its call."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return all that later steps depend on."""
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from the result of `state_dict`.
+
+        Raises:
+            ValueError: naming missing and unknown keys.
+        """
+
+
+def stateful(graph: DataflowGraph) -> dict[str, Stateful]:
+    """Return the functions whose state a checkpoint must hold, by the name of their call."""
+    functions: dict[str, object] = {
+        call.name: call.work.function for call in graph.calls if isinstance(call.work, Compute)
+    }
+    return {name: function for name, function in functions.items() if isinstance(function, Stateful)}
+
+
+def logprobs(role: str, output: str, temperature: float = 1.0) -> ModelCall:
+    """Return the call for a role's log-probabilities of `tokens`."""
+    return ModelCall(f"{role}_inference", role, Inference("logprobs", temperature), ("tokens",), (output,))
+
+
+def train(role: str, objective: Objective, options: Options, stop_above: tuple[str, float] | None = None) -> ModelCall:
+    """Return the train step of a role."""
+    work = TrainStep(objective, options.mini_batches, options.epochs, stop_above)
+    return ModelCall(f"{role}_train", role, work, ("tokens", *objective.keys))
+
+
+def finite(options: Any) -> Iterator[str]:
+    """Yield a message for each nan option, and for each infinite one that is not an upper bound."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        infinite = isinstance(value, float) and math.isinf(value) and option.name not in _MAY_BE_INFINITE
+        if infinite or (isinstance(value, float) and math.isnan(value)):
+            yield f"{option.name}={value} must be finite"
+
+
+def at_least(options: object, least: int, *names: str) -> Iterator[str]:
+    """Yield a message for each named option below `least`, nan included."""
+    for name in names:
+        value = getattr(options, name)
+        if not value >= least:
+            yield f"{name}={value} must be at least {least}"
+
+
+def fraction(options: object, *names: str) -> Iterator[str]:
+    """Yield a message for each named option outside [0, 1]."""
+    for name in names:
+        value = getattr(options, name)
+        if not 0 <= value <= 1:
+            yield f"{name}={value} must be from 0 to 1"
+
+
+def one_of(options: object, name: str, choices: tuple[str, ...]) -> Iterator[str]:
+    """Yield a message if the named option is not one of `choices`."""
+    value = getattr(options, name)
+    if value not in choices:
+        yield f"{name}={value!r} must be one of {', '.join(choices)}"

@@ -1,0 +1,118 @@
+"""Group-relative policy optimization and its variants Dr. GRPO and DAPO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import get_args
+
+from torch import Tensor
+
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
+
+from .algorithm import Algorithm, at_least, one_of
+from .objectives import ClippedPolicy, Estimator
+from .policy import Batch, PolicyOptions, group_violations, policy_calls
+from .response_rows import per_sample
+from .rewards import RewardShape
+from .weights import Aggregation
+
+_EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
+_STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small
+
+
+@dataclass(frozen=True)
+class GRPO(PolicyOptions):
+    """Options of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): no critic, KL penalty in the loss.
+
+    Attributes:
+        generate: the group_size responses to a prompt are compared with each other.
+        kl_estimator: of the KL term in the loss.
+        scale_by_std: divide a reward's distance from its group's mean by the group's standard deviation.
+        drop_equal_groups: exclude groups with equal rewards from the loss and its normalization; a mini-batch of only
+            such groups has gradient 0.
+        overlong_buffer, overlong_penalty: see `RewardShape`.
+    """
+
+    generate: Generate = field(default_factory=lambda: Generate(group_size=8))
+    kl: float = 0.04
+    aggregation: Aggregation = "sequence_mean"
+    kl_estimator: Estimator = "k3"
+    scale_by_std: bool = True
+    drop_equal_groups: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return False
+
+    def objective(self) -> ClippedPolicy:
+        return replace(super().objective(), kl=self.kl, kl_estimator=self.kl_estimator)
+
+    def shape(self) -> RewardShape:
+        return replace(
+            super().shape(),
+            overlong_buffer=self.overlong_buffer,
+            overlong_penalty=self.overlong_penalty,
+            max_tokens=self.generate.max_new_tokens,
+        )
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        yield from group_violations(self.generate)
+        yield from at_least(self, 0, "overlong_penalty")
+        yield from one_of(self, "kl_estimator", get_args(Estimator))
+        if not 0 <= self.overlong_buffer <= self.generate.max_new_tokens:
+            yield (
+                f"overlong_buffer={self.overlong_buffer} must be from 0 to "
+                f"generate.max_new_tokens={self.generate.max_new_tokens}"
+            )
+
+
+def dr_grpo(options: GRPO) -> GRPO:
+    """Remove GRPO's two biases: the division by standard deviation and by length (arXiv 2503.20783)."""
+    return replace(options, scale_by_std=False, aggregation="constant")
+
+
+def dapo(options: GRPO, overlong_buffer: int = 0) -> GRPO:
+    """Raise the upper bound, average over tokens, drop equal groups and the reference (arXiv 2503.14476, section 3)."""
+    return replace(
+        options,
+        eps_high=0.28,
+        kl=0.0,
+        aggregation="token_mean",
+        drop_equal_groups=True,
+        overlong_buffer=overlong_buffer,
+    )
+
+
+def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
+    """Subtract the group's mean reward, and divide by its standard deviation if `scale_by_std` (arXiv 2402.03300,
+    section 4.1.2). Also returns `informative`: 1 if the rewards of the group differ."""
+    batch = Batch.of(samples, options)
+    group_size = options.generate.group_size
+    distances_PG = group_distances(batch.rewards_N, group_size)
+    differs_P = distances_PG.amax(1) - distances_PG.amin(1) > _EQUAL
+    differs_N = differs_P.repeat_interleave(group_size)
+    if options.scale_by_std:
+        variance_P = distances_PG.square().sum(1) / (group_size - 1)
+        distances_PG = distances_PG / (variance_P.sqrt() + _STD_EPSILON)[:, None]
+    kept_N = differs_N if options.drop_equal_groups else None
+    result = batch.result(batch.spread(distances_PG.flatten()), reduce, kept_N)
+    return Samples(samples.ids, {**result, "informative": per_sample(differs_N)})
+
+
+def group_distances(rewards_N: Tensor, group_size: int) -> Tensor:
+    """Return the distance of each reward from the mean of its group, (P, G)."""
+    rewards_PG = rewards_N.unflatten(0, (len(rewards_N) // group_size, group_size))
+    return rewards_PG - rewards_PG.mean(1, keepdim=True)
+
+
+def _calls(options: GRPO) -> tuple[ModelCall, ...]:
+    return policy_calls(options, partial(grpo_advantages, options), scalars=("informative",), grouped=True)
+
+
+GRPO_ALGORITHM = Algorithm(GRPO, _calls)

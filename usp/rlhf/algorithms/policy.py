@@ -1,0 +1,208 @@
+"""The shared parts of algorithms that train a policy on its own responses: options, calls, and the scored batch.
+
+    prompt_ids -> generate -> score, old and reference log-probabilities -> advantages -> train step
+
+Shapes as in `response_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
+
+from .algorithm import Options, at_least, finite, logprobs, one_of, train
+from .objectives import ClippedPolicy
+from .response_rows import Responses, per_sample
+from .rewards import RewardShape, ScoreWith
+from .weights import Aggregation, Weighting
+
+_PENALTY = ("old_logprobs", "ref_logprobs")
+
+
+@dataclass(frozen=True)
+class PolicyOptions(Options):
+    """Options of every algorithm that trains a policy on its own responses.
+
+    Attributes:
+        generate: sampling of responses.
+        reward: reward function; None: the model of the role "reward".
+        reward_bias, reward_scaling, max_reward_clip, zero_unfinished: see `RewardShape`.
+        kl: weight of the KL divergence from the role "ref"; 0: no such role.
+        eps_low, eps_high: see `ClippedPolicy`.
+        entropy_bonus: weight of the entropy term of the loss.
+        aggregation: see `Weighting`; the length of "constant" is generate.max_new_tokens.
+        max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
+    """
+
+    generate: Generate = field(default_factory=Generate)
+    reward: ScoreWith | None = None
+    reward_bias: float = 0.0
+    reward_scaling: float = 1.0
+    max_reward_clip: float = 20.0
+    zero_unfinished: bool = False
+    kl: float = 0.1
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    entropy_bonus: float = 0.0
+    aggregation: Aggregation = "token_mean"
+    max_importance_ratio: float = 5.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from rewards."""
+        return self.kl > 0
+
+    def shape(self) -> RewardShape:
+        return RewardShape(self.reward_bias, self.reward_scaling, self.max_reward_clip, self.zero_unfinished)
+
+    def weighting(self) -> Weighting:
+        return Weighting(self.aggregation, self.mini_batches, length=self.generate.max_new_tokens)
+
+    def objective(self) -> ClippedPolicy:
+        """Return the actor's objective."""
+        return ClippedPolicy(
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            entropy_bonus=self.entropy_bonus,
+            temperature=self.generate.temperature,
+        )
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        yield from finite(self.generate)
+        yield from at_least(self, 0, "kl", "eps_low", "eps_high", "entropy_bonus", "max_importance_ratio")
+        yield from at_least(self.generate, 1, "group_size", "max_new_tokens")
+        yield from one_of(self, "aggregation", get_args(Aggregation))
+        if not self.generate.temperature > 0:
+            yield (
+                f"generate.temperature={self.generate.temperature} must be above 0: greedy responses are not samples "
+                "of the policy that is trained"
+            )
+        if self.eps_low >= 1:
+            yield f"eps_low={self.eps_low} must be below 1: ratios are positive"
+        if not self.max_reward_clip > 0:
+            yield f"max_reward_clip={self.max_reward_clip} must be above 0: rewards would all be 0"
+        if not self.reward_scaling:
+            yield f"reward_scaling={self.reward_scaling} must not be 0: rewards would all be equal"
+        if self.zero_unfinished and not self.generate.stop_ids:
+            yield "zero_unfinished=True needs generate.stop_ids: otherwise every reward is 0"
+        if self.reward is not None and self.reward.prefix:
+            yield f"reward.prefix={self.reward.prefix!r} must be empty: the graph sets it"
+
+
+def group_violations(generate: Generate) -> Iterator[str]:
+    """Yield why the responses to a prompt cannot be compared with each other."""
+    if generate.group_size < 2:
+        yield f"generate.group_size={generate.group_size} must be at least 2: responses are compared with each other"
+
+
+def policy_calls(
+    options: PolicyOptions,
+    advantages: Callable[..., Any],
+    *,
+    between: tuple[ModelCall, ...] = (),
+    inputs: tuple[str, ...] = (),
+    per_token: tuple[str, ...] = (),
+    scalars: tuple[str, ...] = (),
+    grouped: bool = False,
+) -> tuple[ModelCall, ...]:
+    """Return the calls that sample and score responses, compute advantages, and train the actor.
+
+    Args:
+        advantages: function of samples that returns `Batch.result` and the keys `per_token` and `scalars`.
+        between: calls whose outputs `inputs` names, such as values or a baseline's score.
+        inputs: keys that `advantages` reads in addition to those of `Batch`.
+        grouped: keep all responses to a prompt on one rank of `advantages`.
+    """
+    temperature = options.generate.temperature
+    numbers = (*(("reward", "kl") if options.kl_in_reward else ("reward",)), *scalars)
+    compute = Compute(advantages, options.generate.group_size if grouped else 1, numbers)
+    reads = ("tokens", "mask", "score", "finished", *(_PENALTY if options.kl_in_reward else ()), *inputs)
+    gives = ("advantages", "weights", "token_weights", *per_token, *numbers)
+    stop_above = ("importance_ratio", options.max_importance_ratio) if options.max_importance_ratio else None
+    return (
+        generate("actor_generate", options.generate),
+        score(options),
+        logprobs("actor", "old_logprobs", temperature),
+        *((logprobs("ref", "ref_logprobs", temperature),) if options.kl else ()),
+        *between,
+        ModelCall("advantages", "", compute, reads, gives),
+        train("actor", options.objective(), options, stop_above),
+    )
+
+
+def generate(name: str, work: Generate, prefix: str = "") -> ModelCall:
+    """Return a call that samples responses; `prefix` is that of its output keys."""
+    keys = ("tokens", "mask", "logprobs", "finished", "prompt_length")
+    return ModelCall(name, "actor", work, ("prompt_ids",), tuple(f"{prefix}{key}" for key in keys))
+
+
+def score(options: PolicyOptions, prefix: str = "") -> ModelCall:
+    """Return the call that scores responses, by the reward function or the reward model."""
+    if options.reward is None:
+        inputs, outputs = (f"{prefix}tokens",), (f"{prefix}score",)
+        return ModelCall(f"{prefix}reward_inference", "reward", Inference("score"), inputs, outputs)
+    reward = replace(options.reward, prefix=prefix)
+    work = Compute(reward, scalars=(reward.output,))
+    return ModelCall(f"{prefix}reward", "", work, reward.inputs, (reward.output,))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The scored samples of this rank, from which `advantages` functions start.
+
+    Attributes:
+        rewards_N: of whole responses, shaped by `RewardShape`, float64.
+        log_ratios_NR: log(policy / ref) per token, float64; 0 if the reward has no KL penalty.
+    """
+
+    samples: Samples
+    options: PolicyOptions
+    responses: Responses
+    rewards_N: Tensor
+    log_ratios_NR: Tensor
+
+    @staticmethod
+    def of(samples: Samples, options: PolicyOptions) -> Batch:
+        responses = Responses(samples["mask"])
+        rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N)
+        log_ratios_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
+        if options.kl_in_reward:
+            policy_NR, ref_NR = (responses.rows(samples[key]) for key in _PENALTY)
+            log_ratios_NR = policy_NR - ref_NR
+        return Batch(samples, options, responses, rewards_N, log_ratios_NR)
+
+    def token_rewards(self, kl: float) -> Tensor:
+        """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2)."""
+        return self.responses.at_end(self.rewards_N) - kl * self.log_ratios_NR
+
+    def result(self, advantages_NR: Tensor, reduce: Reduce, kept_N: Tensor | None = None) -> dict[str, list[Tensor]]:
+        """Return the outputs of every `advantages` function. Four all-reduces.
+
+        weights: by `options.weighting()`, over samples in `kept_N`. token_weights: equal for all tokens of a
+        mini-batch. kl: of whole responses, if the reward has a KL penalty.
+        """
+        ids, masks = self.samples.ids, list(self.responses.masks)
+        counted = masks if kept_N is None else [mask * kept for mask, kept in zip(masks, kept_N, strict=True)]
+        weighting = self.options.weighting()
+        by_token = replace(weighting, aggregation="token_mean")
+        result = {
+            "advantages": self.responses.per_token(advantages_NR),
+            "weights": weighting(ids, counted, reduce),
+            "token_weights": by_token(ids, masks, reduce),
+            "reward": per_sample(self.rewards_N),
+        }
+        if self.options.kl_in_reward:
+            result["kl"] = per_sample(self.log_ratios_NR.sum(1))
+        return result
+
+    def spread(self, x_N: Tensor) -> Tensor:
+        """Repeat one number per response over its tokens, (N, R)."""
+        return x_N[:, None] * self.responses.inside_NR

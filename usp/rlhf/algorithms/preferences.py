@@ -1,0 +1,127 @@
+"""Reward models and DPO, trained on pairs: sample 2i is preferred to sample 2i + 1. P pairs.
+
+    tokens -> weights (and for DPO reference log-probabilities) -> train step
+
+The loss of a pair needs whole sequences, so every sequence-parallel rank computes it from their sums and takes a share.
+`weights` is 1 / (pairs of the mini-batch) at one token of each sample (`PairWeights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from usp.rlhf.graph.calls import Compute, ModelCall, Sequences
+
+from .algorithm import Algorithm, Options, logprobs, train
+from .objectives import Metrics, ObjectiveDefaults
+from .weights import PairWeights
+
+
+@dataclass(frozen=True)
+class RewardModel(Options):
+    """Options of a reward model."""
+
+
+@dataclass(frozen=True)
+class DPO(Options):
+    """Options of direct preference optimization, see `DirectPreference`."""
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if not self.beta > 0:
+            yield f"beta={self.beta} must be above 0"
+        if not 0 <= self.label_smoothing < 0.5:
+            yield f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5"
+
+
+@dataclass(frozen=True)
+class PreferredScore(ObjectiveDefaults):
+    """Mean over pairs of -log sigmoid(chosen score - rejected score) (Bradley-Terry; Ouyang et al., arXiv 2203.02155,
+    equation 1); a score is the value at the last token.
+
+    Metrics: accuracy, margin, chosen_score, rejected_score, means over pairs.
+    """
+
+    head = "values"
+    keys: ClassVar[tuple[str, ...]] = ("weights",)
+    unit = 2
+
+    def __call__(
+        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
+    ) -> tuple[Tensor, Metrics]:
+        weights_BS = given["weights"]
+        chosen_P, rejected_P = _pairs(sequences.sums(output_BS.where(weights_BS != 0, 0)))
+        weights_P, _ = _pairs(sequences.sums(weights_BS))
+        loss = -(weights_P * logsigmoid(chosen_P - rejected_P)).sum()
+        return sequences.share(loss), _metrics(weights_P, chosen_P, rejected_P, "score", sequences)
+
+
+@dataclass(frozen=True)
+class DirectPreference(ObjectiveDefaults):
+    """Mean over pairs of -log sigmoid(beta * (chosen - rejected)), each the sum of log(policy / ref) over a response.
+
+    DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that a preference is wrong with
+    probability e: (1 - e) times this loss plus e times that of the swapped pair (conservative DPO, Mitchell, 2023).
+
+    Metrics: accuracy, margin, chosen_reward, rejected_reward (beta times the sums), means over pairs.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    keys: ClassVar[tuple[str, ...]] = ("weights", "mask", "ref_logprobs")
+    unit = 2
+
+    def __call__(
+        self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
+    ) -> tuple[Tensor, Metrics]:
+        counts_BS = given["mask"] != 0
+        log_ratio_BS = output_BS.where(counts_BS, 0) - given["ref_logprobs"].where(counts_BS, 0)
+        chosen_P, rejected_P = _pairs(self.beta * sequences.sums(log_ratio_BS))
+        weights_P, _ = _pairs(sequences.sums(given["weights"]))
+        margin_P = chosen_P - rejected_P
+        smoothing = self.label_smoothing
+        loss_P = -(1 - smoothing) * logsigmoid(margin_P) - smoothing * logsigmoid(-margin_P)
+        loss = sequences.share((weights_P * loss_P).sum())
+        return loss, _metrics(weights_P, chosen_P, rejected_P, "reward", sequences)
+
+
+def _pairs(x_B: Tensor) -> tuple[Tensor, Tensor]:
+    chosen_P, rejected_P = x_B.unflatten(0, (len(x_B) // 2, 2)).unbind(1)
+    return chosen_P, rejected_P
+
+
+def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str, sequences: Sequences) -> Metrics:
+    chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+    seen = {
+        "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
+        "margin": chosen_P - rejected_P,
+        f"chosen_{what}": chosen_P,
+        f"rejected_{what}": rejected_P,
+    }
+    return {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
+
+
+def _weights(options: Options) -> ModelCall:
+    work = Compute(PairWeights(options.mini_batches), unit=2, scalars=())
+    return ModelCall("weights", "", work, ("tokens",), ("weights",))
+
+
+def _reward_model_calls(options: RewardModel) -> tuple[ModelCall, ...]:
+    return (_weights(options), train("reward", PreferredScore(), options))
+
+
+def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
+    objective = DirectPreference(options.beta, options.label_smoothing)
+    return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
+
+
+REWARD_MODEL_ALGORITHM = Algorithm(RewardModel, _reward_model_calls, data="pairs", model_role="reward")
+DPO_ALGORITHM = Algorithm(DPO, _dpo_calls, data="pairs")
