@@ -1,14 +1,14 @@
 """One RLHF run, from a configuration to a trained model.
 
-    prepare -> process group -> supervised steps, where weights are random -> executor -> steps, checkpoints -> model
+    prepare -> process group -> supervised steps for random weights -> executor -> steps, checkpoints -> model
 
-RUN/                          what a run leaves
+RUN/                          the output of a run
     config.yaml, plan.yaml    the resolved configuration, and the layout of every call; rlhf.py takes both
     metrics.jsonl             every step
     tensorboard/              the same
     samples.jsonl             some prompts with their responses and scores
-    bad-samples.jsonl         what a reward function could not score
-    timeline/                 every operation on every rank: python -m usp rlhf-trace RUN
+    bad-samples.jsonl         samples that a reward function failed on
+    timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimisers, places in the data: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained
     sft/                      the run of the supervised steps
@@ -58,7 +58,7 @@ from .checkpoints import RlhfState
 from .config import RlhfConfig
 from .prepare import MODEL, SFT, PreparedRlhf, prepare, unused_layout_flags
 
-SHOWN = 2  # samples of a step that are kept to be read
+SHOWN = 2  # samples of a step written to samples.jsonl
 
 
 def train_rlhf(
@@ -85,7 +85,7 @@ def train_rlhf(
 def _after_sft(
     prepared: PreparedRlhf, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog
 ) -> PreparedRlhf:
-    """The run with the model that supervised steps leave, which are a run of their own."""
+    """Train the supervised steps, as a run in a subfolder, and prepare the run that starts from their model."""
     assert prepared.start.folder is not None
     folder = prepared.start.folder / SFT
     if not (folder / MODEL).is_dir():
@@ -107,7 +107,7 @@ def _after_sft(
         start = Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
         RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
         dist.barrier()
-    # Degrees that the plan has no use for were those of the supervised steps.
+    # Degrees that the plan does not use were for the supervised steps.
     rest = {"model": str(folder / MODEL), "sft_steps": 0, **unused_layout_flags(prepared.config)}
     config = replace(prepared.config, **rest)
     return prepare(config, launch, prepared.start, {config.algorithm: prepared.algorithm})
@@ -115,7 +115,7 @@ def _after_sft(
 
 @dataclass(frozen=True)
 class RlhfRecord:
-    """One step: its number, what the executor measured, and its seconds."""
+    """The record of one step: its number, the executor's metrics, and its seconds."""
 
     step: int
     metrics: dict[str, float]
@@ -135,15 +135,15 @@ class RlhfRecord:
             "reward/accuracy": "accuracy",
             "actor/accuracy": "accuracy",
             "actor/grad_norm": "grad norm",
-            "logprob_difference_max": "sampling off by",
+            "logprob_difference_max": "rollout/train logprob diff",
         }
         said = [f"{text} {self.metrics[name]:.4g}" for name, text in shown.items() if name in self.metrics]
         tokens = sum(value for name, value in self.metrics.items() if name == "tokens_length")
-        return "  ".join([*said, f"{count(tokens)} tokens a sample", f"{self.seconds:.1f} s"])
+        return "  ".join([*said, f"{count(tokens)} tokens/sample", f"{self.seconds:.1f} s"])
 
 
 class RlhfTrainer(TrainingLoop):
-    """A graph's models under a plan, with their data. Every rank calls every method, in the same order."""
+    """The models of a graph under a plan, with their data. Every rank calls every method, in the same order."""
 
     def __init__(self, prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> None:
         assert prepared.start.folder is not None
@@ -171,7 +171,7 @@ class RlhfTrainer(TrainingLoop):
             self._resume(prepared.saved)
 
     def step(self, number: int) -> RlhfRecord:
-        """Step `number` (from 1)."""
+        """Run step `number` (from 1): from prompts to new weights."""
         begin = time.perf_counter()
         self.watchdog.progress(number, "step", long=True)
         rate = learning_rate(number, self.config) / self.config.learning_rate
@@ -191,7 +191,7 @@ class RlhfTrainer(TrainingLoop):
         return RlhfRecord(number, result.metrics, time.perf_counter() - begin)
 
     def _given(self, indices: Sequence[int]) -> Samples:
-        """What the graph begins with, the same on every rank."""
+        """Return the input samples of the graph, the same on every rank."""
         examples = [self.prepared.examples[index] for index in indices]
         given = self.prepared.graph.given
         if "prompt_ids" in given:
@@ -239,7 +239,7 @@ class RlhfTrainer(TrainingLoop):
         return RlhfState(self.done, self.taken, self._remembered(), config_to_mapping(self.config)).to_extra()
 
     def _remembered(self) -> dict[str, dict[str, float]]:
-        """What functions of samples remember, which only the ranks that call them know."""
+        """Collect the state of stateful functions, which only the ranks that call them have."""
         found = {}
         for name, function in stateful(self.prepared.graph).items():
             state = [function.state_dict()]
@@ -258,7 +258,7 @@ class RlhfTrainer(TrainingLoop):
         self.done, self.taken = saved.step, saved.examples
 
     def export(self) -> None:
-        """Write every trained model; they are whole when any rank returns."""
+        """Write every trained model; they are complete when any rank returns."""
         graph, plan = self.prepared.graph, self.prepared.plan
         for role in graph.trained_roles:
             call = graph.train_call(role)
@@ -304,7 +304,7 @@ class RlhfTrainer(TrainingLoop):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def _keep_bad(self, number: int, failed: RewardFailed) -> Path:
-        """The sample, so that people can see what their function could not score; by whichever rank saw it."""
+        """Write the sample that the reward function failed on, from the rank that called it."""
         path = self.folder / "bad-samples.jsonl"
         with path.open("a") as file:
             file.write(json.dumps({"step": number, **failed.record}, ensure_ascii=False) + "\n")

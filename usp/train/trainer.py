@@ -2,15 +2,15 @@
 
     prepare -> process group -> mesh -> engine with its stages -> steps, checkpoints -> model
 
-RUN/                          what a run leaves
+RUN/                          the output of a run
     config.yaml               the resolved configuration; train.py --config takes it
     metrics.jsonl             every step
-    tensorboard/              the same
+    tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimiser, data position: --resume continues from the newest
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained
-    tokenizer/                where the tokenizer is bytes; another one is in model/
-    last-good/                only when loss or gradient were not finite: the weights from before that step
+    tokenizer/                only for the byte tokenizer; others are in model/
+    last-good/                only if loss or gradient norm became non-finite: the weights before that step
 """
 
 from __future__ import annotations
