@@ -5,8 +5,6 @@ Depends only on torch; process groups, sequence layouts and kernels are passed i
 intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
 """
 
-from __future__ import annotations
-
 from .bands import Task, band_pairs, block_tasks, rank_pieces
 from .comm import Channel
 from .decode import DecodeStep, KVCache, Prefill
@@ -19,33 +17,3 @@ from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
 from .spec import AttentionSpec
 from .unified import UnifiedPlan, WireBytes, unified_attention
-
-__all__ = [
-    "KERNEL_NAMES",
-    "LAYOUTS",
-    "AttentionSpec",
-    "Channel",
-    "DecodeStep",
-    "HeadPlan",
-    "KVCache",
-    "Keep",
-    "KeepResults",
-    "Kernel",
-    "Message",
-    "Prefill",
-    "RingProgram",
-    "RingSchedule",
-    "SequenceLayout",
-    "Span",
-    "Task",
-    "UnifiedPlan",
-    "WireBytes",
-    "band_pairs",
-    "block_tasks",
-    "check_kernel_name",
-    "compute_now",
-    "rank_pieces",
-    "ring_schedule",
-    "select_kernel",
-    "unified_attention",
-]

@@ -7,8 +7,6 @@ local, dims, stages, agree, groups, mesh, reallocation, fsdp, grad_norm, pipelin
 memory, cluster, testing.
 """
 
-from __future__ import annotations
-
 from .agree import RanksDisagree, agree
 from .checkpoint.checkpointer import Checkpointer, latest
 from .checkpoint.safetensors_storage import read_extra
@@ -24,42 +22,3 @@ from .reallocation.param_layout import ParamLayout, gather_layout
 from .reallocation.realloc_plan import ReallocPlan, plan_realloc
 from .reallocation.reallocation import Reallocation
 from .stages import PP_SCHEDULES, bubble_fraction, micro_batch_violation, rank_stages, stage_layers, stages_per_rank
-
-__all__ = [
-    "PP_SCHEDULES",
-    "SP_ORDERS",
-    "ZERO_STAGES",
-    "Checkpointer",
-    "Hardware",
-    "Link",
-    "ParallelDims",
-    "ParallelMesh",
-    "ParamLayout",
-    "ProcessGroups",
-    "RanksDisagree",
-    "ReallocPlan",
-    "Reallocation",
-    "Tier",
-    "agree",
-    "apply_fsdp",
-    "before_micro_batch",
-    "bubble_fraction",
-    "clip_grad_norm",
-    "divisors",
-    "format_ranks",
-    "gather_layout",
-    "latest",
-    "load_hardware",
-    "local_tensor",
-    "micro_batch_violation",
-    "node_names",
-    "node_of",
-    "overlap_of",
-    "peak_flops",
-    "plan_realloc",
-    "rank_stages",
-    "read_extra",
-    "stage_layers",
-    "stages_per_rank",
-    "transfer_seconds",
-]

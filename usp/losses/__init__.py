@@ -4,18 +4,6 @@ only earlier ones:
 vocabulary, logprobs, cross_entropy, output_heads.
 """
 
-from __future__ import annotations
-
 from .cross_entropy import causal_lm_loss, global_token_count, vocab_loss
 from .logprobs import vocab_logprobs
 from .output_heads import Head, LastHidden, NextTokenLoss
-
-__all__ = [
-    "Head",
-    "LastHidden",
-    "NextTokenLoss",
-    "causal_lm_loss",
-    "global_token_count",
-    "vocab_logprobs",
-    "vocab_loss",
-]
