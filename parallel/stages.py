@@ -57,7 +57,7 @@ def micro_batch_violation(schedule: str, pp: int, micro_batches: int) -> str | N
         rule = f"at least {pp}"
     else:
         rule = f"a multiple of its {micro_batches} // {pp} = {rounds} rounds"
-    return f"the number of micro-batches of {schedule} on {pp} ranks must be {rule}, got {micro_batches}: use {fitting}"
+    return f"micro-batches of {schedule} over {pp} ranks must be {rule}, not {micro_batches}: use {fitting}"
 
 
 def _fits(schedule: str, pp: int, micro_batches: int) -> bool:

@@ -11,8 +11,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from ..bands import Task
-from ..spec import AttentionSpec
+from attention.bands import Task
+from attention.spec import AttentionSpec
+
 from .base import Kernel, Launch
 from .dense import DenseLaunch, DenseLowering
 

@@ -15,9 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..accumulate import Rows
-from ..bands import Task, query_layers
-from ..spec import AttentionSpec
+from attention.accumulate import Rows
+from attention.bands import Task, query_layers
+from attention.spec import AttentionSpec
+
 from .base import Kernel, Launch
 
 aten = torch.ops.aten
