@@ -108,7 +108,7 @@ class _Stage(PipelineStage):
 
 
 class _Hidden(nn.Module):
-    """Wraps an FSDP2 module, so that torch's pipeline does not recognise it and take over its resharding."""
+    """Wraps an FSDP2 module, so that torch's pipeline does not recognize it and take over its resharding."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
