@@ -44,12 +44,12 @@ class Rows:
         size, strides = (self.count, self.length, *x.shape[1:]), (self.stride * x.stride(0), *x.stride())
         return x.as_strided(size, strides, first)
 
-    def whole(self, tokens: int) -> bool:
+    def covers(self, tokens: int) -> bool:
         """Return True if the runs are all `tokens` tokens of a buffer, in order."""
         joined = self.count == 1 or self.stride == self.length
         return self.index is None and self.start == 0 and joined and self.count * self.length == tokens
 
-    def real(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def unpadded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens in `index` without padding, and their values from (count, length, ...) results."""
         assert self.index is not None
         tokens, x = self.index.flatten(), x.flatten(0, 1)
@@ -73,14 +73,14 @@ class AttentionSum:
         The tensors may be kept and modified in place later.
         """
         out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
-        if self._totals is None and rows.whole(self._shape[0]):
+        if self._totals is None and rows.covers(self._shape[0]):
             self._totals = out.flatten(0, 1), lse.reshape(self._shape[:2])
             return
         total_out, total_lse = self.result()
         if rows.index is None:
             _merge(rows.take(total_out), rows.take(total_lse), out, lse)
             return
-        (tokens, out), (_, lse) = rows.real(out), rows.real(lse)
+        (tokens, out), (_, lse) = rows.unpadded(out), rows.unpadded(lse)
         merged_out, merged_lse = total_out[tokens], total_lse[tokens]
         _merge(merged_out, merged_lse, out, lse)
         total_out[tokens], total_lse[tokens] = merged_out, merged_lse
@@ -112,12 +112,12 @@ class GradientSum:
 
     def add(self, rows: Rows, part: Tensor) -> None:
         """Add a launch's (count, length, heads, H) tensor, which may be kept and modified in place later."""
-        if self._total is None and rows.whole(self._shape[0]):
+        if self._total is None and rows.covers(self._shape[0]):
             self._total = part.to(self._dtype).flatten(0, 1)
         elif rows.index is None:
             rows.take(self.total).add_(part)
         else:
-            tokens, part = rows.real(part)
+            tokens, part = rows.unpadded(part)
             self.total.index_add_(0, tokens, part.to(self._dtype))
 
     @property

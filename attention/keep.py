@@ -21,10 +21,6 @@ def compute_now(step: Step, compute: Callable[[], Results]) -> Results:
     return compute()
 
 
-def _noop(x: Any) -> Any:
-    return x
-
-
 class KeepResults:
     """Computes each step and saves its results, in order.
 
@@ -32,7 +28,7 @@ class KeepResults:
         pack, unpack: save and restore a tensor, for example by offloading it to host memory.
     """
 
-    def __init__(self, pack: Callable[[Tensor], Any] = _noop, unpack: Callable[[Any], Tensor] = _noop) -> None:
+    def __init__(self, pack: Callable[[Tensor], Any] = lambda x: x, unpack: Callable[[Any], Tensor] = lambda x: x):
         self._pack, self._unpack = pack, unpack
         self._kept: list[tuple[Step, list[tuple[bool, Any]]]] = []
 

@@ -65,11 +65,6 @@ class UnifiedPlan:
             raise ValueError(violation)
         return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring_schedule(layout, spec, batch, ring_rank))
 
-    @property
-    def idle(self) -> bool:
-        """True if this rank has no query head, because there are more ulysses ranks than query heads."""
-        return self.heads.q_width(self.ulysses_rank) == 0
-
     def wire_bytes(self, head_dim: int, dtype: torch.dtype) -> WireBytes:
         """Predict the bytes that this rank sends to others."""
         mine, others = self.ulysses_rank, [r for r in range(self.heads.ulysses) if r != self.ulysses_rank]
@@ -109,7 +104,7 @@ def unified_attention(
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
-    if plan.idle:
+    if plan.heads.q_width(plan.ulysses_rank) == 0:  # there are more ulysses ranks than query heads
         # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
         out = q if own_sinks is None else q + own_sinks.sum().to(q.dtype)
     else:

@@ -13,10 +13,6 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
 
-    def __len__(self) -> int:
-        """Return the number of groups that include this rank."""
-        return sum(group is not None for group in self._made.values())
-
     def get(self, ranks: Sequence[int], lane: str = "") -> dist.ProcessGroup | None:
         """Return the group of these global ranks, or None on ranks outside it.
 

@@ -87,7 +87,7 @@ class Pipeline:
             kwargs: arguments of every stage: tensors are split like `ids`, other values go to all micro-batches.
         """
         losses: list[Tensor] = []
-        # torch requires targets for its loss function, although the last stage already computes the loss.
+        # torch requires a target, which the loss function ignores.
         self._schedule.step(ids, target=ids, losses=losses, return_outputs=False, **kwargs)
         assert len(losses) == (self._micro_batches if self._has_last else 0)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
@@ -108,7 +108,7 @@ class _Stage(PipelineStage):
 
 
 class _Hidden(nn.Module):
-    """Wraps an FSDP2 module, so that torch's pipeline does not recognise it and take over its resharding."""
+    """Wraps an FSDP2 module, so that torch's pipeline does not recognize it and take over its resharding."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -121,11 +121,8 @@ class _Hidden(nn.Module):
 def _schedule(
     schedule: str, stages: list[Any], micro_batches: int
 ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
-    options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _loss_of_last_stage, "scale_grads": False}
+    # The output of the last stage already is the loss.
+    options: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": lambda x, _: x, "scale_grads": False}
     if schedule == "1f1b":
         return Schedule1F1B(stages[0], **options)
     return (ScheduleZBVZeroBubble if schedule == "zero-bubble" else ScheduleInterleaved1F1B)(stages, **options)
-
-
-def _loss_of_last_stage(output: Tensor, target: Tensor) -> Tensor:
-    return output

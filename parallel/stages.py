@@ -57,7 +57,7 @@ def micro_batch_violation(schedule: str, pp: int, micro_batches: int) -> str | N
         rule = f"at least {pp}"
     else:
         rule = f"a multiple of its {micro_batches} // {pp} = {rounds} rounds"
-    return f"the number of micro-batches of {schedule} on {pp} ranks must be {rule}, got {micro_batches}: use {fitting}"
+    return f"micro-batches of {schedule} over {pp} ranks must be {rule}, not {micro_batches}: use {fitting}"
 
 
 def _fits(schedule: str, pp: int, micro_batches: int) -> bool:
@@ -69,8 +69,8 @@ def _fits(schedule: str, pp: int, micro_batches: int) -> bool:
 def bubble_fraction(schedule: str, pp: int, micro_batches: int) -> float:
     """Return the idle fraction of a rank's step, if messages are free and a backward takes twice as long as a forward.
 
-    With zero-bubble, only the first micro-batch's pass through the stages remains, because all ranks wait for the
-    global gradient norm.
+    Both halves of a split backward take equally long. With zero-bubble, only the first micro-batch's pass through the
+    stages remains, because all ranks wait for the global gradient norm.
     """
     work = {"1f1b": 1, "interleaved-1f1b": 2, "zero-bubble": 6}[schedule] * micro_batches
     return (pp - 1) / (work + pp - 1)

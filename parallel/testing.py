@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from parallel.wire import count_sent_bytes
+from .wire import count_sent_bytes
 
 __all__ = ["RankError", "RankPool", "count_sent_bytes", "run_ranks"]
 

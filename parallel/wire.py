@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -110,10 +111,6 @@ def _reduce_scatter(inputs: Sequence[torch.Tensor], group: Any) -> int:
     return _nbytes(inputs) * (size - 1) // size
 
 
-def _flat(lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return [tensor for tensors in lists for tensor in tensors]
-
-
 _SENDS_NOTHING = frozenset(
     {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 )
@@ -125,7 +122,7 @@ _SENT: Mapping[str, Callable[..., int]] = {
     "allgather_": lambda outs, inputs, group, *_: _all_gather(inputs, group),
     "allgather_into_tensor_coalesced_": lambda outs, inputs, group, *_: _all_gather(inputs, group),
     "_reduce_scatter_base_": lambda out, input, group, *_: _reduce_scatter([input], group),
-    "reduce_scatter_": lambda outs, inputs, group, *_: _reduce_scatter(_flat(inputs), group),
+    "reduce_scatter_": lambda outs, inputs, group, *_: _reduce_scatter(list(chain.from_iterable(inputs)), group),
     "reduce_scatter_tensor_coalesced_": lambda outs, inputs, group, *_: _reduce_scatter(inputs, group),
     "allreduce_": lambda tensors, group, *_: 2 * _reduce_scatter(tensors, group),
     "all_to_all_single": lambda input, out_splits, splits, group: _all_to_all_single(input, splits, group),

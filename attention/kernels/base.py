@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..accumulate import AttentionSum, GradientSum, Rows
-from ..bands import Task
-from ..spec import AttentionSpec
+from attention.accumulate import AttentionSum, GradientSum, Rows
+from attention.bands import Task
+from attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)

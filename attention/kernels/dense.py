@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..accumulate import Rows
-from ..bands import Task, query_layers
+from attention.accumulate import Rows
+from attention.bands import Task, query_layers
+
 from .base import Launch
 
 CHUNK = 256  # rows of a ragged band computed together with one mask

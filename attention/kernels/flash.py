@@ -9,7 +9,8 @@ from types import ModuleType
 
 import torch
 
-from ..spec import AttentionSpec
+from attention.spec import AttentionSpec
+
 from .varlen import VarlenKernel
 
 

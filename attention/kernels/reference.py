@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..accumulate import accumulate_dtype
-from ..bands import Task
-from ..spec import AttentionSpec
+from attention.accumulate import accumulate_dtype
+from attention.bands import Task
+from attention.spec import AttentionSpec
+
 from .base import Kernel, Launch
 from .dense import DenseLaunch, DenseLowering, band_mask
 

@@ -11,8 +11,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from ..bands import Task
-from ..spec import AttentionSpec
+from attention.bands import Task
+from attention.spec import AttentionSpec
+
 from .base import Kernel, Launch
 from .dense import DenseLaunch, DenseLowering
 
@@ -32,7 +33,7 @@ class _DenseKernel(Kernel):
         if device.type != self.device_type:
             return f"runs on {self.device_type}, but the tensors are on {device.type}"
         if dtype not in self.dtypes:
-            return f"dtype={dtype} is not among {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
+            return f"dtype={dtype} must be one of {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}"
         if spec.softcap is not None:
             return f"softcap={spec.softcap} is not supported by the op"
         return None

@@ -6,7 +6,8 @@ import difflib
 
 import torch
 
-from ..spec import AttentionSpec
+from attention.spec import AttentionSpec
+
 from .base import Kernel
 from .flash import FlashAttnKernel
 from .reference import ReferenceKernel

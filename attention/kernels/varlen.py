@@ -15,9 +15,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..accumulate import Rows
-from ..bands import Task, query_layers
-from ..spec import AttentionSpec
+from attention.accumulate import Rows
+from attention.bands import Task, query_layers
+from attention.spec import AttentionSpec
+
 from .base import Kernel, Launch
 
 aten = torch.ops.aten
@@ -83,7 +84,7 @@ class VarlenKernel(Kernel):
         if device.type != "cuda":
             return f"runs on cuda, but the tensors are on {device.type}"
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"dtype={dtype} is neither bfloat16 nor float16"
+            return f"dtype={dtype} must be bfloat16 or float16"
         if head_dim > 256 or head_dim % 8:
             return f"head_dim={head_dim} must be a multiple of 8, at most 256"
         return None

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from .safetensors_storage import DOOMED, PARTIAL, SafetensorsReader, SafetensorsWriter, read_extra, remove_checkpoint
+from .safetensors_storage import PARTIAL, REMOVING, SafetensorsReader, SafetensorsWriter, read_extra, remove_checkpoint
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(DOOMED)})")
+_LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(REMOVING)})")
 
 
 def latest(folder: Path) -> Path | None:

@@ -40,7 +40,7 @@ from torch.futures import Future
 INDEX = "checkpoint.json"
 EXTRA = "extra.safetensors"
 PARTIAL = ".partial"  # being written
-DOOMED = ".old"  # being removed
+REMOVING = ".old"  # being removed
 _TENSOR = "tensor in " + EXTRA  # only key of the object that replaces a tensor in the JSON of `extra`
 
 
@@ -169,10 +169,10 @@ def read_extra(folder: Path) -> dict[str, Any]:
 
 def remove_checkpoint(folder: Path) -> None:
     """Remove a complete checkpoint, renaming it first so that a partly removed one never looks complete."""
-    doomed = folder.with_name(folder.name + DOOMED)
+    removing = folder.with_name(folder.name + REMOVING)
     with suppress(FileNotFoundError):
-        shutil.rmtree(doomed)
-    shutil.rmtree(folder.rename(doomed))
+        shutil.rmtree(removing)
+    shutil.rmtree(folder.rename(removing))
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

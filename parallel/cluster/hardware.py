@@ -223,7 +223,7 @@ def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
             hardware = _build(values)
             problems = _violations(hardware)
         except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-            problems = [f"invalid value: {error}"]
+            problems = [f"missing key {error}" if isinstance(error, KeyError) else f"invalid value: {error}"]
     if problems:
         raise ValueError(f"hardware {where}: " + "; ".join(problems))
     return hardware

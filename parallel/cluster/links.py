@@ -39,7 +39,7 @@ def transfer_seconds(
     links: dict[int, Link] = {level: getattr(hardware.tiers[level], kind) for level in crossing}
     seconds = 0.0
     for level, (device_part, domain_part) in crossing.items():
-        tier, inner = hardware.tiers[level], _inner(hardware, level, world_size)
+        tier, inner = hardware.tiers[level], min(hardware.tiers[level - 1].devices if level else 1, world_size)
         on_link = nbytes * device_part / links[level].bytes_per_second
         rate = tier.shared_bytes_per_second * links[level].bytes_per_second / tier.send.bytes_per_second
         shared = nbytes * domain_part * inner / rate
@@ -65,11 +65,6 @@ def _level_of(hardware: Hardware, a: int, b: int) -> int:
         f"{hardware.name} connects {hardware.tiers[-1].devices} devices, too few for rank {max(a, b)}: add a tier with "
         f"devices=0, such as the network between hosts"
     )
-
-
-def _inner(hardware: Hardware, level: int, world_size: int) -> int:
-    """Return the number of participating devices that share a link out to this tier."""
-    return min(hardware.tiers[level - 1].devices if level else 1, world_size)
 
 
 def _exchanged(hardware: Hardware, ranks: Sequence[int]) -> dict[int, tuple[float, float]]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ..local import local_tensor
+from parallel.local import local_tensor
 
 
 @dataclass(frozen=True)

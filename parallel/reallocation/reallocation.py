@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..agree import agree
-from ..groups import ProcessGroups
+from parallel.agree import agree
+from parallel.groups import ProcessGroups
+
 from .boxes import Box, local_part
 from .param_layout import ParamLayout
 from .realloc_plan import ReallocPlan

@@ -271,4 +271,4 @@ def wrong_pipelines() -> list[str]:
 def test_unsupported_schedules_are_refused(ranks: RankPool) -> None:
     for messages in ranks.run(wrong_pipelines, 2):
         assert messages[0].startswith("zero=3 frees parameters") and messages[0].endswith("use zero=1")
-        assert "at least 2 x 2 - 1 = 3, got 2: use 3" in messages[1]
+        assert "at least 2 x 2 - 1 = 3, not 2: use 3" in messages[1]

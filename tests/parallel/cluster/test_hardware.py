@@ -70,7 +70,7 @@ def test_inconsistencies_are_reported_in_one_message() -> None:
 def test_invalid_hardware_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tiers is missing; speed is unknown"):
         hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
-    with pytest.raises(ValueError, match="invalid value"):
+    with pytest.raises(ValueError, match="missing key 'devices'"):
         hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
     with pytest.raises(ValueError, match="efficiency of attention is unknown"):
         hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": [[1, 1]]}}, "mine.json")
