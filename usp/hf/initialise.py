@@ -42,8 +42,8 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
         if not targets or only not in ("", prefix):
             continue
         values = _drawn(whole, prefix, seed)
-        for name, parameters in targets.items():
-            for target in parameters:
+        for name, tied in targets.items():
+            for target in tied:
                 local_part(target).copy_(values[name][local_box(target).slices()])
         del values
         module.to_empty(device="meta", recurse=False)

@@ -115,7 +115,7 @@ def _check_model(model: PreTrainedModel, axes: SpAxes) -> None:
     if getattr(config, "attention_dropout", 0.0):
         violations.append(f"attention_dropout={config.attention_dropout} is not supported: set it to 0")
     if getattr(config, "output_attentions", False):
-        violations.append("output_attentions=True is not supported, weights are never materialized: set it to False")
+        violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope") and axes.ring * ulysses > 1:
         violations.append(
@@ -175,7 +175,7 @@ class _ForwardGuard:
         if cache is not None and kwargs.get("cu_seqlens") is not None:
             violations.append("kv_cache does not support packed documents: leave cu_seqlens out")
         if kwargs.get("output_attentions"):
-            violations.append("output_attentions=True is not supported, weights are never materialized")
+            violations.append("output_attentions=True is not supported, there are no attention weights")
         if kwargs.get("output_router_logits"):
             violations.append(
                 "output_router_logits=True computes the auxiliary loss over this rank's tokens only: set it to False "

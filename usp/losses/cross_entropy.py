@@ -124,11 +124,11 @@ def _chunk(
     exp = logits.exp_()
     sums = torch.stack((exp.sum(1), target))
     rows.all_reduce(sums)
-    normaliser, target = sums
+    normalizer, target = sums
     wanted = labels_C != IGNORED_LABEL
-    losses = (normaliser.log() - target).where(wanted, 0)
+    losses = (normalizer.log() - target).where(wanted, 0)
     if not differentiate:
         return losses, None
-    exp.mul_((wanted / normaliser).unsqueeze(1))
+    exp.mul_((wanted / normalizer).unsqueeze(1))
     exp.scatter_add_(1, index, -(owned & wanted).to(exp.dtype).unsqueeze(1))
     return losses, exp

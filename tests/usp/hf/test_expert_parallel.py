@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from parallel.testing import RankPool
 from tests.usp.tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch, tiny_model, train_alone
+from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.expert_parallel import apply_ep, expert_modules, router_modules
@@ -138,12 +139,6 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
         dist.all_reduce(total, group=mesh.group("loss"))
         history.append((total.item(), norm))
     return history
-
-
-def largest_difference(histories: list[list[tuple[float, float]]], alone: list[tuple[float, float]]) -> float:
-    """Return the largest relative difference of any loss or gradient norm."""
-    found = torch.tensor(histories, dtype=torch.float64)
-    return float((found / torch.tensor(alone, dtype=torch.float64)[: found.shape[1]] - 1).abs().max())
 
 
 @pytest.fixture(scope="module")
