@@ -31,7 +31,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The flag --config, added to every configuration."""
+    """Flag that `parse` adds to every configuration."""
 
     config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """YAML or TOML file with these keys, such as the config.yaml of a run. Flags override it."""

@@ -43,7 +43,7 @@ LOST_PEER = ("closed by peer", "reset by peer", "connection refused", "socket cl
 
 
 class ConfigurationError(ValueError):
-    """The configuration cannot run; raised on every rank before any of them communicates."""
+    """Invalid configuration; raised on every rank before any of them communicates."""
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -61,15 +61,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss or gradient norm is not finite; raised on every rank at the same step."""
+    """Non-finite loss or gradient norm; raised on every rank at the same step."""
 
 
 class UserCodeFailed(RuntimeError):
-    """A user-provided function failed on this rank; the message is complete without a traceback."""
+    """Failure of a user-provided function on this rank; the message needs no traceback."""
 
 
 class Stopped(Exception):
-    """A signal stopped the run; raised on every rank after the same step."""
+    """Stop requested by a signal; raised on every rank after the same step."""
 
     def __init__(self, signal_number: int, step: int, checkpoint: Path | None) -> None:
         name = signal.Signals(signal_number).name

@@ -23,7 +23,7 @@ ECHO_SECONDS = 2.0  # a scheduler and torchrun may both send one for the same re
 
 @dataclass
 class StopRequest:
-    """Whether this process was asked to stop: number and time of the first signal, 0 before."""
+    """Request to stop this process: number and time of the first signal, 0 before."""
 
     signal_number: int = 0
     since: float = 0.0

@@ -85,14 +85,14 @@ class Watchdog:
         before = time.monotonic()
         while not self._done.wait(min(TICK_SECONDS, self._seconds / 4)):
             now = time.monotonic()
-            self._idle += min(now - before, 2 * TICK_SECONDS)  # more if this process was stopped
+            self._idle += min(now - before, 2 * TICK_SECONDS)  # a longer gap: the process was stopped
             before = now
             step, phase, long = self._now
             try:
                 late = self._idle > self._seconds * (LONG_PHASE if long else 1)
                 if late or (store is not None and store.check([alarm])):
-                    own = threading.get_ident()
-                    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+                    watcher = threading.get_ident()
+                    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != watcher}
                     self._report(store, Answer(step, phase, *whereabouts(frames, self._main)))
                     return
             except dist.DistError:  # torchrun has exited
