@@ -47,17 +47,19 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
                 local_part(target).copy_(values[name][local_box(target).slices()])
         del values
         module.to_empty(device="meta", recurse=False)
-    fill_buffers(model)
+    fill_buffers(model, whole)
 
 
 @torch.no_grad()
-def fill_buffers(model: PreTrainedModel) -> None:
+def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None) -> None:
     """Compute buffers, which no checkpoint contains, such as rotary frequencies.
+
+    whole: `empty_model` of the model's configuration, if the caller has one.
 
     Raises:
         ValueError: naming a module whose buffers transformers does not initialize.
     """
-    whole = empty_model(model.config)
+    whole = empty_model(model.config) if whole is None else whole
     modules = {name.rpartition(".")[0] for name, _ in model.named_buffers()}
     values = {f"{prefix}.{name}": value for prefix in modules for name, value in _drawn(whole, prefix, 0).items()}
     for name, buffer in model.named_buffers():
