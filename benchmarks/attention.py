@@ -54,7 +54,7 @@ class Case:
 
     @property
     def unit_bytes(self) -> int:
-        """The size of one activation of the whole sequence: batch x seq x hidden x itemsize."""
+        """Return the bytes of one activation of the whole sequence: batch x seq x hidden x itemsize."""
         return BATCH * self.seq_len * self.heads * HEAD_DIM * getattr(torch, self.dtype).itemsize
 
 

@@ -83,7 +83,7 @@ class Case:
 
     @property
     def options(self) -> str:
-        """The fields that differ from train.py's defaults, and the rank if it is not 0."""
+        """Return the fields that differ from train.py's defaults, and the rank if it is not 0."""
         default = TrainConfig()
         changed = {name: getattr(self.config, name) for name in _SHOWN}
         words = [

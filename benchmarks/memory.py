@@ -53,7 +53,7 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether each rank has a whole sequence instead of a shard of one."""
+        """Return whether each rank has a whole sequence instead of a shard of one."""
         return self.system in (PLAIN, PLAIN_CHECKPOINTING)
 
     @property
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def logits_bytes(self) -> int:
-        """The size of the full logits of one rank's tokens, in fp32."""
+        """Return the bytes of the full logits of one rank's tokens, in fp32."""
         return self.seq_len * VOCAB * 4 // (1 if self.plain else self.ranks)
 
 

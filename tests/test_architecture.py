@@ -27,6 +27,7 @@ MAP = ROOT / "docs" / "architecture.md"
 # File names that may occur in several folders of the packages, because they name the same thing there.
 SHARED_NAMES = {
     "base": "the interface that the other files of a folder implement",
+    "calibrate": "the command and what it runs",
     "checkpoints": "what a checkpoint holds: usp/train and usp/rlhf",
     "config": "the flags of a program: usp and usp/rlhf",
     "dry_run": "the command and what it runs",
@@ -35,6 +36,7 @@ SHARED_NAMES = {
     "shapes": "the shapes of a model, and how they are read from transformers",
     "spec": "what something is, without where it runs: an attention call, a role's model",
     "trainer": "the training loop: usp/train and usp/rlhf",
+    "validate": "the rules of a configuration: usp/train and usp/rlhf",
     "weights": "of a model in files, of tokens in a loss",
 }
 
@@ -273,6 +275,13 @@ def map_violations(document: str, orders: Mapping[str, list[str]], files: Collec
             yield f"{folder}/ stands in the map as {', '.join(listed)}; its import order is {', '.join(order)}"
 
 
+def missing_paths(document: str) -> Iterator[str]:
+    """Yield paths of this repository that a document mentions in backticks and that do not exist."""
+    for path in re.findall(rf"`((?:{'|'.join((*CODE, 'docs'))})/[\w./-]*)`", document):
+        if not (ROOT / path).exists():
+            yield path
+
+
 # The checks
 
 
@@ -309,6 +318,12 @@ def test_the_map_is_complete() -> None:
     orders = {package: order_of(package) for package in package_folders()}
     broken = list(map_violations(MAP.read_text(), orders, [path for path in files if "__init__" not in path]))
     assert not broken, "docs/architecture.md:\n" + "\n".join(broken)
+
+
+def test_documents_mention_existing_paths() -> None:
+    documents = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+    broken = [f"{name} mentions {path}" for name, text in documents.items() for path in missing_paths(text)]
+    assert not broken, "\n".join(broken)
 
 
 BAD_FILES = [
@@ -368,7 +383,7 @@ def test_imports_against_the_order_are_rejected() -> None:
 
 @pytest.mark.parametrize("package", [folder for folder in package_folders() if len(order_of(folder)) > 1])
 def test_an_import_of_the_next_child_is_rejected_at_every_level(package: str) -> None:
-    """A file anywhere below a child may not import the next child, whichever way the import is written."""
+    """Reject imports of the next child from any depth, in every form of the import statement."""
     dotted = package.replace("/", ".")
     for low, high in pairwise(order_of(package)):
         for text in (f"from {dotted}.{high} import x", f"import {dotted}.{high}.x", f"from ...{high} import x"):
@@ -385,6 +400,10 @@ def test_a_crowded_folder_is_rejected() -> None:
 def test_a_misleading_name_is_rejected() -> None:
     assert not list(misleading_names(["usp/train/trainer.py", "usp/rlhf/trainer.py", "usp/x.py", "parallel/y.py"]))
     assert list(misleading_names(["usp/cost/heads.py", "attention/heads.py"]))
+
+
+def test_a_missing_path_is_rejected() -> None:
+    assert list(missing_paths("`usp/train/prepare.py` and **`usp/costs.py`**, `usp/hf/`")) == ["usp/costs.py"]
 
 
 MAP_ORDERS = {"usp": ["data", "config"], "usp/data": ["stream"]}

@@ -26,7 +26,7 @@ from usp.train.engines.deepspeed import load_deepspeed
 
 VERSION = "0.19.8"
 PATCHES = {
-    "gloo alone": "no operator is compiled on CPU: gloo runs all collectives, as in our runs",
+    "gloo only": "no operator is compiled on CPU: gloo runs all collectives, as in our runs",
     "summed gradients": "ZeRO-3 also averages over sequence-parallel ranks, so the loss is scaled by their number",
 }
 
