@@ -1,13 +1,13 @@
-"""How fast is the unified attention, what does it send, and what memory does it take?
+"""Time, bytes sent and memory of the unified attention.
 
-Against (a) yunchang, patched to run on CPU (benchmarks/baselines/yunchang_cpu.py), on the same ranks and process group,
-and (b) the limit: one process with a thread per core doing the whole sequence. All three take turns, call by call, in
-one run; the other ranks sleep in a barrier while the one process computes. A call's time is from the first rank's start
-to the last rank's end.
+Baselines: yunchang, patched to run on CPU (benchmarks/baselines/yunchang_cpu.py), on the same ranks and process group,
+and a single process that computes the whole sequence with one thread per core. The three alternate call by call in one
+run; the other ranks wait in a barrier while the single process computes. A call is timed from the first rank's start to
+the last rank's end.
 
     python -m benchmarks.attention            # about half an hour on two cores
-    python -m benchmarks.attention --quick    # about a minute, saves nothing
-    python -m benchmarks.attention --cluster  # two hosts of four ranks, 1 Gbit/s between them
+    python -m benchmarks.attention --quick    # about a minute; saves nothing
+    python -m benchmarks.attention --cluster  # two emulated hosts of four ranks, connected by 1 Gbit/s
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.measure import Runner, peak_bytes, sent_bytes, time_in_turns
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
+from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp import UnifiedSPAttention, shard_sequence
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one activation of the whole sequence: batch x seq x hidden x itemsize."""
+        """Return the bytes of one activation of the whole sequence: batch x seq x hidden x itemsize."""
         return BATCH * self.seq_len * self.heads * HEAD_DIM * getattr(torch, self.dtype).itemsize
 
 
@@ -67,7 +67,11 @@ def one_process(q_BSNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, causal: bool)
 
 
 def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, Any]:
-    """This rank's spans, bytes, peak memory and differences from one process, by system; yunchang where `peer`."""
+    """Return this rank's spans, bytes, peak memory and differences from one process, by system.
+
+    Args:
+        peer: also measure yunchang, where it supports the case.
+    """
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(0)
     counts = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -78,12 +82,12 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
         "ours": Runner.make(attention, lambda x: shard_sequence(x, mesh, layout=case.layout, dim=1), whole),
         "one process": None,
     }
-    if peer and case.kv_heads % case.ulysses == 0:  # elsewhere yunchang fails on a reshape
+    if peer and case.kv_heads % case.ulysses == 0:  # otherwise yunchang fails in a reshape
         theirs = yunchang_cpu.build(ulysses=case.ulysses, ring=case.ring, layout=case.layout)
         runners["yunchang"] = Runner.make(theirs.attention, theirs.shard, whole)
     if dist.get_rank() == 0:
-        alone = Runner.make(one_process, torch.clone, whole)
-        runners["one process"] = Runner(alone.attention, alone.shard, alone.inputs, alone.dout, os.cpu_count() or 1)
+        single = Runner.make(one_process, torch.clone, whole)
+        runners["one process"] = replace(single, threads=os.cpu_count() or 1)
     predicted = attention.wire_bytes(
         batch=BATCH,
         seq_len=case.seq_len,
@@ -104,15 +108,15 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
 
 
 def measure_all(chosen: Sequence[Case], warmups: int, iterations: int, peer: bool) -> list[dict[str, Any]]:
-    """`measure` of every case, one after another, by case."""
+    """Return `measure` of each case."""
     return [measure(case, warmups, iterations, peer) for case in chosen]
 
 
 def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner]) -> dict[str, float]:
-    """Relative L2 difference from the one process over this rank's tokens, worst of out, dq, dk, dv."""
-    ours, alone = distributed["ours"], runners["one process"]
+    """Return the relative L2 difference from one process over this rank's tokens, the worst of out, dq, dk, dv."""
+    ours, single = distributed["ours"], runners["one process"]
     shapes = [(BATCH, x.shape[1] * dist.get_world_size(), *x.shape[2:]) for x in (ours.inputs[0], *ours.inputs)]
-    expected = alone.step() if alone else [torch.empty(shape, dtype=ours.dout.dtype) for shape in shapes]
+    expected = single.step() if single else [torch.empty(shape, dtype=ours.dout.dtype) for shape in shapes]
     worst = dict.fromkeys(distributed, 0.0)
     results = {name: runner.step() for name, runner in distributed.items()}
     for index, whole in enumerate(expected):
@@ -129,10 +133,14 @@ def differences(runners: dict[str, Runner | None], distributed: dict[str, Runner
 
 
 def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of data: medians in ms, bytes per rank (mean and busiest), units, peak, worst difference."""
+    """Return one row of data: medians in ms, bytes per rank (mean and busiest), units, peak, worst difference."""
     first = by_rank[0]
     milliseconds = {
-        name: {kind: _median(by_rank, name, kind) for kind in ("forward", "step")} for name in first["spans"]
+        name: {
+            kind: median_milliseconds(spans for rank in by_rank if (spans := rank["spans"][name][kind]))
+            for kind in ("forward", "step")
+        }
+        for name in first["spans"]
     }
     sent = {
         name: {
@@ -158,11 +166,6 @@ def summarise(case: Case, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _median(by_rank: list[dict[str, Any]], name: str, kind: str) -> float:
-    calls = zip(*(rank["spans"][name][kind] for rank in by_rank if rank["spans"][name][kind]), strict=True)
-    return statistics.median(max(end for _, end in call) - min(start for start, _ in call) for call in calls) / 1e6
-
-
 COLUMNS = (
     "u x r",
     "layout",
@@ -178,9 +181,9 @@ COLUMNS = (
     "difference",
 )
 READING = (
-    "u x r: ulysses x ring ranks. Times: ours / yunchang / one process, medians. Units sent and peak MiB: ours / "
-    "yunchang, forward + backward, per rank. One unit is batch x tokens x hidden x itemsize. The two ratios are of the "
-    "forward + backward times. Difference: relative L2 from one process, worst of out, dq, dk, dv.",
+    "u x r: ulysses x ring ranks. Times: medians of ours / yunchang / one process. Units sent and peak MiB: ours / "
+    "yunchang, forward + backward, per rank. One unit is batch x tokens x hidden x itemsize. Both ratios compare "
+    "forward + backward times. Difference: relative L2 error against one process, worst of out, dq, dk, dv.",
 )
 
 
@@ -208,7 +211,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The figures that the project holds itself to, and what the peer needed."""
+    """Return how to read the table, the headline ratios, and the patches of the baseline."""
     found = list(READING)
     peered = [row for row in rows if "yunchang" in row["units"]]
     standard = [r for r in peered if _is(r, ranks=4, layout="zigzag", dtype="float32", heads=8, kv_heads=8)]
@@ -226,7 +229,7 @@ def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
         ours, peer = rings[0]["units"]["ours"], rings[0]["units"]["yunchang"]
         found.append(f"Ring of 4, zigzag: {ours:.2f} units sent per rank, yunchang {peer:.2f}.")
     exact = sum(row["sent_as_predicted"] for row in rows)
-    found.append(f"Bytes counted on the wire equal the plan's on every rank in {exact} of {len(rows)} cases.")
+    found.append(f"Bytes counted on the wire equal the predicted bytes on every rank in {exact} of {len(rows)} cases.")
     if peered:
         found += [f'yunchang patch "{name}": {reason}.' for name, reason in yunchang_cpu.PATCHES.items()]
     return tuple(found)
@@ -269,19 +272,21 @@ def on_two_hosts(chosen: Sequence[Case], iterations: int, peer: bool) -> Iterato
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time, bytes and memory of unified attention, against yunchang.")
-    parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; saves nothing")
-    parser.add_argument("--cluster", action="store_true", help=f"two hosts of four ranks with {RATE} between them")
-    parser.add_argument("--iterations", type=int, default=None, help="timed rounds per case (default 7, quick 3)")
-    parser.add_argument("--no-peer", action="store_true", help="measure without yunchang")
-    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    parser.add_argument("--quick", action="store_true", help="4 ranks, 2,048 tokens, 3 iterations; save nothing")
+    parser.add_argument("--cluster", action="store_true", help=f"two emulated hosts of four ranks, connected by {RATE}")
+    parser.add_argument(
+        "--iterations", type=int, default=None, help="timed rounds per case (default 7, or 3 with --quick)"
+    )
+    parser.add_argument("--no-peer", action="store_true", help="skip yunchang")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     if not args.no_peer and find_spec("yunchang") is None:
-        raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or give --no-peer')
+        raise SystemExit('yunchang is not installed: pip install -c constraints.txt -e ".[bench]", or pass --no-peer')
     reason = unavailable() if args.cluster else None
     if reason:
-        raise SystemExit(f"--cluster is not possible: {reason}")
+        raise SystemExit(f"--cluster is not available: {reason}")
     iterations = args.iterations or (3 if args.quick else 7)
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler that counts memory announces every start otherwise
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
     on_ranks = on_two_hosts if args.cluster else on_one_host
     rows = []
     for row in on_ranks(cases(quick=args.quick, hosts=args.cluster), iterations, not args.no_peer):
@@ -289,20 +294,10 @@ def main() -> None:
         print(*cells(row), sep="  ", flush=True)
     name = "attention_cluster" if args.cluster else "attention"
     where = f"two hosts of four CPU ranks, {RATE} between them" if args.cluster else "CPU ranks"
-    record = Record(
-        name=name,
-        question=f"Unified attention on {where}: time, bytes sent and memory",
-        command=f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(map(cells, rows)),
-        notes=notes(rows),
-        data=rows,
-    )
-    record.print()
-    output = args.output or (None if args.quick else RESULTS / f"{name}.json")
-    if output:
-        record.save(output)
+    question = f"Unified attention on {where}: time, bytes sent and memory"
+    command = f"python -m benchmarks.attention{' --cluster' if args.cluster else ''}"
+    record = Record.of(name, question, COLUMNS, map(cells, rows), notes(rows), rows, command=command)
+    finish(record, args.output, save=not args.quick)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does generation keep up with transformers' `generate` on the same cores? Greedy, one rank, taking turns.
+"""Generation throughput of one rank against transformers' `generate` on the same cores: greedy, alternating runs.
 
 python -m benchmarks.decode
 """
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.measure import in_turns
+from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh
 from usp.hf.initialise import initialise
 from usp.hf.integrate import apply_unified_sp
@@ -61,13 +62,13 @@ def weights(config: PretrainedConfig) -> Any:
 
 
 def systems(case: Case, new_tokens: int, mesh: ParallelMesh) -> tuple[dict[str, Callable[[], list]], int]:
-    """Functions that generate the responses as lists of ids, and the parameters of the model."""
+    """Return functions that generate the responses as lists of ids, by system, and the model's parameter count."""
     ids = torch.randint(case.config().vocab_size, (case.batch, PROMPT), generator=torch.Generator().manual_seed(0))
     plain = weights(case.config())
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
 
     def theirs(cache: str) -> list:
-        # At least as many new tokens as at most: no id ends a response.
+        # Equal limits, so that no token ends a response early.
         limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "eos_token_id": None}
         plain.generation_config.eos_token_id = None
         return plain.generate(ids, **options, **limits, cache_implementation=cache)[:, PROMPT:].tolist()
@@ -83,24 +84,21 @@ def systems(case: Case, new_tokens: int, mesh: ParallelMesh) -> tuple[dict[str, 
 
 
 def measure(case: Case, new_tokens: int, rounds: int, mesh: ParallelMesh) -> dict[str, Any]:
-    """Tokens a second of every system, by round."""
+    """Return tokens per second of every system, by round."""
     runs, parameters = systems(case, new_tokens, mesh)
     first = {name: run() for name, run in runs.items()}
     differing = sum(a != b for a, b in zip(first["ours"], first["dynamic"], strict=True))
     speeds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for round_ in range(rounds):
-        turn = round_ % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
-            runs[name]()
-            speeds[name].append(case.batch * new_tokens / (time.perf_counter() - start))
+    for _, name in in_turns(list(runs), rounds):
+        start = time.perf_counter()
+        runs[name]()
+        speeds[name].append(case.batch * new_tokens / (time.perf_counter() - start))
     return {"model": case.model, "batch": case.batch, "parameters": parameters, "differing": differing, **speeds}
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:
     ours, dynamic, static = (median(found[name]) for name in ("ours", "dynamic", "static"))
-    # A round's systems ran one after the other: their ratio suffers least from what else the machine does.
+    # Ratios within a round are the least sensitive to other load on the machine.
     ratios = [a / max(b, c) for a, b, c in zip(found["ours"], found["dynamic"], found["static"], strict=True)]
     return (
         found["model"],
@@ -116,33 +114,31 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of cases to run")
-    parser.add_argument("--output", type=Path, default=RESULTS / "decode.json")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens per response")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each system")
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         mesh = ParallelMesh.create(ParallelDims())
         data = [measure(CASES[case], arguments.new_tokens, arguments.rounds, mesh) for case in arguments.cases]
         dist.destroy_process_group()
-    record = Record(
-        name="decode",
-        question="Does one rank generate as fast as transformers?",
-        command="python -m benchmarks.decode",
-        machine=machine([("threads", str(torch.get_num_threads()))]),
-        columns=("model", "M parameters", "batch", "tokens/s", "transformers, dynamic", "static", "ratio", "differing"),
-        rows=tuple(map(row, data)),
-        notes=(
-            f"Greedy, float32, prompts of {PROMPT} tokens, {arguments.new_tokens} new ones; median of "
-            f"{arguments.rounds} rounds in which the systems take turns.",
-            "ratio: ours / the faster of transformers' two caches, within a round. Ours keeps log-probabilities too.",
-            "differing: responses that are not token for token those of transformers.",
+    record = Record.of(
+        "decode",
+        "Generation throughput of one rank, against transformers",
+        ("model", "M parameters", "batch", "tokens/s", "transformers, dynamic", "static", "ratio", "differing"),
+        map(row, data),
+        (
+            f"Greedy, float32, prompts of {PROMPT} tokens, {arguments.new_tokens} new tokens; median of "
+            f"{arguments.rounds} rounds of alternating runs.",
+            "ratio: ours / the faster of transformers' two caches, in a round. Ours also returns log-probabilities.",
+            "differing: responses that are not identical to those of transformers, token for token.",
         ),
-        data=data,
+        data,
+        extra=[("threads", str(torch.get_num_threads()))],
     )
-    record.print()
-    record.save(arguments.output)
+    finish(record, arguments.output)
 
 
 if __name__ == "__main__":

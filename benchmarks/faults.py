@@ -1,14 +1,14 @@
-"""Does a run survive? Kill -9 of a random rank at random moments, and the result held against an undisturbed run.
+"""Fault tolerance: kill -9 of random ranks at random moments, compared bit for bit with an undisturbed run.
 
     python -m benchmarks.faults                       # 20 kills on 4 ranks, at most eight minutes on two cores
     python -m benchmarks.faults --kills 2 --steps 20 --no-save
 
     undisturbed   torchrun train.py ... ------------------------------------------> model
-    disturbed     torchrun --max-restarts ... --x restart -----x restart ---x ... -> model, the same bits
-                                                `- every checkpoint that is there is read, every byte of it
+    disturbed     torchrun --max-restarts ... --x restart -----x restart ---x ... -> model with the same bits
+                                                `- every byte of every checkpoint is read
 
-Three of four kills come after a random step, at a random moment of the next; the others while the ranks start.
-Only ranks are killed that this program's own torchrun has started.
+Three of four kills come after a random step, at a random moment within the next one; the others while ranks start.
+Only ranks started by this program's own torchrun are killed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import Record, finish
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "train.py"
-START_SECONDS = 10.0  # the random moments while ranks start are within these
-STEP_SECONDS = 1.0
+START_SECONDS = 10.0  # range of the random delay while ranks start
+STEP_SECONDS = 1.0  # range of the random delay within a step
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: after which step, of which rank, and how long until the continued run told its first steps.
+    """One kill of a rank.
 
-    recovered_seconds is None where the next kill came before that.
+    Attributes:
+        step: the last completed step.
+        recovered_seconds: until the resumed run logged a new step; None if the next kill came first.
     """
 
     step: int
@@ -54,7 +55,7 @@ class Kill:
 
 
 class Launched:
-    """torchrun with ranks of train.py, whose folder is `folder`/run; killed with its ranks when the block ends."""
+    """A torchrun of train.py that writes to `folder`/run; killed with its ranks when the block ends."""
 
     def __init__(self, folder: Path, ranks: int, restarts: int, arguments: list[str]) -> None:
         self.run, self.log = folder / "run", folder / "log.txt"
@@ -77,26 +78,26 @@ class Launched:
         self.process.wait()
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks alive, by rank: children of this torchrun that run train.py."""
+        """Return the process ids of the live ranks, by rank: children of this torchrun that run train.py."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 parent = int(stat.read_text().rpartition(") ")[2].split()[1])
                 ours = parent == self.process.pid and str(TRAIN).encode() in (stat.parent / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
+                continue  # the process has exited in the meantime
             if ours:
                 found.append(int(stat.parent.name))
         return sorted(found)
 
     def step(self) -> int:
-        """The last step on record."""
+        """Return the last logged step."""
         file = self.run / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
 
-    def told(self) -> int:
-        """Which file the metrics are in: a continued run makes a new one."""
+    def metrics_file(self) -> int:
+        """Return the inode of the metrics file, which a resumed run replaces."""
         file = self.run / "metrics.jsonl"
         return file.stat().st_ino if file.exists() else 0
 
@@ -104,7 +105,7 @@ class Launched:
         return self.process.poll() is not None
 
     def wait(self, deadline: float) -> None:
-        """Until it has ended well; SystemExit with what it said otherwise."""
+        """Wait for success; exit with the end of the log on failure or after the deadline."""
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.1)
         if self.process.poll() != 0:
@@ -112,21 +113,23 @@ class Launched:
 
 
 def read_checkpoints(run: Path) -> int:
-    """Read every byte of every whole checkpoint of a run; how many. Raises when one is unreadable."""
+    """Read every byte of every complete checkpoint of a run, and return their number. Raises if one is unreadable."""
     folders = [path.parent for path in (run / "checkpoints").glob("step-*/checkpoint.json")]
     return sum(read_checkpoint(folder) for folder in sorted(folders) if folder.name.removeprefix("step-").isdigit())
 
 
 def read_checkpoint(folder: Path, tries: int = 3) -> bool:
-    """Whether a checkpoint is still there, and then whole; a run may remove or replace it while it is read."""
+    """Read a checkpoint; return False if the run has removed it meanwhile. Retry if the run has replaced it."""
     try:
         tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
         boxes = [(name, box) for name, tensor in tensors.items() for box in tensor["boxes"]]
         files = {name: load_file(folder / name) for name in {box["file"] for _, box in boxes}}
         for name, box in boxes:
             part = files[box["file"]][f"{name}@{','.join(map(str, box['offset']))}"]
-            assert list(part.shape) == box["shape"], f"{folder}: {name} has the shape {part.shape}, not {box['shape']}"
-    except FileNotFoundError:  # removed, or replaced by one of the same step: both by a rename
+            assert list(part.shape) == box["shape"], (
+                f"{folder}: {name}: expected shape {box['shape']}, got {part.shape}"
+            )
+    except FileNotFoundError:  # removed, or replaced by one of the same step; both are renames
         if not folder.exists():
             return False
         if tries == 1:
@@ -136,54 +139,53 @@ def read_checkpoint(folder: Path, tries: int = 3) -> bool:
 
 
 def disturb(launched: Launched, kills: int, steps: int, seed: int, deadline: float) -> Iterator[Kill]:
-    """Kill ranks of a run until it has been hit `kills` times."""
+    """Kill `kills` ranks of a run, one after another."""
     chance = random.Random(seed)
     targets = sorted(chance.randrange(1, steps - 2) for _ in range(kills))
     for number, target in enumerate(targets):
         while_starting, next_while_starting = number % 4 == 3, number % 4 == 2 and number + 1 < kills
         while not while_starting and launched.step() < target:
-            _still_there(launched, deadline, number)
+            _check_running(launched, deadline, number)
         time.sleep(chance.uniform(0, START_SECONDS if while_starting else STEP_SECONDS))
         while not (ranks := launched.ranks()):
-            _still_there(launched, deadline, number)
+            _check_running(launched, deadline, number)
         victim = chance.randrange(len(ranks))
-        step, told, begin = launched.step(), launched.told(), time.monotonic()
+        step, file, begin = launched.step(), launched.metrics_file(), time.monotonic()
         os.kill(ranks[victim], signal.SIGKILL)
         read = read_checkpoints(launched.run)
         while set(launched.ranks()) & set(ranks):
-            _still_there(launched, deadline, number + 1)
+            _check_running(launched, deadline, number + 1)
         if not next_while_starting:
-            while launched.told() == told:  # a continued run begins with a metrics file of its own
-                _still_there(launched, deadline, number + 1)
+            while launched.metrics_file() == file:  # a resumed run starts with a new metrics file
+                _check_running(launched, deadline, number + 1)
             first = launched.step()
             while launched.step() == first:
-                _still_there(launched, deadline, number + 1)
+                _check_running(launched, deadline, number + 1)
         seconds = None if next_while_starting else time.monotonic() - begin
         yield Kill(step, while_starting, victim, seconds, read + read_checkpoints(launched.run))
 
 
-def _still_there(launched: Launched, deadline: float, kills: int) -> None:
+def _check_running(launched: Launched, deadline: float, kills: int) -> None:
     if launched.ended() or time.monotonic() > deadline:
-        sys.exit(f"the run ended, or time did, after {kills} kills\n{launched.log.read_text()[-4000:]}")
+        sys.exit(f"the run ended or timed out after {kills} kills\n{launched.log.read_text()[-4000:]}")
     time.sleep(0.02)
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    """The trained model's tensors by name."""
+    """Load the trained model's tensors by name."""
     weights: dict[str, torch.Tensor] = {}
     for file in sorted((run / "model").glob("*.safetensors")):
         weights |= load_file(file)
-    assert weights, f"{run / 'model'} holds no weights"
+    assert weights, f"{run / 'model'} contains no weights"
     return weights
 
 
 def different(run: Path, other: Path) -> list[str]:
-    """Names of the tensors, and numbers of the steps, in which two runs are not the same to the last bit."""
+    """Return the names of tensors and the numbers of steps in which two runs are not bit-identical."""
     ours, theirs = weights_of(run), weights_of(other)
     found = [name for name in ours.keys() | theirs.keys() if not _same_bits(ours.get(name), theirs.get(name))]
-    ours_told, theirs_told = _losses(run), _losses(other)
-    if ours_told != theirs_told:
-        found.append(f"steps: {sorted(set(ours_told) ^ set(theirs_told))[:5]}")
+    if differing_steps := set(_losses(run)) ^ set(_losses(other)):
+        found.append(f"steps: {sorted(differing_steps)[:5]}")
     return sorted(found)
 
 
@@ -201,18 +203,14 @@ def _losses(run: Path) -> list[tuple[int, float, float]]:
 def record_of(
     kills: list[Kill], differing: list[str], options: argparse.Namespace, seconds: dict[str, float]
 ) -> Record:
-    """The answer as a table: one row for each kill."""
+    """Return a table with one row per kill."""
     recovered = [kill.recovered_seconds for kill in kills if kill.recovered_seconds is not None]
     result = "bit-identical" if not differing else f"DIFFERENT: {', '.join(differing)}"
-    data: list[dict[str, Any]] = [{**vars(kill)} for kill in kills]
-    data.append({"identical": not differing, "differing": differing, **seconds})
-    return Record(
-        name="faults",
-        question=f"Does a run survive kill -9 of a random rank, {len(kills)} times?",
-        command="python -m benchmarks.faults",
-        machine=machine(),
-        columns=("kill", "at step", "moment", "rank", "next step after", "checkpoints read"),
-        rows=tuple(
+    return Record.of(
+        "faults",
+        f"Recovery from {len(kills)} kills (kill -9) of a random rank",
+        ("kill", "at step", "moment", "rank", "next step after", "checkpoints read"),
+        (
             (
                 str(number),
                 str(kill.step),
@@ -223,26 +221,26 @@ def record_of(
             )
             for number, kill in enumerate(kills, start=1)
         ),
-        notes=(
+        (
             f"Final weights, losses and gradient norms after {options.steps} steps on {options.ranks} ranks: {result}.",
-            f"Every checkpoint present at a kill and after it was read to its last byte: "
-            f"{sum(kill.checkpoints_read for kill in kills)} readings, none failed.",
-            f"From a kill to the next new step: median {statistics.median(recovered):.1f} s, most of it the start of "
-            f"{options.ranks} Python processes. Undisturbed {seconds['undisturbed']:.0f} s, disturbed "
+            f"Every checkpoint present at and after a kill was read to its last byte: "
+            f"{sum(kill.checkpoints_read for kill in kills)} reads without a failure.",
+            f"Time from a kill to the next new step: median {statistics.median(recovered):.1f} s, mostly to start "
+            f"{options.ranks} Python processes. Total: undisturbed {seconds['undisturbed']:.0f} s, disturbed "
             f"{seconds['disturbed']:.0f} s.",
         ),
-        data=data,
+        [*map(vars, kills), {"identical": not differing, "differing": differing, **seconds}],
     )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments and ranks")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds for everything")
-    parser.add_argument("--no-save", action="store_true", help="only print")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks")
+    parser.add_argument("--steps", type=int, default=120, help="training steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments and ranks")
+    parser.add_argument("--limit", type=float, default=480.0, help="limit for the whole benchmark in seconds")
+    parser.add_argument("--no-save", action="store_true", help="print the result without saving it")
     parser.add_argument("extra", nargs="*", help="further flags of train.py, after --")
     options = parser.parse_args(argv)
     arguments = ["--device", "cpu", "--steps", str(options.steps), "--seq-len", "256", "--checkpoint-every", "2"]
@@ -264,10 +262,7 @@ def main(argv: list[str] | None = None) -> None:
         seconds["disturbed"] = time.monotonic() - begin
         read_checkpoints(disturbed.run)
         differing = different(undisturbed.run, disturbed.run)
-    record = record_of(kills, differing, options, seconds)
-    record.print()
-    if not options.no_save:
-        record.save(RESULTS / "faults.json")
+    finish(record_of(kills, differing, options, seconds), save=not options.no_save)
     if differing:
         sys.exit(1)
 

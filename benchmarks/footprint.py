@@ -1,11 +1,11 @@
-"""How far is the peak memory of usp/cost/memory from the dry run's (usp/cost/dry_run), at full scale?
+"""Peak memory by formula (usp/cost/memory) against the dry run (usp/cost/dry_run), at full scale.
 
-llama3-8b, llama2-70b and mixtral-8x7b with 32K, 208K and 1M tokens on 8 to 1,024 ranks, over every axis and every
-switch that changes memory. Nothing is timed: both count tensor storage of one rank in one step.
+llama3-8b, llama2-70b and mixtral-8x7b with 32K, 208K and 1M tokens on 8 to 1,024 ranks, covering every axis and every
+option that affects memory. Nothing is timed: both count the tensor storage of one rank in one step.
 
     python -m benchmarks.footprint            # about half an hour on one core
-    python -m benchmarks.footprint --keep     # dry runs that are known stay, formulas are computed anew
-    python -m benchmarks.footprint --quick    # two cases of the tiny model, saves nothing
+    python -m benchmarks.footprint --keep     # reuse saved dry runs, recompute the formulas
+    python -m benchmarks.footprint --quick    # two cases of the tiny model; saves nothing
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import DryRun, dry_run
 from usp.cost.job import job_of
@@ -31,7 +31,7 @@ _GRID16, _GRID64 = _SP8 | {"sp_ring": 2}, _SP8 | {"sp_ring": 8}
 _FOURS, _TWOS = {"batch_size": 4, "micro_batches": 4, "zero": 1}, {"batch_size": 2, "micro_batches": 2}
 _EIGHTS = {"batch_size": 8, "micro_batches": 8}
 _TP8 = {"tp": 8, "tp_sequence_parallel": True}
-# Model, tokens, ranks, the rank that is looked at, and train.py's flags.
+# Model, tokens, ranks, the observed rank, and train.py's flags.
 _FULL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("llama3-8b", "32K", 8, 0, _SP8),
     ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "attention-saved"}),
@@ -75,7 +75,7 @@ COLUMNS = ("model", "tokens", "ranks", "degrees and options", "formula GiB", "dr
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's step."""
+    """One training step, as seen by one rank."""
 
     config: TrainConfig
     world_size: int
@@ -83,15 +83,15 @@ class Case:
 
     @property
     def options(self) -> str:
-        """Where the configuration is not train.py's default, and the rank where it is not the first."""
+        """Return the fields that differ from train.py's defaults, and the rank if it is not 0."""
         default = TrainConfig()
         changed = {name: getattr(self.config, name) for name in _SHOWN}
-        told = [
+        words = [
             name if value is True else f"{name}={value}"
             for name, value in changed.items()
             if value != getattr(default, name)
         ]
-        return " ".join([*(word.removeprefix("sp_") for word in told), *([f"rank={self.rank}"] if self.rank else [])])
+        return " ".join([*(word.removeprefix("sp_") for word in words), *([f"rank={self.rank}"] if self.rank else [])])
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -99,7 +99,7 @@ class Case:
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, int, int, str]:
-    """`Case.key` of the case that a row is of."""
+    """Return the `Case.key` of a row's case."""
     return row["model"], row["tokens"], row["ranks"], row["options"]
 
 
@@ -111,24 +111,26 @@ def cases(*, quick: bool) -> list[Case]:
 
 
 def compare(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row: the formula's footprint, and a dry run's or that of the `known` row; bytes."""
+    """Return a row of the formula's footprint and the dry run's, in bytes; the latter from `known` if given."""
     model_config = load_model_config(case.config.model)
-    told = footprint(job_of(case.config, model_config, case.world_size), case.rank)
-    seen = known or dried(dry_run(case.config, case.world_size, case.rank))
+    predicted = footprint(job_of(case.config, model_config, case.world_size), case.rank)
+    counted = known or dried(dry_run(case.config, case.world_size, case.rank))
     named = dict(zip(("model", "tokens", "ranks", "options"), case.key, strict=True))
-    return {**named, **formula(told), **{name: value for name, value in seen.items() if name.startswith("dry_run")}}
+    kept = {name: value for name, value in counted.items() if name.startswith("dry_run")}
+    return {**named, **formula(predicted), **kept}
 
 
-def formula(told: Footprint) -> dict[str, Any]:
-    return {"formula": told.peak.total, "formula_parts": asdict(told.peak), "formula_host": told.host}
+def formula(predicted: Footprint) -> dict[str, Any]:
+    peak = predicted.peak
+    return {"formula": peak.total, "formula_parts": asdict(peak), "formula_host": predicted.host}
 
 
-def dried(seen: DryRun) -> dict[str, Any]:
+def dried(run: DryRun) -> dict[str, Any]:
     return {
-        "dry_run": seen.peak_bytes,
-        "dry_run_parts": dict(seen.by_category),
-        "dry_run_host": seen.host_bytes,
-        "dry_run_process_bytes": seen.process_bytes,
+        "dry_run": run.peak_bytes,
+        "dry_run_parts": dict(run.by_category),
+        "dry_run_host": run.host_bytes,
+        "dry_run_process_bytes": run.process_bytes,
     }
 
 
@@ -151,30 +153,21 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         f"Mean absolute difference over {len(rows)} cases: {statistics.mean(errors):.2%}, worst {max(errors):.2%} "
         f"({' '.join(cells(worst)[:4])}).",
         f"Within {TARGET:.0%}: {len(rows) - len(missed)} of {len(rows)}." + (f" Beyond: {where}." if missed else ""),
-        "Bytes of tensor storage at the peak of one optimiser step of one rank, bfloat16 with float32 weights and "
-        "AdamW, whether a GPU has as much or not. zero is 3 and ac none where not named; other flags are train.py's "
-        "defaults.",
+        "Tensor storage at the peak of one optimizer step of one rank, in bfloat16 with float32 weights and AdamW, "
+        "regardless of GPU capacity. Unless stated, zero is 3 and ac is none; other flags are train.py's defaults.",
     )
 
 
 def record_of(rows: Sequence[dict[str, Any]]) -> Record:
-    return Record(
-        name="footprint",
-        question="Peak memory of a rank: the formula and the dry run of the real step",
-        command="python -m benchmarks.footprint",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(map(cells, rows)),
-        notes=notes(rows),
-        data=list(rows),
-    )
+    question = "Peak memory of a rank: the formula and the dry run of the real step"
+    return Record.of("footprint", question, COLUMNS, map(cells, rows), notes(rows), list(rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two cases of the tiny model; saves nothing")
-    parser.add_argument("--keep", action="store_true", help="of cases in the output, keep the dry run")
-    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    parser.add_argument("--quick", action="store_true", help="two cases of the tiny model; save nothing")
+    parser.add_argument("--keep", action="store_true", help="reuse the dry runs that the output file contains")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args(argv)
     output = args.output or (None if args.quick else RESULTS / "footprint.json")
     asked = cases(quick=args.quick)
@@ -182,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in asked:
         known[case.key] = compare(case, known.get(case.key) if args.keep else None)
         print(*cells(known[case.key]), sep="  ", flush=True)
-        if output:  # half an hour's work, kept case by case
+        if output:  # saved after every case, because all of them take half an hour
             record_of([known[case.key] for case in asked if case.key in known]).save(output)
     record_of([known[case.key] for case in asked]).print()
 

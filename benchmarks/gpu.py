@@ -1,10 +1,10 @@
-"""What one GPU does: the tests marked `gpu`, the block kernels, a rank's ring steps, and a training step with its MFU.
+"""One GPU: the tests marked `gpu`, attention kernels, a rank's ring steps, and a training step with its MFU.
 
     python -m benchmarks.gpu                       # one GPU, at most eight minutes
     python -m benchmarks.gpu --device cpu --tiny   # the same code on toy sizes; saves nothing
 
-Attention FLOPs count the visible half of a causal mask once: 2 matmuls forward, 5 backward. MFU counts the mathematics
-of the step (usp.model.facts), recomputation not at all.
+Attention FLOPs count only the visible half of a causal mask: 2 matmuls forward, 5 backward. MFU counts model FLOPs
+(usp.model.facts), without recomputation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from attention import (
 from attention.comm import Pending
 from attention.ring import RingAttention
 from benchmarks.harness.measure import Clock
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import Record, finish
 from benchmarks.training_step import training_rows
 from parallel import peak_flops
 
@@ -81,13 +82,13 @@ class Row:
 
 
 def random_tensors(sizes: Sizes, queries: int, keys: int, device: torch.device) -> list[Tensor]:
-    """q, k, v, dout as (tokens, heads, head dim)."""
+    """Return random q, k, v, dout of shape (tokens, heads, head dim)."""
     shapes = ((queries, sizes.heads), (keys, sizes.kv_heads), (keys, sizes.kv_heads), (queries, sizes.heads))
     return [torch.randn(*shape, sizes.head_dim, device=device, dtype=sizes.dtype) for shape in shapes]
 
 
 def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kernel | str]]:
-    """Every back end by name, or why it refuses. The einsum reference is no contender on a GPU."""
+    """Yield every backend by name, or why it refuses; without the einsum reference, which is not competitive."""
     for name in KERNEL_NAMES:
         if name in ("auto", "reference"):
             continue
@@ -100,7 +101,7 @@ def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kerne
 
 
 class SilentChannel(Channel):
-    """A ring axis without a network: messages arrive at once, with whatever their buffers hold."""
+    """A ring axis without a network: messages complete immediately and leave buffers unchanged."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
@@ -111,7 +112,7 @@ class SilentChannel(Channel):
 
 
 def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock) -> tuple[float, float]:
-    """Forward and forward + backward ms of all ring steps of rank 0."""
+    """Return the time of all ring steps of rank 0 in ms: (forward, forward + backward)."""
     program = RingProgram.lower(ring_schedule(layout, SPEC, 1, 0), SPEC, kernel, clock.device, sizes.dtype)
     q, k, v, dout = random_tensors(sizes, layout.ring_len, layout.ring_len, clock.device)
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(layout.ring)
@@ -119,9 +120,7 @@ def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: 
     def forward() -> Tensor:
         return RingAttention.apply(q, k, v, None, program, channel, None, compute_now)
 
-    with torch.no_grad():
-        alone = clock.milliseconds(forward)
-    return alone, clock.milliseconds(lambda: torch.autograd.grad(forward(), leaves, dout))
+    return time_passes(forward, leaves, dout, clock)
 
 
 def time_sdpa(sizes: Sizes, tokens: int, clock: Clock) -> tuple[float, float]:
@@ -131,13 +130,20 @@ def time_sdpa(sizes: Sizes, tokens: int, clock: Clock) -> tuple[float, float]:
     def forward() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
+    return time_passes(forward, leaves, dout, clock)
+
+
+def time_passes(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor, clock: Clock
+) -> tuple[float, float]:
+    """Return (forward, forward + backward) in ms."""
     with torch.no_grad():
-        alone = clock.milliseconds(forward)
-    return alone, clock.milliseconds(lambda: torch.autograd.grad(forward(), leaves, dout))
+        milliseconds = clock.milliseconds(forward)
+    return milliseconds, clock.milliseconds(lambda: torch.autograd.grad(forward(), leaves, dout))
 
 
 def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
-    """torch SDPA and every kernel of ours on one block, then one rank's ring steps against as much work in one call."""
+    """Time torch SDPA and every kernel on one block, then one rank's ring steps against one call with equal work."""
     available = dict(kernels_for(sizes, clock.device))
     kernels = {name: kernel for name, kernel in available.items() if isinstance(kernel, Kernel)}
     for tokens in sizes.lengths:
@@ -157,7 +163,7 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
             steps = ring_schedule(layout, SPEC, 1, 0).steps
             pairs = float(sum(task.visible() for step in steps for task in step.tasks))
             times = time_ring_rank(sizes, kernel, layout, clock)
-            # A causal square with as many visible pairs: side * (side + 1) / 2 = pairs.
+            # A causal square with equally many visible pairs: side * (side + 1) / 2 = pairs.
             side = round((2 * pairs) ** 0.5)
             whole = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", side), clock)
             note = f"one kernel with the same work: {whole[0]:.2f} / {whole[1]:.2f} ms"
@@ -165,7 +171,7 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
 
 
 def run_gpu_tests() -> str:
-    """The closing line of the tests marked `gpu`."""
+    """Run the tests marked `gpu`, and return the last line of their output."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
     finished = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=180)
     lines = finished.stdout.strip().splitlines()
@@ -173,50 +179,45 @@ def run_gpu_tests() -> str:
 
 
 def resolve_device(name: str, *, tiny: bool) -> torch.device:
-    """Raises SystemExit where the device is missing, or too slow for the sizes."""
+    """Return the device, or exit if it is missing or too slow for the sizes."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            f"benchmarks.gpu needs a CUDA GPU, and torch {torch.__version__} sees none (torch.cuda.is_available() is "
-            f"False): run it where one is, or try its code with --device cpu --tiny"
+            f"benchmarks.gpu needs a CUDA GPU, but torch {torch.__version__} finds none (torch.cuda.is_available() is "
+            f"False): run it on a machine with a GPU, or try the code with --device cpu --tiny"
         )
     if device.type != "cuda" and not tiny:
-        raise SystemExit(f"--device {name} is only for trying the code: add --tiny")
+        raise SystemExit(f"--device {name} is only supported for trying the code: add --tiny")
     return device
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tests, kernels, ring steps and a training step on one GPU.")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu together with --tiny")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the code; saves nothing")
-    parser.add_argument("--minutes", type=float, default=7.0, help="start no new measurement after this time")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the code; save nothing")
+    parser.add_argument("--minutes", type=float, default=7.0, help="do not start measurements after this time")
     args = parser.parse_args()
     device = resolve_device(args.device, tiny=args.tiny)
     sizes = TINY if args.tiny else FULL
     clock = Clock(device, time.monotonic() + 60 * args.minutes)
     notes = [] if args.tiny else [run_gpu_tests()]
-    rows = []
-    for row in attention_rows(sizes, clock):
-        rows.append(row.cells(sizes))
-        print(*rows[-1], sep="  ", flush=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    for cells in training_rows(clock, peak_flops(name), tiny=args.tiny):
+    attention = (row.cells(sizes) for row in attention_rows(sizes, clock))
+    rows = []
+    for cells in chain(attention, training_rows(clock, peak_flops(name), tiny=args.tiny)):
         rows.append(cells)
         print(*cells, sep="  ", flush=True)
-    notes += [f"{name}: {why}" for name, why in kernels_for(sizes, device) if isinstance(why, str)]
-    record = Record(
-        name="gpu",
-        question="One GPU: block kernels, a rank's ring steps, and a training step",
-        command="python -m benchmarks.gpu",
-        machine=machine([("gpu", name), ("cuda", str(torch.version.cuda))]),
-        columns=COLUMNS,
-        rows=tuple(rows),
-        notes=tuple(notes),
-        data=[dict(zip(COLUMNS, row, strict=True)) for row in rows],
+    notes += [f"{kernel}: {reason}" for kernel, reason in kernels_for(sizes, device) if isinstance(reason, str)]
+    record = Record.of(
+        "gpu",
+        "One GPU: attention kernels, a rank's ring steps, and a training step",
+        COLUMNS,
+        rows,
+        notes,
+        [dict(zip(COLUMNS, row, strict=True)) for row in rows],
+        extra=[("gpu", name), ("cuda", str(torch.version.cuda))],
     )
-    record.print()
-    if not args.tiny:
-        record.save(RESULTS / "gpu.json")
+    finish(record, save=not args.tiny)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Does a policy learn? GRPO on the verifiable task, and PPO with a trained reward model, from three seeds.
+"""Learning curves: GRPO on the verifiable task, and PPO with a trained reward model, from three seeds each.
 
-grpo    rlhf.py as it is: random weights, supervised steps, GRPO; the score is the share of right answers
+grpo    rlhf.py with its defaults: random weights, supervised steps, GRPO; the score is the share of correct answers
 ppo     examples/rlhf_chain.sh: supervised training, a reward model, PPO; the score is the reward model's
 
 python -m benchmarks.learning                     # about an hour on two cores
-python -m benchmarks.learning --only ppo          # keeps what is known of the other
+python -m benchmarks.learning --only ppo          # keeps the saved results of the other
 python -m benchmarks.learning --only grpo --seeds 1 --no-save
 """
 
@@ -20,16 +20,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
 RANKS = 8
 DEGREES = ["--sp-ulysses", "2", "--sp-ring", "2"]
-WINDOW = 10  # steps of a mean
+WINDOW = 10  # steps in a moving average
 
 
 def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Train, and how that went: seconds of everything, and the score of every step."""
+    """Train, and return the total seconds and the score of every step."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     flags = [*DEGREES, "--seed", str(seed)]
     if algorithm == "grpo":
@@ -43,18 +43,18 @@ def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
     if ended.returncode:
         sys.exit(f"{' '.join(command)}\n{ended.stdout[-4000:]}")
     seconds = time.monotonic() - begin
-    told = [json.loads(line) for line in (folder / algorithm / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / algorithm / "metrics.jsonl").read_text().splitlines()]
     return {
         "algorithm": algorithm,
         "seed": seed,
         "seconds": seconds,
-        "scores": [row["score"] for row in told],
-        "kl": told[-1].get("kl", told[-1].get("actor/ref_kl")),
+        "scores": [record["score"] for record in records],
+        "kl": records[-1].get("kl", records[-1].get("actor/ref_kl")),
     }
 
 
 def first_at(scores: list[float], level: float) -> int | None:
-    """The first step at which the mean of the last `WINDOW` steps is at least `level`."""
+    """Return the first step at which the mean of the last `WINDOW` scores reaches `level`."""
     means = (sum(scores[at - WINDOW : at]) / WINDOW for at in range(WINDOW, len(scores) + 1))
     return next((WINDOW + number for number, mean in enumerate(means) if mean >= level), None)
 
@@ -74,29 +74,27 @@ def row(result: dict[str, Any]) -> tuple[str, ...]:
 
 
 def record_of(results: list[dict[str, Any]]) -> Record:
-    """The answer as a table: one row for each run."""
-    return Record(
-        name="learning",
-        question="Does a policy learn?",
-        command="python -m benchmarks.learning",
-        machine=machine(),
-        columns=("algorithm", "seed", "first score", "mean of the last ten", "0.9 at step", "steps", "minutes in all"),
-        rows=tuple(map(row, results)),
-        notes=(
-            f"{RANKS} ranks, {' '.join(DEGREES)}. grpo: the share of right answers; chance is 0.125. ppo: the mean "
-            "score that the trained reward model gives, which has no scale of its own.",
-            "0.9 at step: of the mean of ten steps. Minutes hold everything from random weights: supervised steps, for "
-            "ppo the reward model too, starts and checkpoints.",
+    """Return a table with one row per run."""
+    return Record.of(
+        "learning",
+        "Learning curves of GRPO and PPO",
+        ("algorithm", "seed", "first score", "mean of the last ten", "0.9 at step", "steps", "minutes in all"),
+        map(row, results),
+        (
+            f"{RANKS} ranks, {' '.join(DEGREES)}. grpo: share of correct answers; chance level is 0.125. ppo: mean "
+            "score from the trained reward model, which has no absolute scale.",
+            "0.9 at step: when the mean of ten steps reaches 0.9. Minutes include everything from random weights on: "
+            "supervised steps, the reward model for ppo, startup and checkpoints.",
         ),
-        data=results,
+        results,
     )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", choices=("grpo", "ppo"))
-    parser.add_argument("--no-save", action="store_true", help="only print")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per algorithm")
+    parser.add_argument("--only", choices=("grpo", "ppo"), help="run one of the algorithms")
+    parser.add_argument("--no-save", action="store_true", help="print the result without saving it")
     options = parser.parse_args(argv)
     path, asked = RESULTS / "learning.json", [options.only] if options.only else ["grpo", "ppo"]
     known = Record.load(path).data if path.exists() else []
@@ -106,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(prefix="learning-") as folder:
                 results.append(run(algorithm, seed, Path(folder)))
             print(" ".join(row(results[-1])), flush=True)
-            if not options.no_save:  # an hour's work, kept run by run
+            if not options.no_save:  # saved after every run, because all of them take an hour
                 record_of(results).save(path)
     record_of(results).print()
 

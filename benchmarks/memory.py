@@ -1,17 +1,17 @@
-"""How much memory does a training step take on each rank, by sequence length and grid; and how long may a sequence be?
+"""Peak memory of a training step on each rank, by sequence length and grid, and the longest sequence that fits.
 
-Every allocation is counted (parallel/memory.py) in one forward and backward of a small llama, on each rank. Three
-systems, in the same run on the same ranks:
+Every allocation in one forward and backward of a small llama is counted (parallel/memory.py) on each rank. Systems, in
+the same run on the same ranks:
 
-    ours            everything kept between forward and backward: activations, which fall as 1 / (ulysses x ring)
-    ours, saving    the same with activation checkpointing that keeps attention, and MLPs in tiles
-    plain           transformers and FSDP2, a sequence on each rank; with and without gradient checkpointing
+    ours            saves all activations, which shrink as 1 / (ulysses x ring)
+    ours, saving    selective activation checkpointing that saves attention, and tiled MLPs
+    plain           transformers and FSDP2 with one sequence per rank, with and without gradient checkpointing
 
-What grows with the length is activations: the growth per token of one length over another leaves out parameters,
-gradients, gathered layers and chunks, which are the same for both.
+Only activations grow with the sequence length. The growth per token between two lengths therefore excludes parameters,
+gradients, gathered layers and chunks, which are equal for both.
 
     python -m benchmarks.memory            # about ten minutes on two cores
-    python -m benchmarks.memory --quick    # about a minute, saves nothing
+    python -m benchmarks.memory --quick    # about a minute; saves nothing
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.memory import track_memory
 from parallel.testing import RankPool
@@ -39,7 +39,7 @@ from usp.losses import NextTokenLoss
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, VOCAB = 256, 2, 8, 8, 4096
-CHUNK = 64  # tokens of the loss, and of an MLP in tiles, at a time
+CHUNK = 64  # tokens per chunk of the loss and per tile of an MLP
 OURS, SAVING, PLAIN, PLAIN_CHECKPOINTING = "ours", "ours, saving", "plain", "plain, checkpointing"
 COLUMNS = ("system", "u x r", "tokens", "peak MiB per rank", "largest tensor MiB", "all its logits MiB")
 
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether each rank has a sequence of its own, instead of a part of one."""
+        """Return whether each rank has a whole sequence instead of a shard of one."""
         return self.system in (PLAIN, PLAIN_CHECKPOINTING)
 
     @property
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def logits_bytes(self) -> int:
-        """Of the tokens of one rank, in fp32."""
+        """Return the bytes of the full logits of one rank's tokens, in fp32."""
         return self.seq_len * VOCAB * 4 // (1 if self.plain else self.ranks)
 
 
@@ -70,7 +70,7 @@ class Case:
 
 
 def measure(case: Case) -> tuple[int, int]:
-    """Bytes at the peak of a forward and backward, beyond sharded parameters, and of the largest allocation."""
+    """Return the peak bytes of a forward and backward, excluding sharded parameters, and the largest allocation."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -86,7 +86,7 @@ def measure(case: Case) -> tuple[int, int]:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     root, loss_of = _plain(model, case) if case.plain else _ours(model, case)
     short = 2 * CHUNK * case.ranks
-    for length in (short, case.seq_len):  # the first makes what later steps find there
+    for length in (short, case.seq_len):  # the first creates what later steps reuse
         ids = torch.randint(0, VOCAB, (1, length))
         root.zero_grad()
         with track_memory() as use:
@@ -121,39 +121,39 @@ def _ours(model: Any, case: Case) -> tuple[nn.Module, Callable[[Tensor], Tensor]
     return stage, loss_of
 
 
-# In the process that starts the ranks
+# In the parent process
 
 
 def growth(rows: list[dict[str, Any]], short: int, long: int) -> dict[tuple[int, int], float]:
-    """Activation bytes per token on each rank between two lengths, for each of our grids that was measured at both."""
+    """Return the activation bytes per token on each rank between two lengths, for each grid measured at both."""
     peaks = {(row["ulysses"], row["ring"], row["seq_len"]): row["peak_bytes"] for row in rows if row["system"] == OURS}
     grids = [(u, r) for u, r, tokens in peaks if tokens == long and (u, r, short) in peaks]
     return {(u, r): (peaks[u, r, long] - peaks[u, r, short]) / (long - short) for u, r in grids}
 
 
 def longest(rows: list[dict[str, Any]], plain: str, *, ranks: int) -> tuple[int, int, int]:
-    """(budget, plain's longest sequence, ours) of those measured: the budget is what plain's longest takes."""
+    """Return (budget, plain's longest sequence, ours) among the measured: the budget is the peak of plain's longest."""
     group = [row for row in rows if row["ulysses"] * row["ring"] == ranks]
     budget, its = max((row["peak_bytes"], row["seq_len"]) for row in group if row["system"] == plain)
     return budget, its, max(r["seq_len"] for r in group if r["system"] == SAVING and r["peak_bytes"] <= budget)
 
 
 def notes(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    found = ["Peaks are beyond the sharded parameters; plain has a sequence of that length on every rank, ours one."]
+    found = ["Peaks exclude sharded parameters. plain has one sequence of that length on every rank, ours one in all."]
     lengths = sorted({row["seq_len"] for row in rows if row["system"] == OURS})
     for short, long in pairwise(lengths):
         by_grid = growth(rows, short, long)
         for (u, r), each in by_grid.items():
             found.append(
                 f"{u} x {r}, {short:,} to {long:,}: activations grow by {each:,.0f} bytes per token on each rank, "
-                f"{each * u * r / by_grid[1, 1]:.2f} of one rank's / {u * r}."
+                f"{each * u * r / by_grid[1, 1]:.2f}x the ideal (one rank's / {u * r})."
             )
     ranks = max(row["ulysses"] * row["ring"] for row in rows)
     for plain in (PLAIN, PLAIN_CHECKPOINTING):
         budget, its, ours = longest(rows, plain, ranks=ranks)
         found.append(
-            f"{ranks} ranks, {budget / 2**20:,.0f} MiB on each: transformers + FSDP2 ({plain}) fits {its:,} tokens, "
-            f"ours at least {ours:,}: {ours / its:.0f} x."
+            f"{ranks} ranks with {budget / 2**20:,.0f} MiB each: transformers + FSDP2 ({plain}) fits {its:,} tokens, "
+            f"ours at least {ours:,} ({ours / its:.0f}x)."
         )
     return tuple(found)
 
@@ -182,10 +182,10 @@ def cases(*, quick: bool) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a training step by sequence length and grid.")
-    parser.add_argument("--quick", action="store_true", help="4 ranks, short sequences; saves nothing")
-    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    parser.add_argument("--quick", action="store_true", help="4 ranks and short sequences; save nothing")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler that counts memory announces every start otherwise
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # silences the profiler that tracks memory
     rows: list[dict[str, Any]] = []
     with RankPool() as ranks:
         for case in cases(quick=args.quick):
@@ -193,20 +193,10 @@ def main() -> None:
             derived = {"peak_bytes": max(peaks), "largest_bytes": max(largest), "logits_bytes": case.logits_bytes}
             rows.append({**asdict(case), **derived})
             print(*cells(rows[-1]), sep="  ", flush=True)
-    record = Record(
-        name="memory",
-        question="Memory of a training step by sequence length and grid",
-        command="python -m benchmarks.memory",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(map(cells, rows)),
-        notes=notes(rows),
-        data=rows,
+    question = "Memory of a training step by sequence length and grid"
+    finish(
+        Record.of("memory", question, COLUMNS, map(cells, rows), notes(rows), rows), args.output, save=not args.quick
     )
-    record.print()
-    output = args.output or (None if args.quick else RESULTS / "memory.json")
-    if output:
-        record.save(output)
 
 
 if __name__ == "__main__":

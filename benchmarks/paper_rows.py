@@ -1,4 +1,4 @@
-"""What the USP paper measured: Tables 3 to 7 of arXiv 2405.07719v5, every row, and what its text says did not fit."""
+"""Measurements from the USP paper: every row of Tables 3 to 7 of arXiv 2405.07719v5, and its out-of-memory runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.hf.models import load_model_config
 
-THIRD = 3  # every third row is calibrated on
+THIRD = 3  # every third row is used for calibration
 K = 1024
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: TFLOP/s of a GPU in Tables 5 to 7, iterations per second in Tables 3 and 4."""
+    """One measurement: TFLOP/s per GPU in Tables 5 to 7, iterations per second in Tables 3 and 4."""
 
     table: str
     seq_len: int
@@ -33,13 +33,13 @@ class Row:
     backward: bool = False
 
     @property
-    def attention_alone(self) -> bool:
+    def attention_only(self) -> bool:
         return self.table in ("Table 3", "Table 4")
 
     @property
     def name(self) -> str:
         size = f"{self.seq_len // K}K" + (f" batch {self.batch}" if self.batch > 1 else "")
-        kind = {"contiguous": " basic-ring", "zigzag": " lb-ring"}[self.layout] if self.attention_alone else ""
+        kind = {"contiguous": " basic-ring", "zigzag": " lb-ring"}[self.layout] if self.attention_only else ""
         return f"{self.table}, {size}, tp {self.tp} x ulysses {self.ulysses} x ring {self.ring}{kind}"
 
 
@@ -100,19 +100,19 @@ ROWS = (
     *_training_rows("Table 7", 160 * K, ((4, 1, 4, 159.37),)),
     *_training_rows("Table 7", 190 * K, ((4, 1, 4, 157.08),)),
 )
-# What the paper's text says ran out of 80 GB: sequence parallelism alone, at these lengths and batches.
-_ALONE = ((1, 8, 2, 0.0), (1, 4, 4, 0.0), (1, 2, 8, 0.0), (1, 1, 16, 0.0))
+# Configurations that ran out of 80 GB according to the text: sequence parallelism only, at these lengths and batches.
+_SP_ONLY = ((1, 8, 2, 0.0), (1, 4, 4, 0.0), (1, 2, 8, 0.0), (1, 1, 16, 0.0))
 OUT_OF_MEMORY = (
     *_training_rows("Table 5", 64 * K, ((1, 8, 1, 0.0), (1, 1, 8, 0.0)), **SEVEN),
-    *_training_rows("Table 6", 64 * K, _ALONE, batch=2),
-    *_training_rows("Table 6", 80 * K, _ALONE, batch=2),
-    *_training_rows("Table 6", 120 * K, _ALONE),
+    *_training_rows("Table 6", 64 * K, _SP_ONLY, batch=2),
+    *_training_rows("Table 6", 80 * K, _SP_ONLY, batch=2),
+    *_training_rows("Table 6", 120 * K, _SP_ONLY),
 )
 TABLES = tuple(dict.fromkeys(row.table for row in ROWS))
 
 
 def calibrated(row: Row) -> bool:
-    """Whether the constants are fitted on this row."""
+    """Return whether the constants are fitted on this row."""
     same = [other for other in ROWS if other.table == row.table]
     return same.index(row) % THIRD == 0
 

@@ -1,7 +1,7 @@
-"""Does the time model predict what the USP paper measured? Tables 3 to 7 of arXiv 2405.07719v5, every row.
+"""The time model against the measurements of the USP paper: every row of Tables 3 to 7 of arXiv 2405.07719v5.
 
-Five constants are fitted, on every third row of each table in the order printed, from the first; all other rows are
-predicted. What is fitted is named in `CONSTANTS`, and what the paper leaves open and is assumed here in `ASSUMED`.
+Five constants are fitted on every third row of each table in printed order, beginning with the first; all other rows
+are predictions. `CONSTANTS` names what is fitted, `ASSUMED` what the paper does not specify and is assumed here.
 
     python -m benchmarks.paper_tables            # some minutes
 """
@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import Record, finish
 from benchmarks.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from parallel import Hardware, Tier, load_hardware
 from parallel.cluster.hardware import Curve
@@ -26,26 +26,26 @@ from usp.cost.memory.footprint import footprint
 from usp.cost.time.step_time import Overlap, attention_seconds, step_seconds
 
 CONSTANTS = {
-    "matmul": "matrix products on A100 and A800, part of the peak",
-    "attention": "attention on A100 and A800, part of the node file's curve",
-    "links": "links of A100 and A800 nodes, part of nominal",
-    "L20 attention": "attention on L20, part of the node file's curve",
-    "L20 exchange": "all-to-alls over PCIe in the L20 node, part of what single messages get",
+    "matmul": "matrix products on A100 and A800, fraction of peak",
+    "attention": "attention on A100 and A800, fraction of the node file's curve",
+    "links": "links of A100 and A800 nodes, fraction of nominal bandwidth",
+    "L20 attention": "attention on L20, fraction of the node file's curve",
+    "L20 exchange": "all-to-alls over PCIe in the L20 node, fraction of a single message's bandwidth",
 }
 ASSUMED = (
     "Megatron-LM waits for its parameters and gradients (--overlap-grad-reduce and --overlap-param-gather are off by "
-    "default, and the paper names neither).",
-    "Table 5's 30K rows have a batch of 16 in 16 micro-batches: no more fits without recomputation.",
-    "Which constants are fitted, and how Table 4's 128K rows are read, was chosen with the tables in view.",
-    "Where tp x ulysses x ring is less than the GPUs, the rest is data parallelism over the batch.",
+    "default, and the paper mentions neither).",
+    "Table 5's 30K rows have a batch of 16 in 16 micro-batches: larger micro-batches do not fit without recomputation.",
+    "The choice of fitted constants and the reading of Table 4's 128K rows were made after seeing the tables.",
+    "If tp x ulysses x ring is less than the number of GPUs, the remaining degree is data parallelism over the batch.",
     "Tables 3 and 4: basic-ring is our contiguous layout, lb-ring zigzag; 32 query and 8 KV heads (group_num 4).",
-    "Table 4's 128K rows are forward and backward: as forwards, which the table says, they would be a third of its 32K "
-    "rows' rate, and half of what Table 3's slower L20 reaches at the same length.",
+    "Table 4's 128K rows are forward and backward. As forward only, as the table says, they would run at a third of "
+    "the rate of its 32K rows, and half of what Table 3's slower L20 reaches at the same length.",
 )
 
 
 def tuned(node: Hardware, constants: Mapping[str, float]) -> Hardware:
-    """The node with its constants."""
+    """Apply the constants to a node."""
     pcie = node.name == "L20"
 
     def scaled(curve: Curve, part: float) -> Curve:
@@ -70,8 +70,8 @@ def _slower_exchange(tier: Tier, part: float) -> Tier:
 
 
 def predict(row: Row, made: Job, hardware: Hardware) -> float:
-    """What the row's table states: iterations per second, or TFLOP/s of a GPU with the causal half counted."""
-    if row.attention_alone:
+    """Predict the row's quantity: iterations per second, or TFLOP/s per GPU counting the causal half."""
+    if row.attention_only:
         return 1 / attention_seconds(made, hardware, backward=row.backward)
     found = step_seconds(made, hardware, Overlap(fsdp=False))
     return found.causal_flops / found.total / 1e12
@@ -87,7 +87,7 @@ def mean_error(rows: Sequence[Row], jobs: Mapping[Row, Job], constants: Mapping[
 
 
 def fit(loss: Callable[[dict[str, float]], float], start: dict[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Pattern search: each constant up or down by a factor while that helps, then by a smaller one."""
+    """Minimize by pattern search: scale each constant up or down while that helps, then by a smaller factor."""
     best, least = dict(start), loss(start)
     for factor in (1.3, 1.1, 1.03, 1.01):
         moved = True
@@ -106,7 +106,7 @@ LIMITS = {"matmul": 1.0, "attention": 1.6, "links": 1.0, "L20 attention": 1.6, "
 
 
 def calibrate(jobs: Mapping[Row, Job], read_as: Mapping[Row, Row]) -> dict[str, float]:
-    """The constants with the least mean absolute relative error on the rows that are `calibrated`, as they are read."""
+    """Fit the constants to the least mean absolute relative error on the `calibrated` rows, as `read_as` gives them."""
     chosen = [read_as[row] for row in ROWS if calibrated(row)]
     jobs = {read_as[row]: made for row, made in jobs.items()}
     constants = dict(START)
@@ -117,16 +117,16 @@ def calibrate(jobs: Mapping[Row, Job], read_as: Mapping[Row, Row]) -> dict[str, 
 
 
 def megatron_bytes(made: Job, gradient: int = 4, logits: int = 8) -> float:
-    """Peak memory of a GPU under Megatron-LM, which the paper ran: bfloat16, ZeRO-1, no recomputation.
+    """Return the peak memory of a GPU under Megatron-LM, the paper's system: bfloat16, ZeRO-1, no recomputation.
 
-    Per parameter 2 bytes, its gradient, and 12 bytes of optimiser state over the ranks that share a copy. Per
-    token and layer what Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count, for a gated MLP, fused norms
-    and attention whose scores are never kept: the inputs of two norms, of the projections into attention, out of it and
-    into the MLP; q, k and v; both halves of the MLP's hidden layer and their product.
+    Each parameter takes 2 bytes, its gradient, and 12 bytes of optimizer state divided over the ranks that share a
+    copy. Each token and layer takes what Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count for a gated MLP,
+    fused norms and attention that does not save scores: the inputs of two norms, of the projections into and out of
+    attention and into the MLP; q, k and v; both halves of the MLP's hidden layer and their product.
 
     Args:
-        gradient: bytes of an element; float32 is Megatron-LM's default for bfloat16.
-        logits: bytes of a token's logit: bfloat16, float32, and its gradient.
+        gradient: bytes per element; Megatron-LM's default for bfloat16 is float32.
+        logits: bytes per logit: bfloat16, float32, and its gradient.
     """
     model, dims = made.model, made.dims
     facts, parameters = model.facts, made.model.numel / made.dims.tp
@@ -138,9 +138,9 @@ def megatron_bytes(made: Job, gradient: int = 4, logits: int = 8) -> float:
 
 
 def verdicts() -> list[dict[str, Any]]:
-    """For each training row, and each configuration that ran out of memory: the paper's word, and two predictions."""
+    """Return whether each training row and each out-of-memory configuration fits: the paper's and both predictions."""
     found = []
-    for row in (*(row for row in ROWS if not row.attention_alone), *OUT_OF_MEMORY):
+    for row in (*(row for row in ROWS if not row.attention_only), *OUT_OF_MEMORY):
         made, capacity = job(row), load_hardware(row.node).memory_bytes
         megatron, ours = megatron_bytes(made), footprint(made, 0).peak.total
         sizes = {"megatron_bytes": megatron, "our_bytes": ours}
@@ -150,8 +150,8 @@ def verdicts() -> list[dict[str, Any]]:
 
 
 def sensitivity() -> str:
-    """How far Megatron-LM's verdicts depend on what its formula takes for granted."""
-    rows = (*(row for row in ROWS if not row.attention_alone), *OUT_OF_MEMORY)
+    """Return how much the verdicts of Megatron-LM's formula depend on its assumptions."""
+    rows = (*(row for row in ROWS if not row.attention_only), *OUT_OF_MEMORY)
     jobs = {row: job(row) for row in rows}
 
     def right(usable_gib: int, **terms: int) -> int:
@@ -162,14 +162,15 @@ def sensitivity() -> str:
 
     tried = [
         *((f"{gib} GiB usable", right(gib)) for gib in (76, 78, 79, 82)),
-        ("6 bytes a logit", right(80, logits=6)),
-        ("10 bytes a logit", right(80, logits=10)),
+        ("6 bytes per logit", right(80, logits=6)),
+        ("10 bytes per logit", right(80, logits=10)),
         ("bfloat16 gradients", right(80, gradient=2)),
     ]
     return (
-        "Megatron-LM's formula was written with the verdicts in view, and some pass by 1 GiB. Right with other terms: "
+        "Megatron-LM's formula was written with the verdicts known, and some pass by 1 GiB. Correct under other "
+        "assumptions: "
         + ", ".join(f"{what} {number}" for what, number in tried)
-        + f"; saying that everything fits, {len(rows) - len(OUT_OF_MEMORY)} of {len(rows)}."
+        + f"; predicting that everything fits, {len(rows) - len(OUT_OF_MEMORY)} of {len(rows)}."
     )
 
 
@@ -177,11 +178,11 @@ def memory_notes(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     words = {True: "fits", False: "out of memory"}
     lines = []
     for key, size, what in (
-        ("megatron", "megatron_bytes", "the paper's system, Megatron-LM, by the formula of `megatron_bytes`"),
-        ("ours", "our_bytes", "this toolkit at the same degrees, ZeRO-1 and no recomputation (its footprint)"),
+        ("megatron", "megatron_bytes", "Megatron-LM, the paper's system, by the formula of `megatron_bytes`"),
+        ("ours", "our_bytes", "this toolkit at the same degrees with ZeRO-1 and no recomputation (its footprint)"),
     ):
         wrong = [row for row in found if row["fits"] != row[key]]
-        lines.append(f"Memory of {what}: {len(found) - len(wrong)} of {len(found)} verdicts on 80 GiB are the paper's.")
+        lines.append(f"Memory of {what}: {len(found) - len(wrong)} of {len(found)} verdicts on 80 GiB match the paper.")
         lines += [
             f"Memory differs, {key}: {row['name']}: paper {words[row['fits']]}, predicted {row[size] / 2**30:.1f} GiB."
             for row in wrong
@@ -190,7 +191,7 @@ def memory_notes(found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of (measured, predicted)."""
+    """Return Kendall's tau-b of (measured, predicted)."""
 
     def sign(x: float) -> int:
         return (x > 0) - (x < 0)
@@ -239,7 +240,7 @@ def notes(constants: Mapping[str, float], data: Sequence[dict[str, Any]]) -> tup
 
 
 def as_printed() -> str:
-    """What comes out when Table 4's 128K rows are forwards alone, constants fitted anew."""
+    """Return the errors if Table 4's 128K rows are read as forward only and the constants are refitted."""
     jobs = {row: job(row) for row in ROWS}
     forwards = {row: replace(row, backward=False) for row in ROWS}
     constants = calibrate(jobs, forwards)
@@ -250,14 +251,13 @@ def as_printed() -> str:
         )
         for table in TABLES
     }
-    return "With Table 4's 128K rows as forwards, as printed, the errors of predicted rows are " + ", ".join(
-        f"{table} {error:.1%}" for table, error in by_table.items()
-    )
+    listed = ", ".join(f"{table} {error:.1%}" for table, error in by_table.items())
+    return f"With Table 4's 128K rows read as forward only, as printed, the errors of predicted rows are {listed}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The time model against the USP paper's Tables 3 to 7.")
-    parser.add_argument("--output", type=Path, default=RESULTS / "paper_tables.json", help="where the JSON goes")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     jobs = {row: job(row) for row in ROWS}
     constants = calibrate(jobs, {row: row for row in ROWS})
@@ -272,18 +272,15 @@ def main() -> None:
         for row, error in zip(ROWS, errors(ROWS, jobs, constants), strict=True)
     ]
     memory = verdicts()
-    record = Record(
-        name="paper_tables",
-        question="The time model against the USP paper's measured tables",
-        command="python -m benchmarks.paper_tables",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(summary(table, data) for table in TABLES),
-        notes=(*notes(constants, data), as_printed() + ".", *memory_notes(memory)),
-        data=[*data, *memory],
+    record = Record.of(
+        "paper_tables",
+        "The time model against the USP paper's measured tables",
+        COLUMNS,
+        (summary(table, data) for table in TABLES),
+        (*notes(constants, data), as_printed(), *memory_notes(memory)),
+        [*data, *memory],
     )
-    record.print()
-    record.save(args.output)
+    finish(record, args.output)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Does the time model predict training steps on an uneven network, and would its pick be the best?
+"""The time model on an uneven network: predicted and measured training steps, and whether its choice is the fastest.
 
-Two shaped hosts of four ranks (benchmarks/harness/cluster.py) are calibrated, then train the same global batch under
-every mixture, in rounds, one step of each after another. Predictions come from the calibration alone.
+Two emulated hosts of four ranks (benchmarks/harness/cluster.py) are calibrated, then train the same global batch under
+every combination of degrees, one step of each per round. Predictions use only the calibration.
 
-    python -m benchmarks.planner            # about half an hour on two cores, which nothing else may use
-    python -m benchmarks.planner --quick    # two mixtures on two ranks, saves nothing
+    python -m benchmarks.planner            # about half an hour on two otherwise idle cores
+    python -m benchmarks.planner --quick    # two combinations on two ranks; saves nothing
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.record import Record, finish
 from parallel import ParallelMesh, ProcessGroups
 from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
@@ -51,7 +51,7 @@ VARIANTS: tuple[dict[str, Any], ...] = ({"zero": 1}, {"dp_replicate": 2}, {"sp_r
 
 
 def mixtures(world_size: int, *, quick: bool) -> list[TrainConfig]:
-    """The configurations, all of the same global batch."""
+    """Return the configurations, all with the same global batch."""
     if quick:
         return [mixture({"sp_ring": 2}, world_size), mixture({"zero": 1}, world_size)]
     return [mixture(flags, world_size) for flags in (*DEGREES, *VARIANTS)]
@@ -97,7 +97,7 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
 
 
 def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> tuple[dict[str, Any], list[list[float]]]:
-    """(the calibration, this rank's seconds of each configuration's steps); the first two rounds warm up."""
+    """Return the calibration, and this rank's step seconds for each configuration, without two warm-up rounds."""
     found = calibrate(Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM), "two shaped hosts")
     groups = ProcessGroups()
     steps = [step_of(config, groups) for config in configs]
@@ -107,7 +107,7 @@ def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> tupl
             dist.barrier()
             begin = time.perf_counter()
             step()
-            dist.barrier()  # a step has ended when the slowest rank's has
+            dist.barrier()  # a step ends when the slowest rank finishes
             if round_ >= 2:
                 times.append(time.perf_counter() - begin)
     return found, seconds
@@ -140,21 +140,21 @@ def notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     pick, best = min(rows, key=lambda row: row["predicted"]), min(rows, key=lambda row: row["measured"])
     return (
         f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
-        f"The pick, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f} of the best measured, "
-        f"{best['mixture']}.",
-        "No constant is fitted to these rows; what the model counts was chosen with earlier runs of them in view.",
+        f"The predicted fastest, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f}x the time of the "
+        f"measured fastest, {best['mixture']}.",
+        "No constant is fitted to these rows; the model's terms were chosen after earlier runs of them.",
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predicted and measured steps on two shaped hosts.")
-    parser.add_argument("--quick", action="store_true", help="two mixtures on two ranks; saves nothing")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each mixture")
-    parser.add_argument("--output", type=Path, default=RESULTS / "planner.json", help="where the JSON goes")
+    parser = argparse.ArgumentParser(description="Predicted and measured steps on two emulated hosts.")
+    parser.add_argument("--quick", action="store_true", help="two combinations on two ranks; save nothing")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each combination")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     reason = unavailable()
     if reason:
-        raise SystemExit(f"shaped hosts are not possible: {reason}")
+        raise SystemExit(f"emulated hosts are not available: {reason}")
     host_size = 1 if args.quick else 4
     world_size = HOSTS * host_size
     configs = mixtures(world_size, quick=args.quick)
@@ -175,19 +175,15 @@ def main() -> None:
                 "bound": found.bound,
             }
         )
-    record = Record(
-        name="planner",
-        question=f"Training steps on two hosts of four ranks, {RATE} between them: predicted and measured",
-        command="python -m benchmarks.planner",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(map(cells, rows)),
-        notes=notes(rows),
-        data=[*rows, {"calibration": by_rank[0][0]}],
+    record = Record.of(
+        "planner",
+        f"Training steps on two hosts of four ranks, {RATE} between them: predicted and measured",
+        COLUMNS,
+        map(cells, rows),
+        notes(rows),
+        [*rows, {"calibration": by_rank[0][0]}],
     )
-    record.print()
-    if not args.quick:
-        record.save(args.output)
+    finish(record, None if args.quick else args.output, save=not args.quick)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How near is a reallocation to a raw all-to-all of the same bytes?
+"""Reallocation of weights between layouts, against a raw all-to-all of the same bytes.
 
-A layer of a llama and its embeddings, 163 MB, move between layouts on gloo ranks of this machine. The peer is one
-all_to_all_single of as many bytes on every link, which packs nothing, unpacks nothing and has all its memory before,
-in the same run on the same ranks, taking turns. Layouts are (pp, dp, tp), in that order of ranks; zero: parameters
-are sharded over dp as well.
+The embeddings and one layer of a llama, 163 MB, move between layouts on gloo ranks of this machine. The baseline is one
+all_to_all_single with equally many bytes on every link, which neither packs nor unpacks and uses preallocated memory,
+in the same run on the same ranks, in alternation. Layouts are (pp, dp, tp), in that order of ranks; zero: parameters
+are also sharded over dp.
 
     python -m benchmarks.realloc            # about three minutes on two cores
     python -m benchmarks.realloc --quick    # one case, a small model; saves nothing
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.measure import Spans, in_turns, median_milliseconds
+from benchmarks.harness.record import Record, finish
 from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Kind
@@ -29,7 +30,7 @@ from parallel.testing import RankPool
 
 BUCKET = 64 << 20
 OURS, RAW = "ours", "raw all-to-all"
-COLUMNS: tuple[str, ...] = (
+COLUMNS = (
     "ranks",
     "from",
     "to",
@@ -38,13 +39,15 @@ COLUMNS: tuple[str, ...] = (
     "ReaL's broadcast",
     "rounds",
     "extra MB per rank",
+    "ms",
+    "GB/s",
+    "of raw",
 )
-COLUMNS += ("ms", "GB/s", "of raw")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """pp x dp x tp ranks from rank `first` on."""
+    """A layout over pp x dp x tp ranks, starting at rank `first`."""
 
     pp: int
     dp: int
@@ -92,7 +95,7 @@ def shapes(hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def param_layout(layout: Layout, hidden: int) -> ParamLayout:
-    """Stages of as many parameters each; o and down are divided over tp by columns, norms are not."""
+    """Divide the parameters evenly over stages; shard o and down by columns over tp, the others by rows, norms not."""
     kinds = {name: Kind(shape, torch.float32) for name, shape in shapes(hidden).items()}
     boxes: dict[str, dict[int, Box]] = {}
     for index, (name, kind) in enumerate(kinds.items()):
@@ -115,8 +118,11 @@ def divided(box: Box, dim: int, pieces: int, piece: int) -> Box:
 
 
 def broadcast_bytes(plan: ReallocPlan) -> int:
-    """What ReaL sends in our model of it: each source shard's part of a rank's box goes from one rank to all that hold
-    it in the new layout, but for the sender; that is one of those where it can be."""
+    """Return the bytes that ReaL would send, as we model it.
+
+    One holder of each source shard broadcasts the part of each new box that the shard covers to all ranks that hold the
+    box in the new layout. The sender is one of the receivers where possible, and then does not send to itself.
+    """
     total = 0
     for name, (_, dtype) in plan.dst.parameters.items():
         held: dict[Box, list[int]] = {}
@@ -135,8 +141,8 @@ def broadcast_bytes(plan: ReallocPlan) -> int:
 # On each rank
 
 
-def measure(case: Case, warmups: int, iterations: int) -> dict[str, list[tuple[int, int]]]:
-    """(start, end) in ns of every timed call by system. Checks once that the weights arrived."""
+def measure(case: Case, warmups: int, iterations: int) -> dict[str, Spans]:
+    """Return the spans of all timed calls by system, after checking that the weights arrived."""
     plan, rank = case.plan(), dist.get_rank()
     groups = ProcessGroups()
     reallocation = Reallocation(plan, groups, torch.device("cpu"))
@@ -149,32 +155,25 @@ def measure(case: Case, warmups: int, iterations: int) -> dict[str, list[tuple[i
         receives = [plan.links.get((peer, rank), 0) for peer in plan.ranks]
         sent, received = (torch.ones(sum(sizes), dtype=torch.uint8) for sizes in (sends, receives))
         systems[RAW] = lambda: dist.all_to_all_single(received, sent, receives, sends, group=group)
-    spans: dict[str, list[tuple[int, int]]] = {OURS: [], RAW: []}
-    for turn in range(warmups + iterations):
-        for name in (OURS, RAW) if turn % 2 else (RAW, OURS):
-            dist.barrier()
-            start = time.perf_counter_ns()  # one clock for all processes of a machine
-            systems[name]()
-            if turn >= warmups:
-                spans[name].append((start, time.perf_counter_ns()))
+    spans: dict[str, Spans] = {OURS: [], RAW: []}
+    for round_, name in in_turns((RAW, OURS), warmups + iterations):
+        dist.barrier()
+        start = time.perf_counter_ns()  # all processes of a machine share this clock
+        systems[name]()
+        if round_ >= warmups:
+            spans[name].append((start, time.perf_counter_ns()))
     dist.barrier()
     assert all(bool((tensor == 1).all()) for tensor in dst.values())
     return spans
 
 
-# Here
+# In the parent process
 
 
-def summarise(case: Case, spans: list[Mapping[str, list[tuple[int, int]]]]) -> dict[str, Any]:
-    """A call takes from when the first rank begins to when the last one ends."""
+def summarise(case: Case, spans: Sequence[Mapping[str, Spans]]) -> dict[str, Any]:
+    """Return one row of data from all ranks' spans."""
     plan = case.plan()
-    milliseconds = {
-        name: statistics.median(
-            (max(end for _, end in call) - min(start for start, _ in call)) / 1e6
-            for call in zip(*(rank[name] for rank in spans), strict=True)
-        )
-        for name in (OURS, RAW)
-    }
+    milliseconds = {name: median_milliseconds(rank[name] for rank in spans) for name in (OURS, RAW)}
     return {
         "ranks": case.ranks,
         "src": str(case.src),
@@ -210,18 +209,18 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     ratios = [row["of_raw"] for row in rows]
     return [
-        "ms and GB/s (of all ranks together): ours / raw all-to-all of the same bytes on every link, medians; of raw: "
-        "the ratio of the bandwidths. Ours packs, unpacks, copies what stays on a rank, and takes its memory anew.",
-        f"Bandwidth of raw: geometric mean {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}.",
-        "of the minimum, ReaL's broadcast: bytes sent, in units of what ranks lack. The broadcast is our model of it.",
-        f"Buckets of {BUCKET >> 20} MiB; extra MB: messages in memory on a rank at a time, at most.",
+        "ms and GB/s (of all ranks together): medians of ours / raw all-to-all of the same bytes on every link. "
+        "of raw: ratio of the bandwidths. Ours also packs, unpacks, copies what stays on a rank, and allocates memory.",
+        f"Bandwidth relative to raw: geometric mean {statistics.geometric_mean(ratios):.2f}, worst {min(ratios):.2f}.",
+        "of the minimum, ReaL's broadcast: bytes sent, relative to the bytes that ranks lack; modelled for ReaL.",
+        f"Buckets of {BUCKET >> 20} MiB; extra MB: peak memory of the messages on a rank.",
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small case; saves nothing")
-    parser.add_argument("--iterations", type=int, default=11, help="timed calls of each system")
+    parser.add_argument("--quick", action="store_true", help="one small case; save nothing")
+    parser.add_argument("--iterations", type=int, default=11, help="timed calls per system")
     arguments = parser.parse_args()
     cases = [Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=192)] if arguments.quick else CASES
     rows = []
@@ -229,19 +228,9 @@ def main() -> None:
         for case in cases:
             rows.append(summarise(case, ranks.run(measure, case.ranks, case, 2, arguments.iterations, timeout=600)))
             print(*cells(rows[-1]), sep="  ", flush=True)
-    record = Record(
-        name="realloc",
-        question="How near is a reallocation of weights to a raw all-to-all of the same bytes?",
-        command="python -m benchmarks.realloc",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(map(cells, rows)),
-        notes=tuple(notes(rows)),
-        data=rows,
-    )
-    record.print()
-    if not arguments.quick:
-        record.save(RESULTS / "realloc.json")
+    question = "Reallocation of weights, against a raw all-to-all of the same bytes"
+    record = Record.of("realloc", question, COLUMNS, map(cells, rows), notes(rows), rows)
+    finish(record, save=not arguments.quick)
 
 
 if __name__ == "__main__":

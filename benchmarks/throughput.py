@@ -1,8 +1,9 @@
-"""How fast is a training step, against plain transformers + FSDP2 and against DeepSpeed's Ulysses (ALST)?
+"""Throughput of a training step, against plain transformers + FSDP2 and DeepSpeed's Ulysses (ALST).
 
-The same llama, the same global batch, the same AdamW with clipping, on the same ranks in one run, taking turns step by
-step. Plain transformers cannot split a sequence: it gets a sequence on each rank, and so does ours beside it; ALST and
-ours then split all sequences over all ranks. Every system's loss and gradient norm of the first step are compared.
+All systems train the same llama on the same global batch with AdamW and clipping, on the same ranks in one run,
+alternating step by step. Plain transformers cannot shard a sequence and gets one sequence per rank, as does `ours, dp4`
+for comparison; ALST and the others shard every sequence over all ranks. The table also compares every system's loss and
+gradient norm of the first step.
 
     python -m benchmarks.throughput
 """
@@ -26,7 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from benchmarks.baselines import deepspeed_alst
-from benchmarks.harness.record import RESULTS, Record, machine
+from benchmarks.harness.measure import in_turns
+from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
@@ -82,7 +84,7 @@ def llama(seq_len: int) -> LlamaConfig:
 
 
 def model_of(size: Size) -> Any:
-    """With transformers' own sdpa, under another name: ALST puts itself in the place of "sdpa" for every model."""
+    """Build the model with transformers' sdpa under another name, because ALST replaces "sdpa" for every model."""
     AttentionInterface.register(PLAIN_SDPA, sdpa_attention_forward)
     AttentionMaskInterface.register(PLAIN_SDPA, sdpa_mask)
     torch.manual_seed(0)
@@ -109,7 +111,7 @@ def ours(size: Size, dims: ParallelDims) -> Step:
 
 
 def plain(size: Size) -> Step:
-    """A sequence on each rank; FSDP2 averages gradients, and every rank has as many targets."""
+    """Train one sequence per rank. FSDP2 averages gradients, which is exact as all ranks have equally many targets."""
     model = model_of(size)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -131,53 +133,48 @@ def plain(size: Size) -> Step:
 
 
 def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
-    """By system: loss and gradient norm of the first step, and the seconds of every timed one."""
+    """Return by system the loss and gradient norm of the first step, and the seconds of every timed step."""
     steps: dict[str, Step] = {name: ours(size, dims) for name, dims in OURS.items()}
     steps[PLAIN] = plain(size)
     torch.manual_seed(0)
     steps[ALST] = deepspeed_alst.build(llama(size.seq_len), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)
     first = {name: step() for name, step in steps.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = sorted(steps)
-    for number in range(rounds + 1):  # the first round warms up
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # none is always first
-            dist.barrier()
-            begin = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            if number:
-                seconds[name].append(time.perf_counter() - begin)
+    for round_, name in in_turns(sorted(steps), rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        steps[name]()
+        dist.barrier()
+        if round_:  # the first round warms up
+            seconds[name].append(time.perf_counter() - begin)
     return {name: (*first[name], seconds[name]) for name in steps}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training steps against plain transformers + FSDP2, and ALST.")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "throughput.json")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     data = []
     for size in (Size(4, 1024), Size(4, 4096)):
-        with RankPool() as ranks:  # DeepSpeed keeps process groups for good
+        with RankPool() as ranks:  # DeepSpeed never destroys its process groups
             found = ranks.run(run, RANKS, size, args.rounds, timeout=900)[0]
         for name, (loss, norm, seconds) in found.items():
             median = statistics.median(seconds)
             data.append({**asdict(size), "system": name, "seconds": median, "loss": loss, "norm": norm})
-    record = Record(
-        name="throughput",
-        question="Throughput of a training step",
-        command="python -m benchmarks.throughput",
-        machine=machine(),
-        columns=COLUMNS,
-        rows=tuple(cells(row, data) for row in data),
-        notes=(
-            f"{RANKS} ranks, float32, ZeRO-{ZERO}, llama of 4 layers of 256 (8 heads), vocabulary 4,096; nothing is "
-            f"recomputed. Medians of {args.rounds} rounds, systems in turns.",
+    record = Record.of(
+        "throughput",
+        "Throughput of a training step",
+        COLUMNS,
+        (cells(row, data) for row in data),
+        (
+            f"{RANKS} ranks, float32, ZeRO-{ZERO}, llama with 4 layers of width 256 (8 heads), vocabulary 4,096, no "
+            f"recomputation. Medians of {args.rounds} rounds of alternating steps.",
             *(f"ALST, {name}: {reason}." for name, reason in deepspeed_alst.PATCHES.items()),
         ),
-        data=data,
+        data,
     )
-    record.print()
-    record.save(args.output)
+    finish(record, args.output)
 
 
 def cells(row: dict[str, Any], data: list[dict[str, Any]]) -> tuple[str, ...]:

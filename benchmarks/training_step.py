@@ -1,4 +1,4 @@
-"""A training step of llama3-8b geometry on one device: as many layers as fit, time and MFU by length."""
+"""Time and MFU of a training step with llama3-8b geometry on one device, by length, with as many layers as fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Geometry:
         return self.hidden // self.heads
 
     def matmul_parameters(self) -> int:
-        """Weights that multiply every token: all but the embedding table (norms are too few to count)."""
+        """Return the number of weights that multiply every token: all but the embedding table and the norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocab
 
@@ -47,18 +47,18 @@ TOY = Geometry("toy", 64, 128, 2, 4, 2, 256, (64, 128), torch.float32)
 
 
 def fitting(geometry: Geometry, memory: int) -> Geometry:
-    """As many of the layers as `memory` bytes hold at the longest length, with activations checkpointed by layer."""
+    """Reduce the layers to those that fit `memory` bytes at the longest length, with activation checkpointing."""
     tokens, itemsize = max(geometry.lengths), geometry.dtype.itemsize
     per_parameter = 4 * itemsize  # weight, gradient, two moments
     ends = 2 * geometry.hidden * geometry.vocab * per_parameter
-    logits = tokens * geometry.vocab * (2 * itemsize + 2 * 4)  # and their gradient, once more in float32 for the loss
-    working = tokens * (8 * geometry.hidden + 6 * geometry.intermediate) * itemsize  # of the layer being recomputed
+    logits = tokens * geometry.vocab * (2 * itemsize + 2 * 4)  # with gradients, in float32 too for the loss
+    working = tokens * (8 * geometry.hidden + 6 * geometry.intermediate) * itemsize  # of the recomputed layer
     one = replace(geometry, layers=1)
     layer = (one.matmul_parameters() - geometry.hidden * geometry.vocab) * per_parameter
     layer += tokens * geometry.hidden * itemsize
     fit = int((0.92 * memory - ends - logits - working) // layer)
     if fit < 1:
-        raise RuntimeError(f"{memory / 2**30:.0f} GiB do not hold one layer of {geometry.name} at {tokens:,} tokens")
+        raise RuntimeError(f"one layer of {geometry.name} at {tokens:,} tokens does not fit {memory / 2**30:.0f} GiB")
     return replace(geometry, layers=min(geometry.layers, fit))
 
 
@@ -82,7 +82,7 @@ def build(geometry: Geometry, device: torch.device, mesh: ParallelMesh) -> Any:
 
 
 def stepper(model: Any, mesh: ParallelMesh, tokens: int, vocab: int, device: torch.device) -> Callable[[], None]:
-    """One optimiser step on random tokens."""
+    """Return a function that runs one optimizer step on random tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     ids = torch.randint(vocab, (1, tokens))
     batch = shard_batch({"input_ids": ids, "labels": ids}, mesh, layout="zigzag")
@@ -98,7 +98,7 @@ def stepper(model: Any, mesh: ParallelMesh, tokens: int, vocab: int, device: tor
 
 
 def training_rows(clock: Clock, peak: float | None, *, tiny: bool) -> Iterator[tuple[str, ...]]:
-    """Table cells of benchmarks/gpu.py, one row a length."""
+    """Yield the table rows of benchmarks/gpu.py, one per length."""
     geometry, device = TOY if tiny else LLAMA3_8B, clock.device
     if device.type == "cuda":
         geometry = fitting(geometry, torch.cuda.mem_get_info(device)[0])
@@ -119,7 +119,7 @@ def training_rows(clock: Clock, peak: float | None, *, tiny: bool) -> Iterator[t
                 cu_seqlens=torch.tensor([[0, tokens]]),
             )
             rate = flops / milliseconds * 1e3
-            mfu = f"MFU {100 * rate / peak:.1f}% of {peak / 1e12:.0f} TFLOP/s" if peak else "peak not known"
+            mfu = f"MFU {100 * rate / peak:.1f}% of {peak / 1e12:.0f} TFLOP/s" if peak else "unknown peak"
             what = f"training step, {geometry.name} geometry, {geometry.layers} layers"
             yield (what, "auto", f"{tokens:,}", "-", f"{milliseconds:.1f}", "-", f"{rate / 1e12:.1f}", mfu)
     finally:

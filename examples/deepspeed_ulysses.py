@@ -1,9 +1,9 @@
-"""A plain DeepSpeed run of a transformers model, with every sequence split over the ranks.
+"""Train a transformers model with DeepSpeed ZeRO, with each sequence sharded over the ranks.
 
     torchrun --nproc-per-node 4 examples/deepspeed_ulysses.py --ulysses 2 --ring 2 --zero 3
 
-Three things differ from a usual run: the model goes through `apply_unified_sp`, `shard_batch` gives each rank its part
-of the rows, and the loss divides by the targets of all ranks. DeepSpeed sees data parallelism alone.
+Three changes to a regular DeepSpeed script: `apply_unified_sp` on the model, `shard_batch` on each batch, and a loss
+normalized by the number of targets on all ranks. DeepSpeed sees only data parallelism.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB = 512
 
 
 def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Counting modulo the vocabulary from a random start: the same rows on all sequence-parallel ranks."""
+    """Yield rows that count modulo the vocabulary from a random start, equal on all sequence-parallel ranks."""
     generator = torch.Generator().manual_seed(mesh.rank("batch"))
     while True:
         start = torch.randint(VOCAB, (rows, 1), generator=generator)
@@ -34,17 +34,17 @@ def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ulysses", type=int, default=2)
-    parser.add_argument("--ring", type=int, default=2)
-    parser.add_argument("--zero", type=int, default=3)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ulysses", type=int, default=2, help="Ulysses degree")
+    parser.add_argument("--ring", type=int, default=2, help="ring degree")
+    parser.add_argument("--zero", type=int, default=3, help="ZeRO stage")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
     args = parser.parse_args()
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    deepspeed = load_deepspeed(device.type)  # `import deepspeed`, which on a CPU would look for a C++ compiler
+    deepspeed = load_deepspeed(device.type)  # like `import deepspeed`, but without its need for a C++ compiler on CPU
     deepspeed.init_distributed("nccl" if cuda else "gloo")
     mesh = ParallelMesh.create(ParallelDims(ulysses=args.ulysses, ring=args.ring), device.type)
 
@@ -65,7 +65,7 @@ def main() -> None:
     for step, batch in zip(range(1, args.steps + 1), batches(mesh, 1, args.seq_len), strict=False):
         local = {key: value.to(engine.device) for key, value in shard_batch(batch, mesh, layout="zigzag").items()}
         targets = local.pop("shift_labels")
-        # Shares of the loss are summed over ranks, and DeepSpeed averages gradients: the factor makes it a sum.
+        # Each rank has its share of the loss, so gradients must be summed. DeepSpeed averages them: scale the loss.
         loss = causal_lm_loss(engine(**local).logits, targets, global_token_count(targets, mesh))
         engine.backward(loss * dist.get_world_size())
         engine.step()
@@ -78,4 +78,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # on a CPU the usual end of a process may abort
+    leave()  # exits without interpreter teardown, which may abort with gloo

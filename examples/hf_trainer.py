@@ -1,9 +1,9 @@
-"""transformers' own Trainer (accelerate beneath it), with every sequence split over the ranks.
+"""Train with transformers' Trainer (on accelerate), with each sequence sharded over the ranks.
 
     torchrun --nproc-per-node 4 examples/hf_trainer.py --ulysses 2 --ring 2
 
-Four things differ from a usual run: the model goes through `apply_unified_sp`, the ranks of one sequence get the same
-rows, the collator shards them, and the loss divides by the targets of all ranks.
+Four changes to a regular Trainer script: `apply_unified_sp` on the model, equal rows for all ranks that share a
+sequence, a collator that shards them, and a loss normalized by the number of targets on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB = 512
 
 
 class Counting(Dataset):
-    """Rows that count modulo the vocabulary."""
+    """A dataset of rows that count modulo the vocabulary."""
 
     def __init__(self, rows: int, seq_len: int) -> None:
         self.rows, self.seq_len = rows, seq_len
@@ -40,7 +40,7 @@ class Counting(Dataset):
 class SequenceParallelTrainer(Trainer):
     """A Trainer whose batches are sharded over the mesh.
 
-    Its own data loader would give every rank rows of its own; this one gives rows by the mesh's batch axis.
+    The default data loader gives every rank different rows; this one divides rows only over the mesh's batch axis.
     """
 
     mesh: ParallelMesh
@@ -59,21 +59,21 @@ class SequenceParallelTrainer(Trainer):
         targets = inputs["shift_labels"]
         out = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False)
         share = causal_lm_loss(out.logits, targets, global_token_count(targets, self.mesh))
-        loss = share * self.mesh.size("loss")  # DistributedDataParallel averages gradients: times the ranks is the sum
+        loss = share * self.mesh.size("loss")  # DistributedDataParallel averages gradients, which must be summed
         return (loss, out) if return_outputs else loss
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ulysses", type=int, default=2)
-    parser.add_argument("--ring", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", default="trainer-output")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ulysses", type=int, default=2, help="Ulysses degree")
+    parser.add_argument("--ring", type=int, default=2, help="ring degree")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
+    parser.add_argument("--output", default="trainer-output", help="directory of the Trainer's output")
     args = parser.parse_args()
 
     cuda = torch.cuda.is_available()
-    arguments = TrainingArguments(  # starts the process group
+    arguments = TrainingArguments(  # initializes the process group
         output_dir=args.output,
         max_steps=args.steps,
         per_device_train_batch_size=1,
@@ -102,4 +102,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # on a CPU the usual end of a process may abort
+    leave()  # exits without interpreter teardown, which may abort with gloo

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# From random weights to PPO with a trained reward model: supervised training on demonstrations of which a third is
-# wrong, a reward model from pairs of a better and a worse answer, and PPO against it. About ten minutes on two cores.
+# From random weights to PPO with a trained reward model: supervised training on demonstrations, a third of them wrong,
+# a reward model from pairs of a better and a worse answer, and PPO against it. About ten minutes on two cores.
 #
 #   bash examples/rlhf_chain.sh runs/chain --sp-ulysses 2 --sp-ring 2
 #
-# What follows the folder is passed to all three. NPROC ranks (8); SFT_STEPS, REWARD_STEPS, PPO_STEPS.
+# Arguments after the output directory are passed to all three runs. Environment variables: NPROC, the number of ranks
+# (8); SFT_STEPS, REWARD_STEPS and PPO_STEPS.
 set -euo pipefail
 
-folder=${1:?usage: rlhf_chain.sh FOLDER [FLAGS OF rlhf.py]}
+folder=${1:?usage: rlhf_chain.sh OUTPUT_DIR [rlhf.py flags]}
 shift
 flags=("$@")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,8 +1,8 @@
-"""A training loop of one's own: any transformers model, a mesh, and nothing hidden.
+"""A custom training loop in plain PyTorch: any transformers model, a mesh, and FSDP2.
 
     torchrun --nproc-per-node 4 examples/training_loop.py --ulysses 2 --ring 2
 
-The loop is torchtitan's in shape: mesh, model, parallelism, optimiser, steps. Replace `batches` by your data.
+The structure follows torchtitan: mesh, model, parallelism, optimizer, steps. Replace `batches` with your data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCAB = 512
 
 
 def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Counting modulo the vocabulary from a random start: the same rows on all sequence-parallel ranks."""
+    """Yield rows that count modulo the vocabulary from a random start, equal on all sequence-parallel ranks."""
     generator = torch.Generator().manual_seed(mesh.rank("batch"))
     while True:
         start = torch.randint(VOCAB, (rows, 1), generator=generator)
@@ -32,11 +32,11 @@ def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ulysses", type=int, default=2)
-    parser.add_argument("--ring", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ulysses", type=int, default=2, help="Ulysses degree")
+    parser.add_argument("--ring", type=int, default=2, help="ring degree")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps")
     args = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -55,7 +55,7 @@ def main() -> None:
     for step, batch in zip(range(1, args.steps + 1), batches(mesh, 1, args.seq_len), strict=False):
         local = {key: value.to(device) for key, value in shard_batch(batch, mesh, layout="zigzag").items()}
         targets = local.pop("shift_labels")
-        # This rank's share of the mean over all ranks' targets: shares and gradients are summed, never averaged.
+        # This rank's share of the mean over all ranks' targets: losses and gradients are summed, not averaged.
         loss = causal_lm_loss(model(**local).logits, targets, global_token_count(targets, mesh))
         loss.backward()
         norm = clip_grad_norm(model.parameters(), 1.0, mesh)
@@ -70,4 +70,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave()  # on a CPU the usual end of a process may abort
+    leave()  # exits without interpreter teardown, which may abort with gloo

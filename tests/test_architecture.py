@@ -1,6 +1,6 @@
-"""The structure of the code, checked on its source: who may import whom, and how large things get.
+"""The structure of the code, checked on its source: imports, sizes, names, and the map in docs/architecture.md.
 
-Every rule is a function from one parsed file to what breaks it, so the rules are tested on bad files too.
+Every rule is a function that yields violations of what it is given, so each rule is also tested on a bad example.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,24 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
 CODE = (*PACKAGES, "benchmarks", "examples", "tests")
 MAX_FUNCTION_LINES = 80
+MAX_FILES = 15  # Python files directly in a folder
+MAX_PHRASE_WORDS = 12  # of a line in the map
+MAP = ROOT / "docs" / "architecture.md"
+# File names that may occur in several folders of the packages, because they name the same thing there.
+SHARED_NAMES = {
+    "base": "the interface that the other files of a folder implement",
+    "calibrate": "the command and what it runs",
+    "checkpoints": "what a checkpoint holds: usp/train and usp/rlhf",
+    "config": "the flags of a program: usp and usp/rlhf",
+    "dry_run": "the command and what it runs",
+    "plan": "the command and what it prints; a plan of RLHF calls",
+    "prepare": "checks before communication: usp/train and usp/rlhf",
+    "shapes": "the shapes of a model, and how they are read from transformers",
+    "spec": "what something is, without where it runs: an attention call, a role's model",
+    "trainer": "the training loop: usp/train and usp/rlhf",
+    "validate": "the rules of a configuration: usp/train and usp/rlhf",
+    "weights": "of a model in files, of tokens in a loss",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ def parse(path: str, text: str) -> Source:
 
 
 def imports(source: Source, inside: ast.AST | None = None) -> Iterator[tuple[str, int]]:
-    """(absolute dotted name, line) of everything imported; `from a import b` gives a.b, a module or not."""
+    """Yield (absolute dotted name, line) of every import; `from a import b` gives a.b, whether b is a module or not."""
     for node in ast.walk(inside or source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -60,10 +80,7 @@ def in_package(path: str, *packages: str) -> bool:
 
 
 def layers(source: Source) -> Iterator[str]:
-    """attention and parallel know torch and the standard library, and nothing of each other or of usp.
-
-    A file format that torch itself reads and writes counts as torch.
-    """
+    """attention and parallel import only torch, the standard library and safetensors: not each other, and not usp."""
     if not in_package(source.path, "attention", "parallel"):
         return
     for name, line in imports(source):
@@ -74,7 +91,7 @@ def layers(source: Source) -> Iterator[str]:
 
 
 def optional_packages(source: Source) -> Iterator[str]:
-    """transformers in usp/hf alone, DeepSpeed in its engine, optional kernels in their back end's load()."""
+    """transformers only in usp/hf, DeepSpeed only in its engine, optional kernels only in their backend's load()."""
     if not in_package(source.path, *PACKAGES):
         return
     inside_load = {
@@ -94,7 +111,7 @@ def optional_packages(source: Source) -> Iterator[str]:
 
 
 def public_names(source: Source) -> Iterator[str]:
-    """What users write (train.py, examples, benchmarks) needs no private name."""
+    """Programs that users would write (train.py, examples, benchmarks) use only public names."""
     if "/" in source.path and not in_package(source.path, "benchmarks", "examples"):
         return
     for name, line in imports(source):
@@ -104,7 +121,7 @@ def public_names(source: Source) -> Iterator[str]:
 
 
 def environment(source: Source) -> Iterator[str]:
-    """Scripts hand the environment to the command line; setting a variable for a library is not reading."""
+    """Only scripts read the environment and pass it down. Setting a variable for a library is allowed."""
     if not in_package(source.path, *PACKAGES) or source.path == "usp/__main__.py":  # a script
         return
     writes = {
@@ -133,7 +150,7 @@ def short_functions(source: Source) -> Iterator[str]:
 
 def names_of_files(source: Source) -> Iterator[str]:
     if source.path in ("usp/attention.py", "usp/parallel.py"):
-        yield f"{source.path} shadows the package of that name where usp/ is on the path: name it otherwise"
+        yield f"{source.path} shadows the package of that name where usp/ is on the path: choose another name"
 
 
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
@@ -147,11 +164,11 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
 )
 
 
-# Files in a package form a line
+# Files in a folder form a line
 
 
 def stated_order(docstring: str, modules: set[str]) -> list[str]:
-    """The modules in the order in which the first paragraph that names them all names them; empty if none does."""
+    """Return the modules in the order in which the first paragraph that names all of them names them; else []."""
     for paragraph in docstring.split("\n\n"):
         named = [word for word in re.findall(r"\w+", paragraph) if word in modules]
         if set(named) == modules:
@@ -160,31 +177,109 @@ def stated_order(docstring: str, modules: set[str]) -> list[str]:
 
 
 def out_of_order(package: str, order: list[str], files: list[Source]) -> Iterator[str]:
-    """Imports inside `package` (a folder) that go to a later module, or to the package as a whole."""
+    """Yield imports inside `package` (a folder) of a later child of it, at any depth, or of the package itself."""
     dotted = package.replace("/", ".")
     for source in files:
+        if not source.path.startswith(f"{package}/"):
+            continue
         own = source.path.removeprefix(f"{package}/").split("/")[0].removesuffix(".py")
         if own == "__init__":
             continue
         for name, line in imports(source):
-            target = name.removeprefix(f"{dotted}.").split(".")[0] if name.startswith(f"{dotted}.") else None
-            if target is None:
+            if name != dotted and not name.startswith(f"{dotted}."):
                 continue
+            target = name.removeprefix(dotted).removeprefix(".").split(".")[0]
             if target not in order:
                 yield f"{source.path}:{line} imports {name} through {dotted}/__init__.py: import the file that has it"
             elif order.index(target) > order.index(own):
                 yield f"{source.path}:{line} imports {dotted}.{target}, which comes after {own} in {dotted}'s order"
 
 
-def folders_with_init() -> list[str]:
-    return sorted(
-        path.parent.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("__init__.py")
-    )
+def package_folders() -> list[str]:
+    """Return every folder of the packages that holds Python files."""
+    return sorted({source.path.rsplit("/", 1)[0] for source in sources() if in_package(source.path, *PACKAGES)})
 
 
-def modules_of(package: str) -> set[str]:
+def children_of(package: str) -> set[str]:
     children = (ROOT / package).iterdir()
-    return {path.stem for path in children if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
+    return {path.stem for path in children if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+
+
+@cache
+def order_of(package: str) -> list[str]:
+    """Return the children of a folder in the order that its `__init__` states; [] if it does not name all of them."""
+    file = ROOT / package / "__init__.py"
+    docstring = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
+    return stated_order(docstring or "", children_of(package))
+
+
+# Folders, names, and the map
+
+
+def crowded_folders(paths: Collection[str]) -> Iterator[str]:
+    """Yield folders that directly hold more than `MAX_FILES` of the files."""
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        by_folder[path.rpartition("/")[0]].append(path)
+    for folder, files in by_folder.items():
+        if len(files) > MAX_FILES:
+            yield f"{folder}/ holds {len(files)} Python files, more than {MAX_FILES}: divide it by subject"
+
+
+def misleading_names(paths: Collection[str]) -> Iterator[str]:
+    """Yield file names that occur in several folders and are not among `SHARED_NAMES`."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        by_name[path.rpartition("/")[2].removesuffix(".py")].append(path)
+    for name, same in by_name.items():
+        if len(same) > 1 and name not in {"__init__", *SHARED_NAMES}:
+            yield f"{' and '.join(same)} have the same name: rename all but one"
+
+
+def map_entries(document: str) -> list[tuple[str, str]]:
+    """Return (path, phrase) of each line of the tree in the document's section "The map"; folders end with a slash."""
+    tree = document.split("## The map", 1)[1].split("```")[1].strip("\n")
+    entries, folders = [], []
+    for line in tree.splitlines():
+        name, _, phrase = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        entries.append(("".join(folders), phrase.strip()))
+    return entries
+
+
+def map_violations(document: str, orders: Mapping[str, list[str]], files: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with the map: missing, repeated, unknown or unexplained entries, and a folder's order.
+
+    Args:
+        orders: the children of each folder in import order.
+        files: the Python files that the map must list.
+    """
+    entries = map_entries(document)
+    paths = [path for path, _ in entries]
+    expected = {*files, *(f"{folder}/" for folder in orders)}
+    yield from (f"{path} is missing in the map" for path in sorted(expected - set(paths)))
+    yield from (f"{path} stands in the map {paths.count(path)} times" for path in set(paths) if paths.count(path) > 1)
+    yield from (
+        f"{path} is in the map and does not exist"
+        for path in paths
+        if in_package(path, *PACKAGES) and path not in expected
+    )
+    for path, phrase in entries:
+        if not 1 <= len(phrase.split()) <= MAX_PHRASE_WORDS:
+            yield f"{path} needs a phrase of at most {MAX_PHRASE_WORDS} words in the map"
+    for folder, order in orders.items():
+        inside = [path.removeprefix(f"{folder}/").removesuffix("/") for path in paths if path.startswith(f"{folder}/")]
+        listed = [name.removesuffix(".py") for name in inside if name and "/" not in name]
+        if sorted(listed) == sorted(order) and listed != order:
+            yield f"{folder}/ stands in the map as {', '.join(listed)}; its import order is {', '.join(order)}"
+
+
+def missing_paths(document: str) -> Iterator[str]:
+    """Yield paths of this repository that a document mentions in backticks and that do not exist."""
+    for path in re.findall(rf"`((?:{'|'.join((*CODE, 'docs'))})/[\w./-]*)`", document):
+        if not (ROOT / path).exists():
+            yield path
 
 
 # The checks
@@ -196,17 +291,38 @@ def test_every_file_keeps_the_rule(rule: Callable[[Source], Iterator[str]]) -> N
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("package", folders_with_init())
-def test_files_of_a_package_form_a_line(package: str) -> None:
-    modules = modules_of(package)
-    docstring = ast.get_docstring(parse(package, (ROOT / package / "__init__.py").read_text()).tree) or ""
-    order = stated_order(docstring, modules)
-    assert order or not modules, (
-        f"no paragraph of {package}/__init__.py's docstring names every module of the package in import order: "
-        f"{', '.join(sorted(modules))}"
+@pytest.mark.parametrize("package", package_folders())
+def test_children_of_a_folder_form_a_line(package: str) -> None:
+    children = children_of(package)
+    order = order_of(package)
+    assert order or not children, (
+        f"no paragraph of {package}/__init__.py's docstring names every child of the folder in import order: "
+        f"{', '.join(sorted(children))}"
     )
-    files = [source for source in sources() if source.path.startswith(f"{package}/")]
-    broken = list(out_of_order(package, order, files))
+    broken = list(out_of_order(package, order, sources()))
+    assert not broken, "\n".join(broken)
+
+
+def test_no_folder_is_crowded() -> None:
+    broken = list(crowded_folders([source.path for source in sources()]))
+    assert not broken, "\n".join(broken)
+
+
+def test_file_names_do_not_mislead() -> None:
+    broken = list(misleading_names([source.path for source in sources() if in_package(source.path, *PACKAGES)]))
+    assert not broken, "\n".join(broken)
+
+
+def test_the_map_is_complete() -> None:
+    files = [source.path for source in sources() if in_package(source.path, *PACKAGES)]
+    orders = {package: order_of(package) for package in package_folders()}
+    broken = list(map_violations(MAP.read_text(), orders, [path for path in files if "__init__" not in path]))
+    assert not broken, "docs/architecture.md:\n" + "\n".join(broken)
+
+
+def test_documents_mention_existing_paths() -> None:
+    documents = {path.name: path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+    broken = [f"{name} mentions {path}" for name, text in documents.items() for path in missing_paths(text)]
     assert not broken, "\n".join(broken)
 
 
@@ -235,12 +351,12 @@ GOOD_FILES = [
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), BAD_FILES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_rule_catches_what_it_is_for(rule: Callable[[Source], Iterator[str]], path: str, text: str) -> None:
+def test_a_rule_rejects_bad_files(rule: Callable[[Source], Iterator[str]], path: str, text: str) -> None:
     assert len(list(rule(parse(path, text)))) == 1
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), GOOD_FILES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_rule_lets_the_rest_pass(rule: Callable[[Source], Iterator[str]], path: str, text: str) -> None:
+def test_a_rule_accepts_good_files(rule: Callable[[Source], Iterator[str]], path: str, text: str) -> None:
     assert not list(rule(parse(path, text)))
 
 
@@ -250,7 +366,7 @@ def test_the_order_is_read_from_one_paragraph() -> None:
     assert stated_order(docstring, {"layout", "ring", "spec", "unified"}) == []
 
 
-def test_imports_against_the_order_are_caught() -> None:
+def test_imports_against_the_order_are_rejected() -> None:
     def broken(path: str, text: str) -> list[str]:
         return list(out_of_order("attention", ["spec", "kernels", "ring"], [parse(path, text)]))
 
@@ -261,3 +377,69 @@ def test_imports_against_the_order_are_caught() -> None:
     assert broken("attention/spec.py", "from . import ring")
     assert broken("attention/kernels/base.py", "from ..ring import ring")
     assert broken("attention/ring.py", "from attention import SequenceLayout")
+    assert broken("attention/ring.py", "import attention")
+    assert broken("attention/kernels/deep/base.py", "def f():\n    from ...ring import ring")
+
+
+@pytest.mark.parametrize("package", [folder for folder in package_folders() if len(order_of(folder)) > 1])
+def test_an_import_of_the_next_child_is_rejected_at_every_level(package: str) -> None:
+    """Reject imports of the next child from any depth, in every form of the import statement."""
+    dotted = package.replace("/", ".")
+    for low, high in pairwise(order_of(package)):
+        for text in (f"from {dotted}.{high} import x", f"import {dotted}.{high}.x", f"from ...{high} import x"):
+            source = parse(f"{package}/{low}/below/x.py", text)
+            assert list(out_of_order(package, order_of(package), [source])), f"{source.path}: {text}"
+
+
+def test_a_crowded_folder_is_rejected() -> None:
+    paths = [f"usp/x/{number}.py" for number in range(MAX_FILES)]
+    assert not list(crowded_folders([*paths, "usp/x/y/z.py", "usp/z.py"]))
+    assert list(crowded_folders([*paths, "usp/x/z.py"]))
+
+
+def test_a_misleading_name_is_rejected() -> None:
+    assert not list(misleading_names(["usp/train/trainer.py", "usp/rlhf/trainer.py", "usp/x.py", "parallel/y.py"]))
+    assert list(misleading_names(["usp/cost/heads.py", "attention/heads.py"]))
+
+
+def test_a_missing_path_is_rejected() -> None:
+    assert list(missing_paths("`usp/train/prepare.py` and **`usp/costs.py`**, `usp/hf/`")) == ["usp/costs.py"]
+
+
+MAP_ORDERS = {"usp": ["data", "config"], "usp/data": ["stream"]}
+MAP_FILES = ["usp/config.py", "usp/data/stream.py"]
+GOOD_MAP = """
+# Title
+
+## The map
+
+```
+usp/            the toolkit
+  data/         documents
+    stream.py   batches
+  config.py     flags
+```
+"""
+
+
+def test_a_complete_map_is_accepted() -> None:
+    assert not list(map_violations(GOOD_MAP, MAP_ORDERS, MAP_FILES))
+
+
+CONFIG_LINE, STREAM_LINE = "  config.py     flags\n", "    stream.py   batches\n"
+BAD_MAPS = [  # (replaced in the good map, by, the violation's beginning)
+    (STREAM_LINE, "", "usp/data/stream.py is missing in the map"),
+    (f"  data/         documents\n{STREAM_LINE}", "", "usp/data/ is missing in the map"),
+    (CONFIG_LINE, 2 * CONFIG_LINE, "usp/config.py stands in the map 2 times"),
+    (CONFIG_LINE, f"{CONFIG_LINE}  old.py  gone\n", "usp/old.py is in the map and does not exist"),
+    (CONFIG_LINE, "  config.py\n", "usp/config.py needs a phrase"),
+    ("batches", "word " * (MAX_PHRASE_WORDS + 1), "usp/data/stream.py needs a phrase"),
+    (f"  data/         documents\n{STREAM_LINE}{CONFIG_LINE}", f"{CONFIG_LINE}  data/ d\n{STREAM_LINE}", "usp/ stands"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BAD_MAPS, ids=[message for *_, message in BAD_MAPS])
+def test_an_incomplete_map_is_rejected(old: str, new: str, message: str) -> None:
+    assert old in GOOD_MAP
+    found = list(map_violations(GOOD_MAP.replace(old, new), MAP_ORDERS, MAP_FILES))
+    assert found and found[0].startswith(message)

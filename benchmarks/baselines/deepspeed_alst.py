@@ -1,8 +1,8 @@
-"""DeepSpeed's own Ulysses (ALST) on plain transformers, as a training step to measure against.
+"""DeepSpeed's Ulysses (ALST) on plain transformers, as a baseline for training steps.
 
-The peer is what DeepSpeed's documentation shows: `UlyssesSPAttentionHF.register_with_transformers`, ZeRO over all
-ranks, sdpa attention, contiguous parts of the sequence with their global position ids. Its data loader adapter only
-cuts batches in such parts; a benchmark feeds them itself.
+The baseline follows DeepSpeed's documentation: `UlyssesSPAttentionHF.register_with_transformers`, ZeRO over all ranks,
+sdpa attention, contiguous shards of the sequence with global position ids. DeepSpeed's data loader adapter only shards
+batches, so benchmarks pass the shards directly.
 
     python -m benchmarks.baselines.deepspeed_alst      # loss and gradient norm against one process, on 4 ranks
 """
@@ -26,30 +26,30 @@ from usp.train.engines.deepspeed import load_deepspeed
 
 VERSION = "0.19.8"
 PATCHES = {
-    "gloo alone": "on a CPU no operator is compiled: gloo carries all collectives, as it does ours",
-    "summed gradients": "ZeRO-3 averages gradients over sequence-parallel ranks too: the loss is multiplied by them",
+    "gloo only": "no operator is compiled on CPU: gloo runs all collectives, as in our runs",
+    "summed gradients": "ZeRO-3 also averages over sequence-parallel ranks, so the loss is scaled by their number",
 }
 
 
 def build(
     config: PreTrainedConfig, ids: Tensor, *, zero: int, checkpointing: bool = False, learning_rate: float = 1e-3
 ) -> Callable[[], tuple[float, float]]:
-    """One optimiser step of `config`'s model, its sequences over all ranks of the default group; collective.
+    """Build a training step of `config`'s model with sequences sharded over the default group; collective.
 
     Args:
         ids: (B, S) the global batch; every token but the last of each row has a target.
-        checkpointing: whether each layer is recomputed in backward.
+        checkpointing: recompute each layer in the backward pass.
 
     Returns:
-        A function that makes the step and gives (loss over all ranks, gradient norm before clipping at 1).
+        A function that runs one optimizer step and returns (loss over all ranks, gradient norm before clipping at 1).
 
     Raises:
-        RuntimeError: another DeepSpeed than the one that this was written for is installed.
-        ValueError: from DeepSpeed, where the ranks do not divide the heads.
+        RuntimeError: the installed DeepSpeed is not `VERSION`.
+        ValueError: from DeepSpeed, if the number of heads is not divisible by the number of ranks.
     """
     deepspeed = load_deepspeed(ids.device.type)
     if deepspeed.__version__ != VERSION:
-        raise RuntimeError(f"deepspeed {deepspeed.__version__} is installed, the baseline is for {VERSION}")
+        raise RuntimeError(f"expected deepspeed {VERSION}, got {deepspeed.__version__}: install deepspeed=={VERSION}")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ["LOCAL_RANK"] = str(ids.device.index if ids.device.type == "cuda" else rank)
     deepspeed.init_distributed(dist.get_backend())
@@ -91,7 +91,7 @@ def build(
     return step
 
 
-# The check that the peer is set up right
+# Validation of the baseline
 
 
 def _config() -> PreTrainedConfig:
@@ -109,7 +109,7 @@ def on_ranks(zero: int, steps: int) -> list[tuple[float, float]]:
     return [step() for _ in range(steps)]
 
 
-def alone(steps: int) -> list[tuple[float, float]]:
+def on_one_process(steps: int) -> list[tuple[float, float]]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_config(), attn_implementation="eager")
     optimizer, ids, history = torch.optim.AdamW(model.parameters(), lr=1e-3), _ids(), []
@@ -124,11 +124,11 @@ def alone(steps: int) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    table = Table("ZeRO", "loss", "gradient norm", title="largest relative difference from one process, 3 steps")
+    table = Table("ZeRO", "loss", "gradient norm", title="Largest relative difference from one process over 3 steps")
     with RankPool() as ranks:
-        (wanted,) = ranks.run(alone, 1, 3)
+        (wanted,) = ranks.run(on_one_process, 1, 3)
     for zero in (1, 2, 3):
-        with RankPool() as ranks:  # DeepSpeed keeps process groups in globals
+        with RankPool() as ranks:  # DeepSpeed never destroys its process groups
             found = torch.tensor(ranks.run(on_ranks, 4, zero, 3, timeout=180), dtype=torch.float64)
         worst = (found / torch.tensor(wanted, dtype=torch.float64) - 1).abs().amax(dim=(0, 1)).tolist()
         table.add_row(str(zero), *(f"{value:.1e}" for value in worst))

@@ -1,8 +1,8 @@
-"""yunchang 0.6.4 made to run, correctly, on CPU with gloo: the peer that benchmarks/attention.py measures against.
+"""yunchang 0.6.4 patched to run correctly on CPU with gloo: the baseline of benchmarks/attention.py.
 
-The package as published cannot run there: its kernels are CUDA's, and with float32 its gradients are wrong on any
-device. `PATCHES` names every change; none adds work. The kernel is the fastest one torch has for a CPU (aten's flash
-attention, with grouped heads read in place), the same that our own back end uses.
+The published package does not run there: its kernels require CUDA, and its float32 gradients are wrong on any device.
+`PATCHES` lists every change; none adds work. The kernel is the fastest in torch for CPUs (aten's flash attention, with
+grouped heads read in place), which our backend uses as well.
 
     python -m benchmarks.baselines.yunchang_cpu        # errors against float64 on 4 ranks
 """
@@ -28,13 +28,13 @@ VERSION = "0.6.4"
 LAYOUTS = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}  # ours -> ring_impl_type
 PATCHES = {
     "cpu kernel": "block attention calls aten's CPU flash kernels, forward and backward; lse stays float32",
-    "no self send": "a ring of one rank keeps its dK/dV instead of sending them to itself, which gloo cannot",
-    "copied buffers": "float32 gradient accumulators are copies of the kernel's buffers, no aliases of them",
-    "dq dtype": "the basic ring returns dq in the dtype of q, not always in bfloat16",
+    "no self send": "a ring of one rank keeps its dK/dV instead of sending them to itself, which gloo does not support",
+    "copied buffers": "float32 gradient accumulators copy the kernel's buffers instead of aliasing them",
+    "dq dtype": "the basic ring returns dq in the dtype of q instead of always bfloat16",
 }
 _RINGS = ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn")
 _REWRITES = (
-    # (patch, in these rings, the text as published, the text that runs)
+    # (patch, affected rings, published text, replacement)
     ("copied buffers", _RINGS, "_buffer.to(torch.float32)", "_buffer.to(torch.float32, copy=True)"),
     ("dq dtype", _RINGS[:1], "dq.to(torch.bfloat16)", "dq.to(q.dtype)"),
 )
@@ -42,9 +42,11 @@ _REWRITES = (
 
 @dataclass(frozen=True)
 class YunchangAttention:
-    """Patched LongContextAttention on this rank, with yunchang's own sharding.
+    """Patched LongContextAttention on this rank, with yunchang's sharding.
 
-    `attention(q, k, v, causal=)` takes local (batch, seq / ranks, heads, head dim); `shard(x)` cuts a global tensor.
+    Attributes:
+        attention: `attention(q, k, v, causal=)` of local tensors (batch, seq / ranks, heads, head dim).
+        shard: returns this rank's shard of a global tensor.
     """
 
     attention: Callable[..., Tensor]
@@ -52,14 +54,14 @@ class YunchangAttention:
 
 
 def build(*, ulysses: int, ring: int, layout: str) -> YunchangAttention:
-    """Patch yunchang and set it up over all ranks of the default group; collective.
+    """Patch yunchang and initialize it over all ranks of the default group; collective.
 
     Raises:
-        RuntimeError: another yunchang than the one that the patches were written for is installed.
+        RuntimeError: the installed yunchang is not `VERSION`.
     """
     yunchang = importlib.import_module("yunchang")
     if yunchang.__version__ != VERSION:
-        raise RuntimeError(f"yunchang {yunchang.__version__} is installed, the patches are for {VERSION}")
+        raise RuntimeError(f"expected yunchang {VERSION}, got {yunchang.__version__}: install yunchang=={VERSION}")
     for ring_name in _RINGS:
         _patch(importlib.import_module(f"yunchang.ring.{ring_name}"))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -75,7 +77,7 @@ def build(*, ulysses: int, ring: int, layout: str) -> YunchangAttention:
 
 
 def _patch(ring: Any) -> None:
-    """Apply PATCHES to one of yunchang's ring modules; doing it twice changes nothing."""
+    """Apply `PATCHES` to one of yunchang's ring modules; idempotent."""
     if ring.select_flash_attn_impl is _select_kernel:
         return
     ring.select_flash_attn_impl = _select_kernel
@@ -132,11 +134,11 @@ def _without_self_send(ring_comm: Any) -> Any:
     return RingComm
 
 
-# The check that the patched package is right
+# Validation of the baseline
 
 
 def errors(ulysses: int, ring: int, layout: str, kv_heads: int, dtype: torch.dtype) -> list[float]:
-    """Relative L2 of out, dq, dk, dv against dense float64, over this rank's part of 256 tokens."""
+    """Return the relative L2 errors of out, dq, dk, dv against dense float64, over this rank's share of 256 tokens."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 256, heads, 32) for heads in (8, kv_heads, kv_heads, 8)]
     q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
@@ -155,7 +157,7 @@ def errors(ulysses: int, ring: int, layout: str, kv_heads: int, dtype: torch.dty
 
 
 def main() -> None:
-    table = Table("layout", "ulysses x ring", "kv heads", "dtype", "out", "dq", "dk", "dv", title="relative L2 error")
+    table = Table("layout", "ulysses x ring", "kv heads", "dtype", "out", "dq", "dk", "dv", title="Relative L2 error")
     degrees, kv_heads = ((4, 1), (2, 2), (1, 4)), (8, 4)
     with RankPool() as ranks:
         for layout, (ulysses, ring), kv, dtype in itertools.product(

@@ -1,10 +1,10 @@
-"""Hosts on one machine: network namespaces with a slow link between them, and torchrun across them.
+"""Emulated hosts on one machine: network namespaces with a slow link between them, and torchrun across them.
 
     python -m benchmarks.harness.cluster --hosts 2 --ranks 4 --rate 1gbit -- train.py --sp-ulysses 4 --sp-ring 2
 
-Every host is a namespace with one shaped device (`tbf`, both directions) on a bridge, which has a namespace of its own:
-no device is ever made outside of them, and they have no way out, so nothing leaves the machine. Inside a host ranks
-talk over its loopback, as fast as the machine does. Needs Linux, root, and iproute2.
+Each host is a namespace with one shaped device (`tbf`, both directions) on a bridge, which has its own namespace. No
+device is created outside of them and none has a route out, so no packet leaves the machine. Ranks of the same host
+communicate over its loopback at full speed. Requires Linux, root, and iproute2.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-DEVICE, MASTER_PORT = "eth0", 29400  # of every host: their namespaces keep them apart
-BURST = "128kb"  # what may pass at once; the kernel hands over packets of up to 64 KiB
-QUEUE = "64mb"  # waits rather than drops, so that times follow from sizes
-GRACE_SECONDS = 10.0  # how long hosts may take to end when one of them has failed
+DEVICE, MASTER_PORT = "eth0", 29400  # the same on every host, because namespaces isolate them
+BURST = "128kb"  # token bucket size; must exceed the kernel's packets of up to 64 KiB
+QUEUE = "64mb"  # large enough to delay packets rather than drop them, so that times follow from sizes
+GRACE_SECONDS = 10.0  # for the other hosts to exit after one has failed
 
 
 @dataclass(frozen=True)
 class HostOutput:
-    """How a host's torchrun ended, and what it and its ranks printed."""
+    """The exit code of a host's torchrun, and the output of it and its ranks."""
 
     returncode: int
     text: str
@@ -47,7 +47,7 @@ class HostOutput:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that exist: the names of their namespaces, and their addresses."""
+    """Running hosts: the names of their namespaces, and their addresses."""
 
     namespaces: tuple[str, ...]
     addresses: tuple[str, ...]
@@ -59,12 +59,13 @@ class Cluster:
         timeout: float = 600.0,
         echo: Callable[[str], None] | None = None,
     ) -> tuple[HostOutput, ...]:
-        """Run `command` (what follows torchrun's options) on `ranks` ranks of every host; by host.
+        """Run a command on `ranks` ranks of every host, and return the output of each host.
 
-        When a host fails, or time is up, the others are stopped.
+        If a host fails or the timeout expires, the remaining hosts are stopped.
 
         Args:
-            echo: called with every line as it comes, behind its host's number.
+            command: the arguments that follow torchrun's options.
+            echo: called with each line of output as it arrives, prefixed with its host's number.
         """
         started: list[subprocess.Popen[str]] = []
         texts: list[list[str]] = [[] for _ in self.namespaces]
@@ -84,13 +85,16 @@ class Cluster:
         return tuple(HostOutput(p.returncode, "".join(text)) for p, text in zip(started, texts, strict=True))
 
     def call(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
-        """[fn(*args) on rank 0, 1, ...] of `ranks` ranks a host, in a gloo group; fn must be a module's own.
+        """Return [fn(*args) on rank 0, rank 1, ...] of `ranks` ranks per host, in a gloo group.
+
+        Args:
+            fn: a module-level function.
 
         Raises:
-            RuntimeError: with a host's output, when one fails.
+            RuntimeError: a host failed; the message has its output.
         """
         with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
-            spec = sys.modules["__main__"].__spec__  # None for a plain script and under a debugger
+            spec = sys.modules["__main__"].__spec__  # None for plain scripts and under a debugger
             Path(folder, "main").write_text(spec.name if spec else "")
             Path(folder, "call").write_bytes(pickle.dumps((fn, args, timeout)))
             outputs = self.torchrun(["-m", "benchmarks.harness.cluster", "--serve", folder], ranks, timeout)
@@ -106,12 +110,12 @@ class Cluster:
         master = [f"--master-addr={self.addresses[0]}", f"--master-port={MASTER_PORT}"]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespaces[host], *launcher, *place, *master, *command],
-            # torch warns of every connection whose address has no name, which none has here
+            # torch warns about every address that does not resolve to a name, as none does here
             env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "GLOO_SOCKET_IFNAME": DEVICE},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # an interrupt is for this process, which then stops them in order
+            start_new_session=True,  # only this process receives an interrupt, and stops the hosts in order
         )
 
     def _stop(self, started: Sequence[subprocess.Popen[str]]) -> None:
@@ -126,27 +130,27 @@ class Cluster:
                 process.kill()
                 process.wait()
         for namespace in self.namespaces:
-            _kill_inside(namespace)  # ranks have sessions of their own, and may outlive their torchrun
+            _kill_inside(namespace)  # ranks have their own sessions, and may outlive torchrun
 
 
 def unavailable() -> str | None:
-    """Why hosts cannot be made here; None where they can."""
+    """Return why emulated hosts cannot be created here; None if they can."""
     if not sys.platform.startswith("linux"):
-        return f"network namespaces are Linux's, and this is {sys.platform}"
+        return f"network namespaces require Linux, and this is {sys.platform}"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        return f"no {' and no '.join(missing)} here: install iproute2"
+        return f"{' and '.join(missing)} not found: install iproute2"
     if os.geteuid():
-        return "making network namespaces needs root"
+        return "creating network namespaces requires root"
     probe = f"usp-{os.getpid()}-probe"
     try:
         _run("ip", "netns", "add", probe)
     except RuntimeError as error:
-        return f"network namespaces cannot be made: {error}"
+        return f"cannot create network namespaces: {error}"
     try:
         _shape(probe, "lo", "1gbit")
     except RuntimeError as error:
-        return f"links cannot be shaped: {error}"
+        return f"cannot shape links: {error}"
     finally:
         _remove(probe)
     return None
@@ -154,23 +158,27 @@ def unavailable() -> str | None:
 
 @contextmanager
 def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
-    """`hosts` hosts with `rate` (tc's words: 1gbit) from and to each, for as long as the block runs.
+    """Create emulated hosts for the duration of the block.
+
+    Args:
+        hosts: their number, from 1 to 250.
+        rate: of each host's link in each direction, in tc's notation: 1gbit.
 
     Raises:
-        ValueError: for a number or a rate that is none.
-        RuntimeError: where hosts cannot be made.
+        ValueError: the number of hosts or the rate is invalid.
+        RuntimeError: hosts cannot be created here.
     """
     if not 1 <= hosts <= 250:
-        raise ValueError(f"hosts={hosts} must be from 1 to 250")
+        raise ValueError(f"hosts={hosts} must be between 1 and 250")
     if not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmg]?bit", rate):
-        raise ValueError(f"rate={rate!r} must be a number and bit, kbit, mbit or gbit: 1gbit")
+        raise ValueError(f"rate={rate!r} must be a number followed by bit, kbit, mbit or gbit, such as 1gbit")
     reason = unavailable()
     if reason:
-        raise RuntimeError(f"no cluster: {reason}")
+        raise RuntimeError(f"cannot create a cluster: {reason}")
     switch, *names = made = [f"usp-{os.getpid()}-{name}" for name in ("switch", *(f"host{n}" for n in range(hosts)))]
     addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
     if taken := set(made) & set(_run("ip", "netns", "list").split()):
-        raise RuntimeError(f"no cluster: {', '.join(sorted(taken))} exist already")
+        raise RuntimeError(f"cannot create a cluster: namespaces {', '.join(sorted(taken))} already exist")
     try:
         for name in made:
             _run("ip", "netns", "add", name)
@@ -181,13 +189,13 @@ def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
             _connect(switch, f"port{port}", name, address, rate)
         yield Cluster(tuple(names), tuple(addresses))
     finally:
-        with _deaf():
+        with _interrupts_ignored():
             for name in made:
                 _remove(name)
 
 
 def _connect(switch: str, port: str, host: str, address: str, rate: str) -> None:
-    """A cable between a bridge's port and a host's device. It goes when either's namespace goes."""
+    """Connect a bridge's port to a host's device. The link disappears with either namespace."""
     peer = ("peer", "name", port, "netns", switch)
     _run("ip", "link", "add", DEVICE, "netns", host, "type", "veth", *peer)
     _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
@@ -217,8 +225,8 @@ def _kill_inside(namespace: str) -> None:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Without interrupts, where this thread may say so: a second Ctrl-C must not stop the removal."""
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore interrupts on the main thread, so that a second Ctrl-C does not stop the removal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -243,7 +251,7 @@ def _read(stream: IO[str], host: int, text: list[str], echo: Callable[[str], Non
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
-    """Until all have ended, one has failed and the others had time to, or time is up."""
+    """Wait until all processes have exited, one has failed and the grace period is over, or the timeout expires."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -252,15 +260,15 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> None:
 
 
 def _serve(folder: Path) -> None:
-    """A rank of `Cluster.call`."""
+    """Run one rank of `Cluster.call`."""
     main = (folder / "main").read_text()
-    if main:  # what the caller runs as __main__ is pickled under that name
+    if main:  # functions of the caller's __main__ are pickled under that name
         sys.modules["__main__"] = importlib.import_module(main)
     fn, args, timeout = pickle.loads((folder / "call").read_bytes())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     (folder / f"rank{dist.get_rank()}").write_bytes(pickle.dumps(fn(*args)))
-    dist.barrier()  # a rank that leaves early closes connections that others still use
+    dist.barrier()  # an early exit would close connections that other ranks still use
     dist.destroy_process_group()
 
 
@@ -274,19 +282,19 @@ def _interrupt(number: int, frame: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4, help="of each host")
-    parser.add_argument("--rate", default="1gbit", help="of each host's link, each way, in tc's words")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks per host")
+    parser.add_argument("--rate", default="1gbit", help="rate of each host's link per direction, in tc's notation")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="limit for the whole run in seconds")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="*", help="after --: a script and its arguments, or -m module")
+    parser.add_argument("command", nargs="*", help="after --: a script and its arguments, or -m MODULE")
     args = parser.parse_args()
     if args.serve:
         _serve(args.serve)
         return 0
     if not args.command or args.ranks < 1:
-        parser.error("give at least one rank, and a command after --")
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
+        parser.error(f"expected --ranks of at least 1 and a command after --, got --ranks {args.ranks}")
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT by default
         signal.signal(number, _interrupt)
     try:
         with cluster(args.hosts, args.rate) as hosts:

@@ -1,23 +1,26 @@
-"""Measuring: systems on the same ranks in turns, the bytes they send, their peak memory, and calls on one device."""
+"""Measurements: alternating timings of systems on the same ranks, bytes sent, peak memory, calls on a device."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from parallel.memory import track_memory
 from parallel.testing import count_sent_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One system on one rank: its attention, its part of q, k, v and dout, and how it cuts a global tensor."""
+    """One system on one rank: its attention, its shards of q, k, v and dout, and how it shards a global tensor."""
 
     attention: Callable[..., Tensor]
     shard: Callable[[Tensor], Tensor]
@@ -39,40 +42,51 @@ class Runner:
             x.grad = None
 
     def step(self) -> list[Tensor]:
-        """Forward and backward: out, dq, dk, dv."""
+        """Run forward and backward; return out, dq, dk, dv."""
         self.free_gradients()
         out = self.attention(*self.inputs, causal=True)
         out.backward(self.dout)
         return [out.detach(), *(x.grad for x in self.inputs if x.grad is not None)]
 
 
-def time_in_turns(
-    runners: dict[str, Runner | None], warmups: int, iterations: int
-) -> dict[str, dict[str, list[tuple[int, int]]]]:
-    """(start, end) in ns of every timed call, by system and kind. No system is always the first of a round."""
-    spans: dict[str, dict[str, list[tuple[int, int]]]] = {name: {"forward": [], "step": []} for name in runners}
-    names = sorted(runners)
-    for round_ in range(warmups + iterations):
+Spans = list[tuple[int, int]]  # (start, end) of each timed call in ns
+
+
+def in_turns(names: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield (round, name) for every name in every round, each round starting with another name."""
+    for round_ in range(rounds):
         first = round_ % len(names)
-        for name in names[first:] + names[:first]:
-            runner = runners[name]
-            for kind in ("forward", "step"):
-                dist.barrier()
-                if runner is None:
-                    continue
-                torch.set_num_threads(runner.threads)
-                start = time.perf_counter_ns()  # one clock for all processes of a machine
-                getattr(runner, kind)()
-                end = time.perf_counter_ns()
-                torch.set_num_threads(1)
-                if round_ >= warmups:
-                    spans[name][kind].append((start, end))
+        yield from ((round_, name) for name in (*names[first:], *names[:first]))
+
+
+def time_in_turns(runners: dict[str, Runner | None], warmups: int, iterations: int) -> dict[str, dict[str, Spans]]:
+    """Return the spans of all timed calls, by system and kind. Ranks without a runner wait for those that have one."""
+    spans: dict[str, dict[str, Spans]] = {name: {"forward": [], "step": []} for name in runners}
+    for round_, name in in_turns(sorted(runners), warmups + iterations):
+        runner = runners[name]
+        for kind in ("forward", "step"):
+            dist.barrier()
+            if runner is None:
+                continue
+            torch.set_num_threads(runner.threads)
+            start = time.perf_counter_ns()  # all processes of a machine share this clock
+            getattr(runner, kind)()
+            end = time.perf_counter_ns()
+            torch.set_num_threads(1)
+            if round_ >= warmups:
+                spans[name][kind].append((start, end))
     dist.barrier()
     return spans
 
 
+def median_milliseconds(spans_by_rank: Iterable[Spans]) -> float:
+    """Return the median time of a call, from the first rank's start to the last rank's end."""
+    calls = zip(*spans_by_rank, strict=True)
+    return statistics.median(max(end for _, end in call) - min(start for start, _ in call) for call in calls) / 1e6
+
+
 def sent_bytes(runner: Runner) -> dict[str, int]:
-    """Bytes that this rank sends to others, counted below the libraries."""
+    """Return the bytes that this rank sends to others, counted below the libraries."""
     with count_sent_bytes() as forward:
         runner.forward()
     with count_sent_bytes() as step:
@@ -81,28 +95,22 @@ def sent_bytes(runner: Runner) -> dict[str, int]:
 
 
 def peak_bytes(runner: Runner) -> int:
-    """Most bytes that were allocated at one time during a step, beyond what was there before."""
+    """Return the peak of the memory allocated during a step."""
     runner.free_gradients()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with track_memory() as use:
         runner.step()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return use.peak_bytes
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Times calls on a device, until the run's time is up."""
+    """Timer of calls on a device, with a deadline for the whole run."""
 
     device: torch.device
     deadline: float
 
     def milliseconds(self, fn: Callable[[], Any], repeats: int = 10) -> float:
-        """Median time of a call, after two that warm up."""
+        """Return the median time of a call, after two warm-up calls."""
         times = []
         for index in range(2 + repeats):
             self.synchronize()

@@ -1,4 +1,4 @@
-"""The pictures in docs/benchmarks.md, from the JSON files in benchmarks/results."""
+"""The plots in docs/benchmarks.md, from the JSON files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,61 +10,47 @@ from benchmarks.harness.record import Record
 
 
 def plot_memory(record: Record, path: Path) -> None:
-    """Two panels: peak memory by length for each grid, with the ideal fall; and what a budget holds on 8 ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    """Plot peak memory by sequence length: for each grid with ideal scaling, and for each system on 8 ranks."""
+    figure, (left, right) = _panels(2, (11, 4.4), sharey=True)
     ours = [row for row in record.data if row["system"] == "ours"]
     for (u, r), rows in _by(ours, "ulysses", "ring"):
         _line(left, rows, label=f"ulysses {u} x ring {r}")
-    alone = [row for row in ours if row["ulysses"] * row["ring"] == 1]
+    single = [row for row in ours if row["ulysses"] * row["ring"] == 1]
     left.plot(
-        [row["seq_len"] for row in alone],
-        [row["peak_bytes"] / 8 / 2**20 for row in alone],
+        [row["seq_len"] for row in single],
+        [row["peak_bytes"] / 8 / 2**20 for row in single],
         "k:",
         label="one rank / 8",
     )
-    left.set_title("Everything kept: activations fall as 1 / (ulysses x ring)")
+    left.set_title("All activations saved: memory shrinks as 1 / (ulysses x ring)")
     eight = [
         row for row in record.data if row["ulysses"] * row["ring"] == 8 and (row["ulysses"], row["ring"]) == (4, 2)
     ]
     names = {
-        "ours": "ours, everything kept",
-        "ours, saving": "ours, attention saved, MLPs in tiles",
+        "ours": "ours, all activations saved",
+        "ours, saving": "ours, attention saved, tiled MLPs",
         "plain": "transformers + FSDP2",
         "plain, checkpointing": "transformers + FSDP2, checkpointing",
     }
     for (system,), rows in _by(eight, "system"):
         _line(right, rows, label=names[system])
-    right.set_title("8 ranks: ours splits a sequence, plain has one on each rank")
+    right.set_title("8 ranks: ours shards one sequence, plain has one per rank")
     for axes in (left, right):
-        axes.set(xscale="log", yscale="log", xlabel="tokens of a sequence")
+        axes.set(xscale="log", yscale="log", xlabel="sequence length in tokens")
         ticks = sorted({row["seq_len"] for row in record.data})
         axes.set_xticks(ticks, [f"{tick // 1024}K" for tick in ticks])
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
-    left.set_ylabel("peak MiB on each rank, beyond sharded parameters")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    left.set_ylabel("peak MiB per rank, excluding sharded parameters")
+    _save(figure, path)
 
 
 def plot_learning(record: Record, path: Path) -> None:
-    """A panel for each algorithm: the score of every step, and its mean over the last ten, for each seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    titles = {"grpo": "GRPO: share of right answers", "ppo": "PPO: score of the trained reward model"}
+    """Plot for each algorithm and seed the score of every step, and its mean over the last ten steps."""
+    titles = {"grpo": "GRPO: share of correct answers", "ppo": "PPO: score from the trained reward model"}
     shown = {name: title for name, title in titles.items() if any(run["algorithm"] == name for run in record.data)}
-    figure, grid = pyplot.subplots(1, len(shown), figsize=(5.5 * len(shown), 4.0), squeeze=False)
-    panels = grid[0]
+    figure, panels = _panels(len(shown), (5.5 * len(shown), 4.0))
     for axes, (algorithm, title) in zip(panels, shown.items(), strict=True):
         for run in (run for run in record.data if run["algorithm"] == algorithm):
             scores = run["scores"]
@@ -76,14 +62,25 @@ def plot_learning(record: Record, path: Path) -> None:
         if algorithm == "grpo":
             axes.axhline(0.9, color="k", linestyle=":")
             axes.set_ylim(0, 1.02)
+    _save(figure, path)
+
+
+def _panels(columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """Create a figure with a row of axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size)
+    return figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+
+
+def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _smoothed(scores: list[float], window: int = 10) -> tuple[list[int], list[float]]:
-    """Steps, and the mean of the last `window` scores, fewer at the start."""
+    """Return the steps, and for each the mean of the last `window` scores, fewer at the start."""
     parts = [scores[max(0, at - window) : at] for at in range(1, len(scores) + 1)]
     return list(range(1, len(scores) + 1)), [sum(part) / len(part) for part in parts]
 

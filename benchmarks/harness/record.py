@@ -1,11 +1,11 @@
-"""What a benchmark leaves behind: one table on the screen and one JSON, which benchmarks/report.py turns into docs."""
+"""The result of a benchmark: a table on the screen and a JSON file, from which benchmarks/report.py writes the docs."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "transformers", "yunchang", "deepspeed", "flash-attn", "nu
 
 @dataclass(frozen=True)
 class Record:
-    """The answer to one question: `rows` of `columns` to read, `notes` below them, `data` to compute with."""
+    """The result of one benchmark: a table of `rows` with `notes` below, for reading, and `data` for computing."""
 
     name: str
     question: str
@@ -38,7 +38,7 @@ class Record:
         for row in self.rows:
             table.add_row(*row)
         console = Console()
-        console = Console(width=max(console.width, 150))  # a log file is wider than the 80 columns it claims
+        console = Console(width=max(console.width, 150))  # log files report 80 columns
         console.print(table)
         for note in self.notes:
             console.print(f"- {note}")
@@ -48,6 +48,27 @@ class Record:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
+    def of(
+        name: str,
+        question: str,
+        columns: tuple[str, ...],
+        rows: Iterable[tuple[str, ...]],
+        notes: Iterable[str],
+        data: list[dict[str, Any]],
+        *,
+        command: str = "",
+        extra: Sequence[tuple[str, str]] = (),
+    ) -> Record:
+        """Make a record of this machine, today.
+
+        Args:
+            command: reproduces the benchmark; by default `python -m benchmarks.NAME`.
+            extra: further facts about the machine, such as the name of its GPU.
+        """
+        command = command or f"python -m benchmarks.{name}"
+        return Record(name, question, command, machine(extra), columns, tuple(rows), tuple(notes), data)
+
+    @staticmethod
     def load(path: Path) -> Record:
         fields = json.loads(path.read_text())
         rows = tuple(tuple(row) for row in fields.pop("rows"))
@@ -55,8 +76,16 @@ class Record:
         return Record(**fields, columns=columns, notes=notes, rows=rows)
 
 
+def finish(record: Record, output: Path | None = None, *, save: bool = True) -> None:
+    """Print a record, and save it at `output`; without `output`, under its name in `RESULTS` if `save` is set."""
+    record.print()
+    path = output or (RESULTS / f"{record.name}.json" if save else None)
+    if path:
+        record.save(path)
+
+
 def machine(extra: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """Processor, versions and date, with what the caller knows besides (a GPU's name, say)."""
+    """Return date, processor and versions, with `extra` facts between them."""
     versions = {}
     for package in _PACKAGES:
         try:

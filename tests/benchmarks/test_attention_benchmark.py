@@ -1,4 +1,4 @@
-"""The attention benchmark measures what it says: run once on toy lengths, without the peer."""
+"""The attention benchmark, run once on toy lengths without yunchang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel.testing import RankPool
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 4)])
-def test_a_case_is_right_and_counts_what_was_predicted(ranks: RankPool, ulysses: int, ring: int) -> None:
+def test_a_case_is_exact_and_sends_the_predicted_bytes(ranks: RankPool, ulysses: int, ring: int) -> None:
     case = Case(ulysses, ring, seq_len=64, kv_heads=2)
     row = summarise(case, ranks.run(measure, 4, case, 0, 2, False))
     assert row["sent_as_predicted"]

@@ -1,4 +1,4 @@
-"""Shaped hosts: ranks reach each other, the link between hosts is the slow one, and nothing of them stays."""
+"""Emulated hosts: ranks reach each other, the link between hosts is slower, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.harness.cluster import BURST, cluster, unavailable
 
 REASON = unavailable()
-needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"no cluster: {REASON}")
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"cannot create a cluster: {REASON}")
 RATE = 80e6 / 8  # bytes per second
 MESSAGE = 1 << 20
 
@@ -24,7 +24,7 @@ def names() -> set[str]:
 
 
 def sum_and_seconds() -> tuple[float, dict[int, float]]:
-    """The sum of all ranks' numbers, and the best time of a message between rank 0 and each other one."""
+    """Return the sum of all ranks' numbers, and the best round-trip time between rank 0 and ranks 1 and 2."""
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     return total.item(), {peer: min(there_and_back(peer) for _ in range(3)) for peer in (1, 2)}
@@ -44,31 +44,31 @@ def there_and_back(peer: int) -> float:
 
 
 @needs_hosts
-def test_ranks_of_two_hosts_and_what_is_left() -> None:
+def test_two_hosts_communicate_and_leave_nothing_behind() -> None:
     before = names()
     with cluster(2, "80mbit") as hosts:
-        assert len(names() - before) == 3  # two hosts and their switch, and no device outside of them
+        assert len(names() - before) == 3  # two hosts and their switch, without a device outside
         results = hosts.call(sum_and_seconds, 2, timeout=90)
         with pytest.raises(RuntimeError, match=r"host 0 failed.*\n(.*\n)*.*ZeroDivisionError"):
             hosts.call(divmod, 1, 1, 0, timeout=90)
     assert names() == before
     assert [total for total, _ in results] == [6.0] * 4
     inside, between = results[0][1][1], results[0][1][2]
-    # The shaper lets no more through than its rate and what it has saved up, however busy the machine is.
+    # The shaper passes at most its rate plus one burst, however busy the machine is.
     assert between > 2 * (MESSAGE - int(BURST.removesuffix("kb")) * 1024) / RATE
     assert inside < between / 3
 
 
 @needs_hosts
-def test_nothing_is_left_after_an_interrupt() -> None:
+def test_an_interrupt_leaves_nothing_behind() -> None:
     before = names()
     with pytest.raises(KeyboardInterrupt), cluster(3, "1gbit"):
         raise KeyboardInterrupt
     assert names() == before
 
 
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="hosts=0 must be from 1 to 250"), cluster(0, "1gbit"):
+def test_invalid_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="hosts=0 must be between 1 and 250"), cluster(0, "1gbit"):
         pass
     with pytest.raises(ValueError, match="rate='fast' must be a number"), cluster(2, "fast"):
         pass

@@ -1,4 +1,4 @@
-"""The peer that a training step is measured against computes the same step."""
+"""The DeepSpeed baseline computes the same training step as a single process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks.baselines.deepspeed_alst import alone, on_ranks
+from benchmarks.baselines.deepspeed_alst import on_one_process, on_ranks
 from parallel.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_two_steps_are_those_of_one_process(zero: int) -> None:
-    found, wanted = run_ranks(on_ranks, 2, zero, 2, timeout=120), alone(2)
+def test_two_steps_match_one_process(zero: int) -> None:
+    found, wanted = run_ranks(on_ranks, 2, zero, 2, timeout=120), on_one_process(2)
     difference = torch.tensor(found, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1
     assert (difference.abs() <= 1e-5).all()

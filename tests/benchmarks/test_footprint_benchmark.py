@@ -1,4 +1,4 @@
-"""The benchmark of the footprint runs, and its cases are what they should be."""
+"""The footprint benchmark runs, and its cases are distinct and valid."""
 
 from __future__ import annotations
 

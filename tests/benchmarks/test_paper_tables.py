@@ -1,4 +1,4 @@
-"""The paper's tables as data, and how predictions are held against them."""
+"""The paper's tables as data, and the comparison of predictions with them."""
 
 from __future__ import annotations
 

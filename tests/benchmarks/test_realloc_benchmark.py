@@ -1,4 +1,4 @@
-"""The reallocation benchmark measures what it says: run once on a toy model; its model of ReaL's broadcast."""
+"""The reallocation benchmark, run once on a toy model, and its model of ReaL's broadcast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_case_moves_the_weights_and_makes_a_row(ranks: RankPool) -> None:
     assert "geometric mean" in notes([row])[1]
 
 
-def test_the_broadcast_sends_what_a_rank_has_already() -> None:
+def test_the_broadcast_sends_bytes_that_ranks_already_hold() -> None:
     plan = Case(8, Layout(2, 2, 2), Layout(1, 8, 1), hidden=48).plan()
     model = sum(plan.dst.boxes[name][0].numel * kind.dtype.itemsize for name, kind in plan.dst.parameters.items())
     assert broadcast_bytes(plan) == 7 * model  # to all but the sender

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and the README's table are what the results say."""
+"""docs/benchmarks.md and the README's table match the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.harness.record import RESULTS, Record
 from benchmarks.report import DOCUMENT, README, document, readme
 
 
-def test_a_record_survives_its_file_and_becomes_a_table(tmp_path: Path) -> None:
+def test_record_round_trips_and_renders_as_a_table(tmp_path: Path) -> None:
     record = Record(
         name="x",
         question="How fast?",
@@ -26,20 +26,20 @@ def test_a_record_survives_its_file_and_becomes_a_table(tmp_path: Path) -> None:
     assert text.endswith("- Of note.\n")
 
 
-def test_the_readme_s_section_is_replaced_and_the_rest_kept() -> None:
+def test_only_the_readme_section_is_replaced() -> None:
     columns = ("u x r", "layout", "tokens", "heads", "dtype", "forward ms", "fwd + bwd ms")
     columns += ("of yunchang", "of 1 process", "units sent")
     standard = ("2 x 2", "zigzag", "4,096", "8/8", "float32", "1 / 2 / 3", "4 / 5 / 6", "0.80", "0.67", "2.12 / 3.00")
     eight_ranks = ("4 x 2", *standard[1:])
     machine = {"processor": "P", "cores": "2", "torch": "2", "date": "2026-01-01"}
     record = Record("attention", "", "", machine, columns, (standard, eight_ranks), (), [])
-    text = readme("# A\n\n## Measured\n\nold\n\n## More\n\nend\n", record)
-    assert text.startswith("# A\n\n## Measured\n\n") and text.endswith("\n\n## More\n\nend\n")
+    text = readme("# A\n\n## Benchmarks\n\nold\n\n## More\n\nend\n", record)
+    assert text.startswith("# A\n\n## Benchmarks\n\n") and text.endswith("\n\n## More\n\nend\n")
     assert "| 2 x 2 | 4,096 | 1 / 2 / 3 | 4 / 5 / 6 | 0.80 | 0.67 | 2.12 / 3.00 |" in text
     assert "old" not in text and "4 x 2" not in text
 
 
-def test_the_documents_are_up_to_date() -> None:
+def test_documents_are_up_to_date() -> None:
     records = [Record.load(path) for path in sorted(RESULTS.glob("*.json"))]
     assert DOCUMENT.read_text() == document(records), "run `python -m benchmarks.report`"
     for record in records:

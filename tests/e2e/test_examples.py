@@ -1,4 +1,4 @@
-"""Every example runs on 4 ranks as its docstring says."""
+"""Every example runs on 4 ranks with the command in its docstring."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_example_runs_and_learns(tmp_path: Path, name: str, args: tuple[str, 
     assert len(losses) >= 2 and losses[-1] < losses[0], ended.stdout
 
 
-def test_the_chain_saves_a_model_after_every_stage(tmp_path: Path) -> None:
+def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path) -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     small = {"NPROC": "2", "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
     flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", "2")
@@ -56,7 +56,7 @@ def test_the_chain_saves_a_model_after_every_stage(tmp_path: Path) -> None:
         assert (tmp_path / "chain" / model / "model.safetensors").is_file(), model
 
 
-def test_the_slurm_script_is_a_shell_script() -> None:
+def test_the_slurm_script_is_valid_bash() -> None:
     shell = shutil.which("bash")
     assert shell is not None
     subprocess.run([shell, "-n", str(ROOT / "examples" / "slurm.sbatch")], check=True)
