@@ -13,7 +13,7 @@ from usp.config import AC_MODES, TrainConfig
 from usp.cost.compare.comparison import compare
 from usp.cost.compare.page import page
 from usp.cost.compare.plots import plot, sweep
-from usp.cost.compare.tables import as_json, grids
+from usp.cost.compare.tables import comparison_json, comparison_tables
 from usp.cost.methods import DEFAULT, Method
 from usp.hf.models import load_model_config
 from usp.run.failures import nearest
@@ -46,13 +46,11 @@ def run(asked: argparse.Namespace) -> None:
     model_config = load_model_config(asked.model)
     found = compare(methods, base, model_config, asked.devices, asked.batch)
     if asked.json:
-        print(json.dumps(as_json(found), indent=1))
+        print(json.dumps(comparison_json(found), indent=1))
     elif asked.markdown:
-        print("\n".join(grid.markdown() for grid in grids(found)), end="")
+        print("\n".join(table.markdown() for table in comparison_tables(found)), end="")
     else:
-        console = Console()
-        for grid in grids(found):
-            grid.show(console)
+        Console().print(*(table.table() for table in comparison_tables(found)), sep="\n")
     if asked.plot is None and asked.html is None:
         return
     title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
@@ -63,7 +61,7 @@ def run(asked: argparse.Namespace) -> None:
     if asked.html is not None:
         drawn.suptitle("")
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are of one rank and one optimiser step.", CONVENTIONS)
-        asked.html.write_text(page(title, facts, grids(found), drawn))
+        asked.html.write_text(page(title, facts, comparison_tables(found), drawn))
 
 
 def _unwritable(flag: str, path: Path | None, suffix: str) -> list[str]:

@@ -12,7 +12,7 @@ from tyro.conf import arg
 
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
-from usp.cost.dry_run.dry_run_report import report, to_json
+from usp.cost.dry_run.dry_run_report import dry_run_json, render_dry_run
 from usp.run.failures import ConfigurationError
 
 from .train import TRAIN, parse
@@ -57,6 +57,6 @@ def main(argv: Sequence[str]) -> None:
     config = TrainConfig(**{field.name: getattr(asked, field.name) for field in fields(TrainConfig)})
     run = dry_run(config, asked.world_size, asked.rank)
     if asked.json:
-        print(json.dumps(to_json(run), indent=2))
+        print(json.dumps(dry_run_json(run), indent=2))
     else:
-        Console().print(report(run))
+        Console().print(render_dry_run(run))

@@ -14,7 +14,7 @@ from tyro.conf import arg
 from parallel import load_hardware, node_names
 from usp.config import TrainConfig, config_to_mapping
 from usp.cost.planner.choice import choose, suppose
-from usp.cost.planner.plan_report import report
+from usp.cost.planner.plan_report import render_plan
 from usp.run.failures import ConfigurationError
 
 from .train import TRAIN, parse
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigurationError(f"--out = {asked.out} must be a .yaml file in a folder that exists")
     base = TrainConfig(**{field.name: getattr(asked, field.name) for field in fields(TrainConfig)})
     choice = choose(base, asked.world_size, load_hardware(asked.hardware))
-    Console().print(report(choice, suppose(choice)))
+    Console().print(render_plan(choice, suppose(choice)))
     if asked.out:
         out.write_text(yaml.safe_dump(config_to_mapping(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")
