@@ -206,8 +206,8 @@ _REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "effici
 _KNOWN = (*_REQUIRED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
 _MASKED = ("attention_forward", "attention_backward")
 _CURVES = ("matmul", *_MASKED, *(f"{name}_full" for name in _MASKED))
-_KINDS = ("send", "gather", "reduce", "exchange")
-_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *_KINDS)
+KINDS = ("send", "gather", "reduce", "exchange")
+_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *KINDS)
 
 
 def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
@@ -293,7 +293,7 @@ def _tier(values: Mapping[str, Any]) -> Tier:
     return Tier(
         name=str(values["name"]),
         devices=_integer(values, "devices"),
-        **{kind: link(kind) for kind in _KINDS},
+        **{kind: link(kind) for kind in KINDS},
         shared_bytes_per_second=_number(values, "shared_bytes_per_second", math.inf),
         overlap=_number(values, "overlap", 1.0),
     )
@@ -331,7 +331,7 @@ def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
         elif tier.devices and (tier.devices <= inner or tier.devices % inner):
             found.append(f"tier {tier.name}: devices={tier.devices} must be a larger multiple of the inner {inner}")
         inner = tier.devices or inner
-        for kind in _KINDS:
+        for kind in KINDS:
             link: Link = getattr(tier, kind)
             if not (link.alpha_seconds >= 0 and 0 < link.bytes_per_second < math.inf):
                 found.append(f"tier {tier.name}: {kind} needs alpha_seconds of 0 or more and positive bytes_per_second")

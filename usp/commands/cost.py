@@ -63,7 +63,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     from usp.cost.compare.comparison import compare
     from usp.cost.compare.page import page
     from usp.cost.compare.plots import plot, sweep
-    from usp.cost.compare.tables import as_json, grids
+    from usp.cost.compare.tables import comparison_json, comparison_tables
     from usp.cost.methods import DEFAULT, Method
     from usp.hf.models import load_model_config
 
@@ -72,13 +72,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     model_config = load_model_config(asked.model)
     found = compare(methods, base, model_config, asked.devices, asked.batch)
     if asked.json:
-        print(json.dumps(as_json(found), indent=1))
+        print(json.dumps(comparison_json(found), indent=1))
     elif asked.markdown:
-        print("\n".join(grid.markdown() for grid in grids(found)), end="")
+        print("\n".join(table.markdown() for table in comparison_tables(found)), end="")
     else:
-        console = Console()
-        for grid in grids(found):
-            grid.show(console)
+        Console().print(*(table.table() for table in comparison_tables(found)), sep="\n")
     if asked.plot is None and asked.html is None:
         return
     title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
@@ -89,7 +87,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     if asked.html is not None:
         drawn.suptitle("")
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        asked.html.write_text(page(title, facts, grids(found), drawn))
+        asked.html.write_text(page(title, facts, comparison_tables(found), drawn))
 
 
 def _problems(asked: CostConfig) -> list[str]:

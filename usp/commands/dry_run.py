@@ -37,10 +37,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
             f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"
         )
     from usp.cost.dry_run.dry_run import dry_run
-    from usp.cost.dry_run.dry_run_report import report, to_json
+    from usp.cost.dry_run.dry_run_report import dry_run_json, render_dry_run
 
     run = dry_run(as_kind(asked, TrainConfig), asked.world_size, asked.rank)
     if asked.json:
-        print(json.dumps(to_json(run), indent=2))
+        print(json.dumps(dry_run_json(run), indent=2))
     else:
-        Console().print(report(run))
+        Console().print(render_dry_run(run))

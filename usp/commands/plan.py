@@ -44,13 +44,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     asked = parse(argv, PlanConfig, "python -m usp plan", leading_config=True)
 
     from usp.cost.planner.choice import choose, suppose
-    from usp.cost.planner.plan_report import report
+    from usp.cost.planner.plan_report import render_plan
 
     out = Path(asked.out).expanduser()
     if problem := output_problem("--out", out if asked.out else None, ".yaml", ".yml"):
         raise ConfigurationError(problem)
     choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware))
-    Console().print(report(choice, suppose(choice)))
+    Console().print(render_plan(choice, suppose(choice)))
     if asked.out:
         out.write_text(yaml.safe_dump(config_to_mapping(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")

@@ -1,5 +1,5 @@
-"""What a training step sends, keeps and takes, by formula and by a dry run, and the layout that is fastest. Each file
-imports only earlier ones:
+"""Predictions of a training step: traffic, memory and time by formula, a dry run, and the planner. Each file imports
+only earlier ones:
 
-job, methods, traffic, time, memory, dry_run, planner, compare.
+job, methods, grid, traffic, time, memory, dry_run, planner, compare.
 """

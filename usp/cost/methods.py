@@ -1,6 +1,6 @@
-"""Ways to parallelise by name: `ulysses`, `usp+zero1`, `tp-sp8+ring2+zero3`, each as the flags of a training run.
+"""Parallelization methods by name: `ulysses`, `usp+zero1`, `tp-sp8+ring2+zero3`, each translated to train.py's flags.
 
-A part is an axis with its degree; one part may leave its degree out and takes the ranks that are left.
+A part is an axis and its degree. One part may omit its degree and takes the remaining ranks.
 """
 
 from __future__ import annotations
@@ -33,48 +33,54 @@ DEFAULT = (
 
 @dataclass(frozen=True)
 class Method:
-    """A name and its parts: axis -> degree, None for the ranks that are left."""
+    """A method's name and its parts: axis and degree, None for the remaining ranks."""
 
     name: str
     parts: tuple[tuple[str, int | None], ...]
 
     @staticmethod
     def parse(name: str) -> Method:
-        """Raises ValueError for a part that is not known, given twice, or without a degree beside another such."""
+        """Parse a method's name.
+
+        Raises:
+            ValueError: for an unknown or repeated part, and if more than one part omits its degree.
+        """
         parts: dict[str, int | None] = {}
         for part in name.split("+"):
             found = re.fullmatch(r"([a-z-]+?)(\d*)", part.strip())
             if found is None or found[1] not in PARTS:
                 word = part.strip().rstrip("0123456789")
                 raise ValueError(
-                    f"--methods {name}: {part!r} is no part{nearest(word, PARTS)}: join {', '.join(PARTS)} with +, "
-                    f"each with its degree or stage, as in tp-sp8+ring2+zero1"
+                    f"--methods {name}: unknown part {part!r}{nearest(word, PARTS)}: use {', '.join(PARTS)}, each "
+                    f"with its degree or ZeRO stage, joined by + as in tp-sp8+ring2+zero1"
                 )
             if found[1] in parts:
                 raise ValueError(f"--methods {name}: {found[1]} is given twice")
             parts[found[1]] = int(found[2]) if found[2] else None
         if "zero" in parts and parts["zero"] not in (0, 1, 2, 3):
-            raise ValueError(f"--methods {name}: zero needs its stage, 0 to 3, as in zero1")
+            raise ValueError(f"--methods {name}: zero must be followed by its stage, 0 to 3, as in zero1")
         free = [part for part, degree in parts.items() if degree is None]
         if len(free) > 1 or 0 in [degree for part, degree in parts.items() if part != "zero"]:
-            raise ValueError(f"--methods {name}: give degrees of at least 1, to all parts but one ({', '.join(free)})")
+            raise ValueError(
+                f"--methods {name}: degrees must be at least 1, and at most one part may omit its degree; without a "
+                f"degree: {', '.join(free) or 'none'}"
+            )
         if "usp" in parts and {"ulysses", "ring"} & parts.keys():
-            raise ValueError(f"--methods {name}: usp chooses ulysses and ring itself: give usp, or the two of them")
+            raise ValueError(f"--methods {name}: usp chooses ulysses and ring itself: give either usp or those two")
         return Method(name, tuple(parts.items()))
 
     def flags(self, facts: ModelFacts, devices: int) -> dict[str, int | bool]:
-        """The degrees as train.py's flags on `devices` ranks.
+        """Return the degrees as train.py's flags for `devices` ranks.
 
         Raises:
-            ValueError: if the given degrees do not divide the devices.
+            ValueError: if the product of the given degrees does not divide `devices`.
         """
         parts = dict(self.parts)
         stage = parts.pop("zero", None)
-        if not parts:
-            parts = {"dp": None}
+        parts = parts or {"dp": None}
         product = math.prod(degree or 1 for part, degree in parts.items() if part != "ep")
         if devices % product:
-            raise ValueError(f"{product} ranks do not divide {devices} devices")
+            raise ValueError(f"the product of the degrees, {product}, must divide the {devices} devices")
         flags: dict[str, int | bool] = {}
         for part, degree in parts.items():
             degree = degree or devices // product
@@ -85,25 +91,25 @@ class Method:
                 flags[PARTS[part]] = degree
             if part == "tp-sp":
                 flags["tp_sequence_parallel"] = True
-        whole_copies = not {"tp", "tp-sp", "pp", "ep"} & parts.keys()
-        return {**flags, "zero": stage if stage is not None else 0 if whole_copies else 1}
+        default = 1 if {"tp", "tp-sp", "pp", "ep"} & parts.keys() else 0
+        return {**flags, "zero": default if stage is None else stage}
 
 
 def config_for(method: Method, base: TrainConfig, facts: ModelFacts, devices: int, batch: int) -> TrainConfig:
-    """The run: `batch` sequences over the data-parallel ranks; in a pipeline a sequence is a micro-batch.
+    """Return the configuration of a run with `batch` sequences per step; in a pipeline each sequence is a micro-batch.
 
     Raises:
-        ValueError: if the batch cannot be divided so.
+        ValueError: if `batch` does not divide evenly over the data-parallel ranks, or is too small for the pipeline.
     """
     flags = method.flags(facts, devices)
     others = math.prod(int(flags.get(name, 1)) for name in ("sp_ulysses", "sp_ring", "tp", "pp"))
     data = devices // others
     if batch % data:
-        above = -(-batch // data) * data
+        multiple = -(-batch // data) * data
         raise ValueError(
-            f"a batch of {batch} does not give {data} data-parallel ranks a sequence each: --batch {above}"
+            f"--batch {batch} must be a multiple of the {data} data-parallel ranks: use --batch {multiple}"
         )
     rows, pp = batch // data, int(flags.get("pp", 1))
     if rows < pp:
-        raise ValueError(f"pp={pp} needs {pp} micro-batches, and a batch of {batch} makes {rows}: --batch {pp * data}")
+        raise ValueError(f"pp={pp} needs {pp} micro-batches, --batch {batch} gives {rows}: use --batch {pp * data}")
     return replace(base, **flags, batch_size=rows, micro_batches=rows if pp > 1 else 1)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A job is what the configuration says, and its groups are those of the mesh."""
+"""A job follows the configuration, and its groups equal those of the mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_parameter_is_counted_once(model: str) -> None:
     assert job(1, model=model).model.numel == sum(parameter.numel() for parameter in whole.parameters())
 
 
-def test_tensor_parallel_ranks_divide_what_the_plan_divides() -> None:
+def test_tensor_parallel_ranks_shard_what_the_plan_shards() -> None:
     shapes = {p.name: p for p in job(2, model="qwen3-tiny", tp=2).model.layers[0].parameters}
     assert shapes["self_attn.q_proj.weight"].local(2) == (64, 128)
     assert shapes["self_attn.o_proj.weight"].local(2) == (128, 64)
@@ -33,7 +33,7 @@ def test_tensor_parallel_ranks_divide_what_the_plan_divides() -> None:
     assert shapes["self_attn.q_norm.weight"].partial_gradient(sequence_parallel=False)
 
 
-def test_what_train_refuses_is_refused() -> None:
+def test_configurations_that_training_refuses_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be a multiple of"):
         job(4, sp_ring=4, seq_len=1001)
     with pytest.raises(ConfigurationError, match="--engine = deepspeed is not counted"):
@@ -56,7 +56,7 @@ def groups_of_the_mesh() -> list[dict[str, tuple[int, ...]]]:
     ]  # fmt: skip
 
 
-def test_groups_are_those_of_the_mesh(ranks: RankPool) -> None:
+def test_groups_equal_those_of_the_mesh(ranks: RankPool) -> None:
     model = job(1).model
     for rank, found in enumerate(ranks.run(groups_of_the_mesh, 8)):
         for dims, groups in zip(GRIDS, found, strict=True):

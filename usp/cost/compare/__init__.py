@@ -1,4 +1,4 @@
-"""Methods of parallelism side by side: tables, plots, and the paper's own Table 2. Each file imports only earlier
+"""Parallelization methods side by side: tables, plots, and Table 2 of the USP paper. Each file imports only earlier
 ones:
 
 paper, comparison, tables, plots, document, page.

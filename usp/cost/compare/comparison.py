@@ -1,8 +1,9 @@
-"""Methods side by side: what a block and a step send, and what a rank keeps, on the wire and as the paper counts."""
+"""A comparison of methods: the traffic of a block and of a step, and the memory of a rank, on the wire and by the
+paper's count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -10,39 +11,19 @@ from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import Footprint, footprint
 from usp.cost.methods import Method, config_for
+from usp.cost.traffic.order import first_ranks
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
 from usp.hf.models import ModelConfig, model_facts
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelShape
 
-from .paper import BLOCK, TABLE_2, Row, expert_row, pipeline_row, unified_cost
+from .paper import TABLE_2, Row, expert_row, pipeline_row, unified_cost
 
-BF16 = 2  # bytes: what the paper's P, G and activations are in
-# Where a collective waits, and where it runs beside compute (`attention.ring`, FSDP2, torch's pipelines).
-OVERLAP = {
-    "ring": "hidden behind the attention of the block before",
-    "ulysses": "waits",
-    "tp": "waits",
-    "ep": "waits",
-    "pp": "hidden behind other micro-batches",
-    "fsdp": "hidden behind the neighbouring layer",
-    "efsdp": "hidden behind the neighbouring layer",
-    "dp_replicate": "hidden behind the neighbouring layer",
-    "loss": "hidden behind the neighbouring layer",
-}
-_ROWS = {row.method: row for row in TABLE_2}
-_PAPER = {
-    "ulysses": "SP-Ulysses",
-    "ring": "SP-Ring",
-    "dp": "DP",
-    "zero1": "ZeRO1",
-    "usp+zero1": "SP-Unified+ZeRO1",
-    "usp+zero2": "SP-Unified+ZeRO2",
-    "usp+zero3": "SP-Unified+ZeRO3",
-    "tp": "TP",
-    "tp-sp": "TP-sp",
-}
+BF16 = 2  # bytes: the paper's P, G and activations are in half precision
+# The methods that are rows of Table 2, in its order.
+_TABLE_2_METHODS = ("ulysses", "ring", "dp", "zero1", "usp+zero1", "usp+zero2", "usp+zero3", "tp", "tp-sp")
+_ROWS = dict(zip(_TABLE_2_METHODS, TABLE_2, strict=True))
 
 
 @dataclass(frozen=True)
@@ -57,12 +38,12 @@ class PaperCost:
 
 @dataclass(frozen=True)
 class Compared:
-    """One method; the numbers are of the rank with the highest peak, bytes.
+    """One method's costs in bytes, of the rank with the highest peak memory.
 
     Attributes:
-        problem: why this method cannot do the job; nothing else is known then.
-        block_parameters, block_activations: what its first layer sends in a step.
-        paper: None for mixtures that its table does not have.
+        problem: why the method is not feasible, else empty; a method with a problem has no other values.
+        block_parameters, block_activations: sent by the rank's first layer in a step.
+        paper: None for methods that Table 2 does not have.
     """
 
     method: str
@@ -77,18 +58,14 @@ class Compared:
 
     @property
     def sent(self) -> int:
-        """Of the whole step."""
-        return total(self.step)
-
-
-def total(sent: Iterable[Sent]) -> int:
-    return sum(part.nbytes for part in sent)
+        """Bytes sent in the whole step."""
+        return sum(part.nbytes for part in self.step)
 
 
 def compare(
     methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
 ) -> list[Compared]:
-    """Every method on `devices` ranks with `batch` sequences of base.seq_len; what cannot run says why."""
+    """Compare methods on `devices` ranks with `batch` sequences of base.seq_len tokens per step."""
     facts = model_facts(base.model, model_config)
     shape = model_shape(facts, model_config)
     found = []
@@ -102,8 +79,7 @@ def compare(
 
 
 def _compared(method: Method, job: Job, batch: int) -> Compared:
-    firsts = [stage * job.world_size // job.dims.pp for stage in range(job.dims.pp)]
-    memory, rank = max(((footprint(job, rank), rank) for rank in firsts), key=lambda pair: pair[0].peak.total)
+    memory, rank = max(((footprint(job, rank), rank) for rank in first_ranks(job)), key=lambda pair: pair[0].peak.total)
     parameters, activations = block_traffic(job, rank)
     return Compared(
         method=method.name,
@@ -113,25 +89,22 @@ def _compared(method: Method, job: Job, batch: int) -> Compared:
         block_activations=activations,
         step=step_traffic(job, rank),
         memory=memory,
-        paper=paper_cost(method.name, job, batch),
+        paper=_paper_cost(method.name, job, batch),
     )
 
 
-def paper_cost(method: str, job: Job, batch: int) -> PaperCost | None:
-    """The paper's costs of a method that it has, and of EP and PP, for this model's d, L and GQA."""
-    facts, ranks = job.model.facts, job.world_size
-    row = _paper_row(method, job.model)
+def _paper_cost(method: str, job: Job, batch: int) -> PaperCost | None:
+    """Return the cost that the paper gives a method for this model's d, L and GQA group size."""
+    facts, hidden, row = job.model.facts, job.model.hidden_size, _paper_row(method, job.model)
     if row is None:
         return None
-    hidden = job.model.hidden_size
-    elements = batch * job.seq_len * hidden
-    cost = row.activation_cost(ranks)
+    cost = row.activation_cost(job.world_size)
     if job.dims.sp > 1:
         cost = unified_cost(job.dims.ulysses, job.dims.ring, facts.num_heads // facts.num_kv_heads)
     return PaperCost(
         parameters_printed=_bytes(row.printed_parameter_cost() * hidden**2),
         parameters=_bytes(row.parameter_cost() * hidden**2),
-        activations=_bytes(cost * elements),
+        activations=_bytes(cost * batch * job.seq_len * hidden),
         states=row.states,
     )
 
@@ -139,13 +112,8 @@ def paper_cost(method: str, job: Job, batch: int) -> PaperCost | None:
 def _paper_row(method: str, model: ModelShape) -> Row | None:
     if method == "ep":
         return expert_row(model.experts_per_token)
-    if method == "pp":
-        return pipeline_row()
-    return _ROWS.get(_PAPER.get(method, ""))
+    return pipeline_row() if method == "pp" else _ROWS.get(method)
 
 
 def _bytes(elements: Fraction) -> int:
     return int(elements * BF16)
-
-
-__all__ = ["BLOCK", "Compared", "PaperCost", "compare", "paper_cost", "total"]

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs nothing else: tables, and plots as inline SVG."""
+"""A comparison as one self-contained HTML page: tables, and plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 from io import StringIO
 from typing import Any
 
-from .tables import AND, Grid
+from usp.cost.grid import AND, Grid
 
 STYLE = """
 :root { color-scheme: light; --line: #d5d9e0; --quiet: #5b6472; --band: #f5f7fa; --ink: #1b2330; --link: #1f5fbf }
@@ -25,13 +25,13 @@ figure { margin: 0 } svg { width: 100%; height: auto }
 
 
 def page(title: str, facts: Sequence[str], tables: Sequence[Grid], figure: Any) -> str:
-    """The page: what was compared, the plots of a matplotlib figure, and the tables with what each says."""
+    """Return the page: the title, one line per fact, a matplotlib figure, and the tables."""
     drawn = StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None})
     svg = drawn.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which no HTML body may hold
+    svg = svg[svg.index("<svg") :]  # the XML declaration is not valid inside an HTML body
     body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
-    body += ["<h2>Against degree and against length</h2>", f"<figure>{svg}</figure>", *map(_table, tables)]
+    body += ["<h2>By number of devices and by sequence length</h2>", f"<figure>{svg}</figure>", *map(_table, tables)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     head += f"<style>{STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'

@@ -1,21 +1,25 @@
 """Table 2 of the USP paper (arXiv 2405.07719v5) in its own convention: cost = elements x algorithm bandwidth factor.
 
-Each method is a list of collectives of one transformer block, forward and backward; costs follow from the counts.
+Each method is a list of the collectives of one transformer block, forward and backward, from which its costs follow.
 
-    O(d^2)       12 of them are a block's parameters: 4 attention matrices, 2 MLP matrices of 4 d^2 each
+    O(d^2)       a block has 12 d^2 parameters: 4 attention matrices, and 2 MLP matrices of 4 d^2 each
     O(bs L d)    elements of one activation
-    N            ranks that share the work; P, G bytes of parameters and gradients; A of activations
+    N            number of ranks; P, G: bytes of parameters and gradients; A: bytes of activations
 
-The factors are those of large N: an all-reduce moves its elements twice, everything else once (the paper's section 4.1;
-an all-to-all and a gather of N ranks move (N - 1) / N of them). With them an all-reduce of 12 O(d^2) costs 24 O(d^2),
-and 12 is what the table prints: its parameter costs are half of what its factors give, its activation costs are not.
-Both are stated here: `parameter_cost` follows the factors, `printed_parameter_cost` the table.
+The factors hold for large N: an all-reduce moves its elements twice, everything else once (section 4.1; an all-to-all
+or a gather over N ranks moves (N - 1) / N of them). By these factors an all-reduce of 12 O(d^2) costs 24 O(d^2), but
+the table prints 12: its parameter costs are half of what its factors give, its activation costs are not.
+`parameter_cost` follows the factors, `printed_parameter_cost` the table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+
+from parallel import divisors
+from usp.cost.grid import Grid
 
 FACTORS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "all2all": 1, "P2P": 1}
 BLOCK = 12  # parameters of a block, in d^2
@@ -23,7 +27,12 @@ BLOCK = 12  # parameters of a block, in d^2
 
 @dataclass(frozen=True)
 class Collective:
-    """`count` times `name` on the part `elements` of bs L d, or of the block's parameters; `shared`: on 1/N of it."""
+    """Collectives of one kind.
+
+    Attributes:
+        elements: of each, as a fraction of bs L d or of the block's parameters.
+        shared: each rank has 1/N of the elements.
+    """
 
     name: str
     count: int = 1
@@ -39,14 +48,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Row:
-    """A method.
+    """A method of the table.
 
     Attributes:
-        parameters, activations: what a block communicates.
-        split: dims that are divided (heads hc, tokens L, hidden size d, batch bs, layers l, experts E), for attention
-            and for the MLP.
-        states: bytes of parameters and gradients, of the optimiser, and of activations.
-        bound: the cost of activations is at most this, whatever the degrees inside.
+        parameters, activations: the collectives of one block.
+        split: the sharded dims of attention and MLP: heads hc, tokens L, hidden size d, batch bs, layers l, experts E.
+        states: bytes of parameters and gradients, of optimizer states, and of activations.
+        bound: the activation cost is the maximum over all splits of N into Ulysses and ring.
     """
 
     method: str
@@ -57,46 +65,40 @@ class Row:
     bound: bool = False
 
     def parameter_cost(self) -> Fraction:
-        """In O(d^2), by the paper's factors."""
-        return BLOCK * sum((part.cost(1) for part in self.parameters), Fraction(0))
+        """Return the cost in O(d^2) by the paper's factors."""
+        return BLOCK * _cost(self.parameters, 1)
 
     def printed_parameter_cost(self) -> Fraction:
-        """In O(d^2), as the table prints it: half of what its factors give."""
+        """Return the cost in O(d^2) as the table prints it: half of what its factors give."""
         return self.parameter_cost() / 2
 
     def activation_cost(self, ranks: int) -> Fraction:
-        """In O(bs L d)."""
+        """Return the cost in O(bs L d)."""
         if self.bound:
-            return max(
-                unified_cost(ulysses, ranks // ulysses) for ulysses in range(1, ranks + 1) if ranks % ulysses == 0
-            )
-        return sum((part.cost(ranks) for part in self.activations), Fraction(0))
+            return max(unified_cost(ulysses, ranks // ulysses) for ulysses in divisors(ranks))
+        return _cost(self.activations, ranks)
+
+
+def _cost(collectives: Iterable[Collective], ranks: int) -> Fraction:
+    return sum((part.cost(ranks) for part in collectives), Fraction(0))
 
 
 def ulysses_collectives(group: int = 1) -> tuple[Collective, ...]:
-    """q, k, v and the output, and the gradients of all four; with `group` query heads to a key-value head, k and v are
-    smaller by that."""
+    """Return the exchanges of q, k, v and the output, and of their gradients, with `group` query heads per KV head."""
     if group == 1:
         return (Collective("all2all", 8, shared=True),)
     return (Collective("all2all", 4, shared=True), Collective("all2all", 4, Fraction(1, group), shared=True))
 
 
 def ring_collectives(group: int = 1) -> tuple[Collective, ...]:
-    """Keys and values pass every rank, in the forward and again in the backward. The paper leaves out their gradients,
-    which travel too."""
+    """Return the passing of keys and values in forward and backward; the paper leaves out their gradients."""
     return (Collective("P2P", 4, Fraction(1, group)),)
 
 
 def unified_cost(ulysses: int, ring: int, group: int = 1) -> Fraction:
-    """In O(bs L d), of ulysses x ring: the ring's keys are those of one Ulysses rank's heads."""
-    ranks = ulysses * ring
-    exchange = (
-        sum((part.cost(ranks) for part in ulysses_collectives(group)), Fraction(0)) if ulysses > 1 else Fraction(0)
-    )
-    passing = (
-        sum((part.cost(ranks) for part in ring_collectives(group)), Fraction(0)) / ulysses if ring > 1 else Fraction(0)
-    )
-    return exchange + passing
+    """Return the cost in O(bs L d) of ulysses x ring, whose ring passes the keys and values of one Ulysses rank."""
+    exchange = _cost(ulysses_collectives(group), ulysses * ring) if ulysses > 1 else Fraction(0)
+    return exchange + (_cost(ring_collectives(group), 1) / ulysses if ring > 1 else Fraction(0))
 
 
 _REDUCE = (Collective("allreduce"),)
@@ -113,16 +115,19 @@ TABLE_2 = (
     Row("SP-Unified+ZeRO1", _SHARDED, _UNIFIED, "hc/L", ("P+G", "6P/N", "A/N"), bound=True),
     Row("SP-Unified+ZeRO2", _SHARDED, _UNIFIED, "hc/L", ("P+G/N", "6P/N", "A/N"), bound=True),
     Row("SP-Unified+ZeRO3", _SHARDED_3, _UNIFIED, "hc/L", _ALL, bound=True),
-    # Attention and MLP: one all-reduce each in the forward, one each in the backward.
+    # Attention and MLP each all-reduce once in the forward and once in the backward.
     Row("TP", (), (Collective("allreduce", 4),), "hc/d", ("(P+G)/N", "6P/N", "αA")),
-    # Each all-reduce becomes a gather and a scatter; the gathered inputs are gathered once more for the weights.
+    # Each all-reduce becomes a gather and a scatter; the backward gathers the inputs again for the weight gradients.
     Row("TP-sp", (), (Collective("allgather", 6), Collective("reducescatter", 4)), "hc/d", _ALL),
 )
 
 
 def expert_row(experts_per_token: int) -> Row:
-    """Expert parallelism, which the table lacks: rows to their experts and back, and the gradients of both, where a
-    token is `experts_per_token` rows. An expert has one owner: gradients of the attention's 4 d^2 alone are reduced."""
+    """Return a row for expert parallelism, which the table lacks.
+
+    A token is `experts_per_token` rows, which go to their experts and back, and so do their gradients. Each expert has
+    one owner, so only the gradients of attention's 4 d^2 are reduced.
+    """
     return Row(
         "EP",
         (Collective("allreduce", elements=Fraction(4, BLOCK)),),
@@ -133,14 +138,16 @@ def expert_row(experts_per_token: int) -> Row:
 
 
 def pipeline_row() -> Row:
-    """Pipeline parallelism, which the table lacks: hidden states go on and gradients come back at a stage's border, so
-    a block inside a stage sends nothing; the cost is that of a block before a border. Of M micro-batches at most N are
-    in flight on the first rank, each of l / N layers."""
+    """Return a row for pipeline parallelism, which the table lacks.
+
+    Only the last block of a stage communicates: it sends hidden states and receives gradients; the cost is that of such
+    a block. Of M micro-batches at most N are in flight on the first rank, each with l / N layers.
+    """
     return Row("PP", (), (Collective("P2P", 2),), "l/l", ("(P+G)/N", "6P/N", "A/M"))
 
 
 def grouped_rows(group: int) -> tuple[Row, ...]:
-    """SP-Ulysses and SP-Ring with `group` query heads to a key-value head (the paper's remark on GQA, section 4.1)."""
+    """Return SP-Ulysses and SP-Ring with `group` query heads per KV head (the paper's remark on GQA, section 4.1)."""
     return (
         Row(f"SP-Ulysses, GQA {group}", _REDUCE, ulysses_collectives(group), "hc/L", _WHOLE),
         Row(f"SP-Ring, GQA {group}", _REDUCE, ring_collectives(group), "L/L", _WHOLE),
@@ -148,11 +155,10 @@ def grouped_rows(group: int) -> tuple[Row, ...]:
 
 
 def expression(row: Row) -> str:
-    """The cost of activations in O(bs L d) as the table writes it."""
+    """Return the activation cost in O(bs L d) in the table's notation."""
     if row.bound:
         return f"≤{max(row.activation_cost(ranks) for ranks in (4, 8, 16))}"
-    whole = sum((part.cost(1) for part in row.activations if not part.shared), Fraction(0))
-    shared = sum((part.cost(1) for part in row.activations if part.shared), Fraction(0))
+    whole, shared = (_cost((part for part in row.activations if part.shared is on), 1) for on in (False, True))
     found = [f"{whole}"] if whole else []
     if shared:
         top, bottom = shared.numerator, shared.denominator
@@ -161,34 +167,22 @@ def expression(row: Row) -> str:
 
 
 def markdown(rows: tuple[Row, ...]) -> str:
-    """The table; both parameter costs, the printed one first."""
-    head = (
-        "method",
-        "parameters",
-        "cost printed",
-        "by its factors",
-        "activations",
-        "cost",
-        "split",
-        "P, G",
-        "OS",
-        "Act",
-    )
-    lines = [head, ("---",) * len(head)]
-    for row in rows:
-        lines.append(
-            (
-                row.method,
-                " + ".join(map(str, row.parameters)) or "0",
-                _square(row.printed_parameter_cost()),
-                _square(row.parameter_cost()),
-                " + ".join(map(str, row.activations)) or "0",
-                f"{expression(row)} O(bs L d)" if row.activations else "0",
-                row.split,
-                *row.states,
-            )
+    """Return the table with both parameter costs, the printed one first."""
+    before = ("method", "parameters", "cost printed", "by its factors", "activations", "cost")
+    cells = tuple(
+        (
+            row.method,
+            " + ".join(map(str, row.parameters)) or "0",
+            _square(row.printed_parameter_cost()),
+            _square(row.parameter_cost()),
+            " + ".join(map(str, row.activations)) or "0",
+            f"{expression(row)} O(bs L d)" if row.activations else "0",
+            row.split,
+            *row.states,
         )
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        for row in rows
+    )
+    return Grid("", (*before, "split", "P, G", "OS", "Act"), cells).markdown()
 
 
 def _square(cost: Fraction) -> str:

@@ -1,4 +1,4 @@
-"""Volume and memory against degree and against length."""
+"""Plots of communication volume and memory, by number of devices and by sequence length."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from usp.config import TrainConfig
+from usp.cost.grid import GIB
 from usp.cost.methods import Method
 from usp.hf.models import ModelConfig
 
@@ -18,8 +19,12 @@ STYLES = ("-", "--", ":", "-.")
 def sweep(
     methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
 ) -> tuple[dict[int, list[Compared]], dict[int, list[Compared]]]:
-    """(by number of devices, by length): powers of two up to `devices`, and lengths from an eighth to eight times."""
-    degrees = [2**power for power in range(1, devices.bit_length()) if 2**power <= devices]
+    """Compare at powers of two up to `devices`, and at 1/8 to 8 times the sequence length.
+
+    Returns:
+        (by number of devices, by sequence length)
+    """
+    degrees = [2**power for power in range(1, devices.bit_length())]
     lengths = [max(1, base.seq_len // 8) * 2**power for power in range(7)]
     by_degree = {degree: compare(methods, base, model_config, degree, batch) for degree in degrees}
     by_length = {
@@ -29,16 +34,16 @@ def sweep(
 
 
 def plot(by_degree: dict[int, list[Compared]], by_length: dict[int, list[Compared]]) -> Any:
-    """A matplotlib figure of four panels; a method that cannot run somewhere has no point there."""
+    """Return a matplotlib figure of four panels; where a method is not feasible it has no point."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 9), layout="constrained")
     panels = figure.subplots(2, 2)
     everywhere = [one for found in (by_degree, by_length) for line in found.values() for one in line]
     names = list(dict.fromkeys(one.method for one in everywhere if not one.problem))
-    for column, (found, what) in enumerate(((by_degree, "devices"), (by_length, "tokens of a sequence"))):
-        _panel(panels[0][column], found, names, what, "sent by a rank in a step, GiB", lambda one: one.sent)
-        _panel(panels[1][column], found, names, what, "peak memory of a rank, GiB", lambda one: one.memory.peak.total)
+    for column, (found, what) in enumerate(((by_degree, "devices"), (by_length, "sequence length"))):
+        _panel(panels[0][column], found, names, what, "sent per rank and step, GiB", lambda one: one.sent)
+        _panel(panels[1][column], found, names, what, "peak memory per rank, GiB", lambda one: one.memory.peak.total)
     handles, labels = panels[0][1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
     return figure
@@ -48,7 +53,7 @@ def _panel(axes: Any, found: dict[int, list[Compared]], names: list[str], what: 
     highest = 1.0
     for number, name in enumerate(names):
         points = [
-            (place, value(one) / 2**30)
+            (place, value(one) / GIB)
             for place, line in found.items()
             for one in line
             if one.method == name and not one.problem

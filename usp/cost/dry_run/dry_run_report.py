@@ -1,71 +1,53 @@
-"""A dry run for people and for programs."""
+"""The report of a dry run: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 
 from usp.config import config_to_mapping
+from usp.cost.grid import GIB, Grid
 from usp.run.metrics import count
 from usp.train.validate import parallel_dims
 
 from .dry_run import DryRun
 
-GIB = 2**30
+
+def dry_run_json(run: DryRun) -> dict[str, Any]:
+    """Return all results as JSON values, sizes in bytes."""
+    return asdict(run) | {"config": config_to_mapping(run.config), "collectives": run.collectives}
 
 
-def to_json(run: DryRun) -> dict[str, Any]:
-    """Everything that a dry run found, as JSON knows it; sizes in bytes."""
-    found = asdict(run)
-    return found | {
-        "config": config_to_mapping(run.config),
-        "sent": [asdict(sent) for sent in run.sent],
-        "collectives": run.collectives,
-    }
-
-
-def report(run: DryRun) -> Group:
-    """Tables of memory and traffic, for rich to print."""
+def render_dry_run(run: DryRun) -> Group:
+    """Return tables of memory and traffic for rich to print."""
     config = run.config
     dims = parallel_dims(config, config.ep)
     return Group(
         f"rank {run.rank} of {run.world_size} ({dims}): {config.model}, {config.batch_size} x {config.seq_len} tokens, "
-        f"{config.dtype} as on {config.device}, ZeRO {config.zero}, recomputation {config.ac}",
+        f"{config.dtype} on {config.device}, ZeRO-{config.zero}, activation checkpointing {config.ac}",
         run.kernel,
-        _memory(run),
-        _traffic(run),
+        _memory(run).table(),
+        _traffic(run).table(),
         f"FLOPs of the rank: {run.flops:.4g}, of which attention {run.attention_flops:.4g}; "
         f"collectives and messages: {count(run.collectives)}",
-        f"dry run: {run.seconds:.1f} s, {run.process_bytes / GIB:.2f} GiB",
+        f"the dry run took {run.seconds:.1f} s and {run.process_bytes / GIB:.2f} GiB",
     )
 
 
-def _memory(run: DryRun) -> Table:
-    table = Table("at the peak", "GiB", title="memory of the rank's device", title_justify="left")
-    table.columns[1].justify = "right"
-    for category, nbytes in run.by_category.items():
-        table.add_row(category, f"{nbytes / GIB:.3f}")
-    table.add_row("peak", f"{run.peak_bytes / GIB:.3f}", style="bold")
+def _memory(run: DryRun) -> Grid:
+    sizes = {**run.by_category, "total": run.peak_bytes}
     if run.host_bytes:
-        table.add_row("in the host's memory", f"{run.host_bytes / GIB:.3f}")
-    return table
+        sizes["host memory"] = run.host_bytes
+    rows = tuple((category, f"{nbytes / GIB:.3f}") for category, nbytes in sizes.items())
+    return Grid("Peak memory of the rank", ("category", "GiB"), rows)
 
 
-def _traffic(run: DryRun) -> Table:
-    table = Table("axes", "ranks", "collective", "calls", "bytes", title="sent by the rank", title_justify="left")
-    for column in (1, 3, 4):
-        table.columns[column].justify = "right"
-    for row in _rows(run):
-        table.add_row(*row)
-    return table
-
-
-def _rows(run: DryRun) -> Iterator[tuple[str, ...]]:
-    for sent in run.sent:
-        name = sent.collective.strip("_")
-        yield ", ".join(sent.axes), str(len(sent.ranks)), name, f"{sent.calls:,}", f"{sent.nbytes:,}"
-    yield "all", "", "", f"{run.collectives:,}", f"{sum(sent.nbytes for sent in run.sent):,}"
+def _traffic(run: DryRun) -> Grid:
+    rows = [
+        (", ".join(sent.axes), str(len(sent.ranks)), sent.collective.strip("_"), f"{sent.calls:,}", f"{sent.nbytes:,}")
+        for sent in run.sent
+    ]
+    rows.append(("all", "", "", f"{run.collectives:,}", f"{sum(sent.nbytes for sent in run.sent):,}"))
+    return Grid("Sent by the rank", ("axes", "ranks", "collective", "calls", "bytes"), tuple(rows))

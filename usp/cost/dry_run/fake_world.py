@@ -1,4 +1,4 @@
-"""One process as any rank of any world: a process group that never communicates, and what stands in for a GPU there."""
+"""One process as any rank of any world: a process group that never communicates, and stand-ins for a GPU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SHAPES = "_propagate_tensor_meta_non_cached"
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Be `rank` of a default process group of `world_size` ranks, whose collectives return at once and move nothing.
+    """Act as `rank` of a default process group of `world_size` ranks whose collectives return at once and move nothing.
 
     Raises:
-        RuntimeError: in a process that has a default process group.
+        RuntimeError: if the process already has a default process group.
     """
     if dist.is_initialized():
-        raise RuntimeError("a dry run makes a process group of its own, and this process has one already")
+        raise RuntimeError("a dry run creates its own process group, but this process already has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -41,40 +41,40 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # DTensor keeps what it worked out by mesh, and takes this world's meshes for equal ones of the next.
+        # DTensor caches sharding by mesh, and the next world's meshes compare equal to this world's.
         _clear_sharding_prop_cache()
 
 
 class HostMemory:
-    """What `--ac-offload` keeps on the host while the step runs.
+    """The activations that `--ac-offload` keeps in host memory.
 
     Attributes:
-        peak_bytes: the most at one time.
+        peak_bytes: the most at any time.
     """
 
     def __init__(self) -> None:
         self.current_bytes = self.peak_bytes = 0
 
     def hooks(self, pin_memory: bool = False) -> saved_tensors_hooks:
-        """In place of `torch.autograd.graph.save_on_cpu` for tensors that only stand for a GPU's."""
+        """Replace `torch.autograd.graph.save_on_cpu` for tensors that stand for a GPU's."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> _Away:
-        away = _Away(x)
+    def _pack(self, x: Tensor) -> _Offloaded:
+        offloaded = _Offloaded(x)
         self._add(x.nbytes)
-        weakref.finalize(away, self._add, -x.nbytes)
-        return away
+        weakref.finalize(offloaded, self._add, -x.nbytes)
+        return offloaded
 
-    def _unpack(self, away: _Away) -> Tensor:
-        return torch.empty_strided(away.size, away.stride, dtype=away.dtype, device=away.device)
+    def _unpack(self, x: _Offloaded) -> Tensor:
+        return torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=x.device)
 
     def _add(self, nbytes: int) -> None:
         self.current_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
-class _Away:
-    """A tensor that has gone to the host."""
+class _Offloaded:
+    """A tensor in host memory."""
 
     def __init__(self, x: Tensor) -> None:
         self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
@@ -83,7 +83,7 @@ class _Away:
 def kernel_for(
     device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int
 ) -> tuple[Kernel, str]:
-    """`select_kernel`, from those that ship with torch: flash-attn's has the launches and the results of torch's own.
+    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own.
 
     Raises:
         ValueError: as `select_kernel`.
@@ -93,9 +93,9 @@ def kernel_for(
 
 @contextmanager
 def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterator[None]:
-    """Inside, the product takes the decisions that it would take on `device`, with tensors on the CPU.
+    """Patch the code to decide as on `device` although tensors are on the CPU.
 
-    What ranks agree on once in a run, when they first meet, is left out: a step has none of it.
+    The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
     def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
@@ -113,7 +113,7 @@ def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterato
 
 
 def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor works shapes out on fake tensors of the global size, which would count as the rank's."""
+    """Run DTensor's shape propagation outside of the modes: its fake tensors of the global size would be counted."""
 
     def run(*args: Any) -> Any:
         with _disable_current_modes():
@@ -124,7 +124,7 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _stages_know_their_shapes() -> Iterator[None]:
-    """In their first step torch's pipelines vote whether to look for shapes; ours are given, so all vote against."""
+    """Skip the vote on shape inference in the first step of torch's pipelines: the shapes are given."""
     from torch.distributed.pipelining._utils import InferenceMode
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 

@@ -1,15 +1,15 @@
-"""Tensors without memory that still know the numbers on which a training step decides.
+"""Fake tensors that still know the values on which the control flow of a training step depends.
 
-A fake tensor has a shape and no values. What a step asks values for (positions, borders of documents, who gets how many
-rows, the optimiser's step count) is integers and single numbers, made of other such: they are computed for real beside
-their fake tensors, as long as everything that they are made of is known. All else has no values, and needs none.
+A fake tensor has a shape and no values. The values that a step reads (positions, `cu_seqlens`, the number of rows per
+rank, the optimizer's step count) are integers and scalars derived from other integers and scalars: these are computed
+for real beside their fake tensors as long as all inputs are known. All other tensors have no values and need none.
 
-Two answers cannot be computed, and are the same on every rank instead:
+Two results cannot be computed, and are the same on every rank instead:
 
 - Routers choose experts evenly: choice k of token t is expert (t K + k) mod E.
-- A number that is read from values that nobody knows (the gradient's norm) is 1.
+- A floating-point number read from unknown values (the gradient norm) is 1.
 
-In collectives every rank holds what this one holds.
+In collectives every other rank is assumed to have the values of this one.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
-# The shapes of their results depend on values.
+# Operators whose output shapes depend on values.
 _SHAPED_BY_VALUES = (aten.nonzero, aten.bincount, aten.masked_select)
+_UNKNOWN = "a data-dependent value, which a dry run does not have"
 
 
 class KnownValues:
-    """What is known of fake tensors."""
+    """The known values of fake tensors."""
 
     def __init__(self) -> None:
         self._values: Any = WeakIdKeyDictionary()
-        self._lost: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage takes their place
+        self._lost: dict[int, torch.UntypedStorage] = {}  # kept alive so that no other storage reuses their addresses
 
     def of(self, x: Tensor) -> Tensor | None:
-        """A real tensor with the values of `x`; None where they are not known. Reading costs nothing."""
+        """Return a real tensor with the values of `x`, or None if they are unknown."""
         if not isinstance(x, FakeTensor):
             return x if _small(x) and not x.is_meta else None
         value = self._values.get(x)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def numbers(self, x: Tensor) -> list[Any]:
-        """`x.tolist()`, of values that are known."""
+        """Return `x.tolist()` of known values."""
         value = self.of(x)
-        assert value is not None, f"nobody knows the values of a tensor of {x.dtype}"
+        assert value is not None, f"the values of this {x.dtype} tensor are unknown"
         with _disable_current_modes():
             return value.tolist()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operator below, and what can be known of it.
+        """Run an operator on fake tensors, and record the values of its results if they can be known.
 
         Raises:
-            NotImplementedError: for a decision on values that are not known.
+            NotImplementedError: if control flow depends on unknown values.
         """
         packet = func.overloadpacket
         if packet is aten._local_scalar_dense:
@@ -72,8 +73,7 @@ class KnownValues:
         return result
 
     def _run(self, packet: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator on fake tensors."""
-        if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # which it takes, though not as a fake
+        if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # its fake supports only bfloat16
             rows, matrices, *rest = args
             return func(rows.bfloat16(), matrices.bfloat16(), *rest, **kwargs).to(rows.dtype)
         return func(*args, **kwargs)
@@ -89,7 +89,7 @@ class KnownValues:
             self._forget(func, args, kwargs)
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Nothing is known any more of what an operator wrote into, nor of its views."""
+        """Forget the values of the tensors that an operator wrote to, and of their views."""
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -106,7 +106,7 @@ class KnownValues:
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.of(args[0]) is None:
-            raise NotImplementedError(f"{func} gives a tensor whose size depends on values that nobody knows")
+            raise NotImplementedError(f"the output shape of {func} depends on {_UNKNOWN}")
         real = self._really(func, args, kwargs)
         fake = torch.empty(real.shape, dtype=real.dtype, device=args[0].device)
         self._values[fake] = real
@@ -118,11 +118,11 @@ class KnownValues:
             with _disable_current_modes():
                 return value.item()
         if not x.dtype.is_floating_point:
-            raise NotImplementedError(f"a decision is made on a number ({x.dtype}) that nobody knows")
+            raise NotImplementedError(f"control flow depends on {_UNKNOWN} ({x.dtype})")
         return 1.0
 
     def _collective(self, packet: Any, args: tuple[Any, ...]) -> None:
-        """Reductions and gathers leave known values as they are; all-to-alls bring what the others send alike."""
+        """Record the values that an all-to-all receives; reductions and gathers keep known values."""
         if packet is not c10d.alltoall_base_:
             return
         output, sent, group = args[0], self.of(args[1]), torch.distributed.ProcessGroup.unbox(args[2])
@@ -133,7 +133,7 @@ class KnownValues:
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Return the tensors among an operator's arguments or results."""
     if isinstance(values, Tensor):
         return [values]
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
@@ -144,6 +144,6 @@ def _small(x: Tensor) -> bool:
 
 
 def _even_choice(like: Tensor, experts: int) -> Tensor:
-    """(T, K) of experts in turn."""
+    """Return experts in turn, in the shape (tokens, choices) of `like`."""
     with _disable_current_modes():
         return torch.arange(like.numel()).remainder(experts).view(like.shape)

@@ -1,7 +1,7 @@
-"""Which tensor storages live, how large they are, and what they are for: the memory of a training step by category.
+"""The memory of a training step by category: which tensor storages are alive, and their sizes.
 
-Storage counts from the operator that makes it until its last reference goes, and follows resizing, by which FSDP2 gives
-gathered parameters up. What an operator takes and gives back while it runs is not seen, nor what an allocator adds.
+A storage counts from the operator that creates it until its last reference is gone, and resizing is tracked, by which
+FSDP2 frees gathered parameters. Workspaces inside an operator and allocator overhead are not seen.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
 class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
     born: int
-    changed: int  # when its size last was another
+    changed: int  # time of the last change of size
     nbytes: int = 0
     category: str = TRANSIENT
 
 
 class LiveMemory:
-    """What lives now, and what lived when most did.
+    """The storages that are alive, and those that were alive at the peak.
 
     Attributes:
-        peak_bytes: the most at one time since `restart`.
-        at_peak: its parts by category; every storage under the last one it was given, even if that came later.
-        now: the number of `see` calls so far, as a clock.
+        peak_bytes: the maximum since `restart`.
+        at_peak: the peak by category; a storage counts under its last label, even if that came after the peak.
+        now: a clock, the number of `see` calls so far.
     """
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class LiveMemory:
                 self._resize(self._storages[key], storage.nbytes())
 
     def label(self, tensors: Iterable[Tensor], category: str, again: bool = True) -> None:
-        """Say what the storages of some tensors are for. `again`: those too that are for something already."""
+        """Set the category of the storages of `tensors`; `again` also replaces earlier labels."""
         for x in tensors:
             storage = self._storages.get(x.untyped_storage()._cdata)
             if storage is not None and (again or storage.category == TRANSIENT):
                 self._move(storage, category)
 
     def label_since(self, time: int, category: str) -> None:
-        """Say what all storages are for that live, were made after `time` and belong to nothing yet."""
+        """Set the category of all live storages that were created after `time` and have no label yet."""
         for storage in self._storages.values():
             if storage.born > time and storage.category == TRANSIENT:
                 self._move(storage, category)
@@ -76,7 +76,7 @@ class LiveMemory:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Inside, storages that are resized are followed; operators do not show that."""
+        """Track storages that are resized, which does not go through an operator."""
         resize = torch.UntypedStorage.resize_
 
         def followed(storage: torch.UntypedStorage, size: int) -> Any:
@@ -104,7 +104,7 @@ class LiveMemory:
 
     def _move(self, storage: _Storage, category: str) -> None:
         places = [self._bytes]
-        if storage.changed <= self._peak_time:  # it was there at the peak, of this size
+        if storage.changed <= self._peak_time:  # it had this size at the peak
             places.append(self.at_peak)
         for place in places:
             place[storage.category] -= storage.nbytes

@@ -1,4 +1,4 @@
-"""Everything that passes torch's dispatcher in a training step, counted at one place."""
+"""Counts of everything that passes torch's dispatcher in a training step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FSDP_COLLECTIVES = {torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_sca
 
 
 class StepMeter(TorchDispatchMode):
-    """Inside `FakeTensorMode`: runs operators, and counts them.
+    """A mode inside `FakeTensorMode` that runs operators and counts them.
 
     Attributes:
-        known: the values that are known of tensors without memory.
-        memory: the storages of all results; what FSDP2 gathers and scatters is labelled.
+        known: the known values of fake tensors.
+        memory: the storages of all results; FSDP2's buffers are labelled.
         wire: the bytes of collectives.
         matmul_flops, attention_flops: see `kernel_flops`.
     """
@@ -36,12 +36,12 @@ class StepMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # asked for by every other line of code
+        if func is torch.ops.prim.device.default:  # a shortcut for the most frequent call
             return args[0].device if not isinstance(args[0], FakeTensor) else args[0].fake_device
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a DTensor becomes operators on its parts, which come here again
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-            return func(*args, **kwargs)  # a mesh that is computed for real
+            return func(*args, **kwargs)  # a device mesh is computed with real tensors
         self.wire.count(func, args)
         result = self.known.call(func, args, kwargs)
         made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]

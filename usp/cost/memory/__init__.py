@@ -1,4 +1,4 @@
-"""The memory that a step needs, by formula. Each file imports only earlier ones:
+"""The peak memory of a step, by formula. Each file imports only earlier ones:
 
 activations, stage_memory, split_backward, footprint.
 """

@@ -1,7 +1,7 @@
-"""How much memory a rank of a training step takes: what stays, and the most at one time, by category.
+"""The memory of a rank in a training step: what stays, and the peak, by category.
 
-The crests of a stage are in `stage_memory`, those of a pipeline whose backwards come in halves in `split_backward`; the
-last is the optimiser's: gradients' shards, and AdamW's one temporary per element (torch's foreach).
+`stage_memory` has the peaks of a stage, `split_backward` those of a pipeline with split backwards. The last peak is the
+optimizer's: gradient shards, and the one temporary per element of torch's foreach AdamW.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ AXES = ("fsdp", "efsdp")
 
 @dataclass(frozen=True)
 class Footprint:
-    """A rank's memory in one step; bytes.
+    """A rank's memory in one step, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: float32 shards of weights, of gradients, and AdamW's two moments.
-        activations: kept between forward and backward, all micro-batches in flight; host: in the host's memory.
-        moments: the crests; the highest is the peak.
+        parameters, gradients, optimizer: float32 shards of weights and gradients, and AdamW's two moments.
+        activations: saved between forward and backward, over all micro-batches in flight; host: in host memory.
+        moments: the peaks of the step; `peak` is the highest.
     """
 
     parameters: int
@@ -42,47 +42,47 @@ class Footprint:
 
 
 def footprint(job: Job, rank: int) -> Footprint:
-    """The memory of `rank`."""
+    """Return the memory of `rank`."""
     stages = {stage: StageMemory(job, stage) for stage in job.stages(rank)}
-    shards = sum(unit.shard for stage in stages.values() for unit in stage.groups)
-    by_axis = [sum(u.shard for stage in stages.values() for u in stage.groups if u.axis == a) for a in AXES]
-    state = Moment("", shards * FLOAT32, 2 * shards * FLOAT32)
+    by_axis = [FLOAT32 * sum(u.shard for stage in stages.values() for u in stage.groups if u.axis == a) for a in AXES]
+    shards = sum(by_axis)
     most, others = _in_flight(job, rank, {number: stage.kept for number, stage in stages.items()})
-    away, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
-    crests = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others)
-    moments = [replace(moment, parameters=state.parameters, optimizer=state.optimizer) for moment in crests]
-    # AdamW's foreach takes the parameters of one mesh at a time.
-    moments[-1] = replace(moments[-1], transient=moments[-1].transient + max(by_axis) * FLOAT32)
-    return Footprint(
-        parameters=state.parameters,
-        gradients=state.parameters,
-        optimizer=state.optimizer,
-        activations=most,
-        host=away,
-        moments=tuple(moments),
-    )
+    host, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
+    peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
+    moments = [replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks]
+    # foreach AdamW updates the parameters of one mesh at a time.
+    moments[-1] = replace(moments[-1], transient=moments[-1].transient + max(by_axis))
+    return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=tuple(moments))
 
 
-def _moments(job: Job, stages: Mapping[int, StageMemory], others: Mapping[tuple[int, bool], int]) -> Iterator[Moment]:
-    """The crests of whole backwards, beside what `others` says; the optimiser's last."""
+def _moments(
+    job: Job, stages: Mapping[int, StageMemory], others: Mapping[tuple[int, bool], int], shards: int
+) -> Iterator[Moment]:
+    """Yield the peaks of unsplit backwards, with the activations `others` of other micro-batches; the optimizer's last.
+
+    shards: bytes of all gradient shards.
+    """
     buffers = sum(stage.buffers for stage in stages.values())
-    shards = sum(unit.shard for stage in stages.values() for unit in stage.groups) * FLOAT32
-    for (number, later), beside in others.items():
-        elsewhere = sum(stage.standing(later) for other, stage in stages.items() if other != number)
+    for (number, later), kept in others.items():
+        idle = sum(stage.idle(later) for other, stage in stages.items() if other != number)
         for moment in stages[number].moments(later):
             yield replace(
                 moment,
                 gradients=shards if later and job.zero >= 2 else moment.gradients,
-                whole=moment.whole + elsewhere,
-                activations=moment.activations + beside,
+                whole=moment.whole + idle,
+                activations=moment.activations + kept,
                 transient=moment.transient + buffers,
             )
-    yield Moment("optimiser", gradients=shards, transient=buffers)
+    yield Moment("optimizer", gradients=shards, transient=buffers)
 
 
 def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[tuple[int, bool], int]]:
-    """(the most that forwards have left at one time; for each stage the most beside the micro-batch whose backward
-    runs, first where that is the stage's first, then at the later ones), where a stage's forward leaves `each`."""
+    """Simulate the activations of all micro-batches in flight, where a stage's forward saves `each` bytes.
+
+    Returns:
+        (the maximum, {(stage, whether another of its backwards has run): the maximum of the other micro-batches'
+        activations during a backward})
+    """
     live, most = 0, 0
     others: dict[tuple[int, bool], int] = {}
     for action in actions(job, rank):
@@ -90,7 +90,7 @@ def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[
         if action.kind == "forward":
             live += kept
             most = max(most, live)
-        elif action.kind != "inputs":  # zero bubble's first half gives nothing up that its second half needs
+        elif action.kind != "inputs":  # the backward of the inputs frees nothing that the backward of the weights needs
             key = action.stage, action.micro_batch > 0
             others[key] = max(others.get(key, 0), live - kept)
             live -= kept

@@ -1,14 +1,14 @@
-"""The memory of a pipeline rank whose backwards come in halves: zero-bubble (arXiv 2401.10241, section 2).
+"""The memory of a pipeline rank with split backwards: zero-bubble (arXiv 2401.10241, section 2).
 
-torch's `stage_backward_input` keeps the whole graph, and at every operator that has weights the gradient that came to
-it; `stage_backward_weight` starts there, and lets both go. The first stage has no inputs to differentiate, and does all
-of its backward in the second half.
+torch's `stage_backward_input` keeps the whole graph, and the output gradient of every operator with weights;
+`stage_backward_weight` starts from these and frees both. The first stage has no inputs to differentiate, so its weight
+half is the whole backward.
 
-    weights of an operator    arrive as a gradient in the compute dtype, which stays one until a backward of the inputs
-                              passes FSDP2's hooks: they add it to a float32 sum, unit after unit
-    stages                    are whole from the first forward to the reduction, after the stage's last backward
-    what is received          stays the step over, with its gradient; at the turn of the V, where a rank hands over to
-                              itself, the next stage's input is the output, and the earlier stage's gradient the input's
+    weight gradients   are in the compute dtype, until the input half of a later backward passes FSDP2's hooks, which
+                       add them to a float32 sum, unit by unit
+    stages             are unsharded from the first forward to the reduction after the stage's last backward
+    receive buffers    stay for the whole step, and so do their gradients; where the V turns, a rank sends nothing to
+                       itself: the output is the next stage's input, the input's gradient the earlier stage's gradient
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from .stage_memory import Moment, StageMemory
 
 
 def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
-    """The crests of a step, the optimiser's last, beside its states and parameters."""
+    """Yield the peaks of a step, the optimizer's last, without parameters and optimizer states."""
     return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(actions(job, rank))
 
 
 @dataclass(eq=False)
 class _Stage:
-    """Attributes:
-    fresh: whether gradients have come that are in no sum; summed: whether there are sums.
-    weights: backwards of the weights so far; reduced: whether all is given up.
+    """The state of one stage.
+
+    Attributes:
+        fresh: there are gradients that are not yet in the float32 sums; summed: there are float32 sums.
+        weights: weight halves so far; reduced: the unsharded gradients have been reduced and freed.
     """
 
     memory: StageMemory
@@ -45,13 +47,13 @@ class _Stage:
 
     @property
     def whole(self) -> int:
-        """Parameters and gradients."""
+        """Return the bytes of unsharded parameters and gradients."""
         memory = self.memory
         each = memory.size + self.fresh * memory.size + self.summed * FLOAT32
         return 0 if self.reduced else memory.numel * each
 
     def summing(self, index: int) -> int:
-        """What `whole` changes to while layer `index` works, and those after it have added their gradients up."""
+        """Return `whole` during the backward of layer `index`, when later layers have accumulated their gradients."""
         if not self.fresh:
             return self.whole
         memory = self.memory
@@ -60,13 +62,15 @@ class _Stage:
 
 
 class _Rank:
-    """Attributes:
-    activations: what forwards left. halves: what backwards of inputs left. buffers: what is received into.
+    """The simulation of a rank.
+
+    Attributes:
+        activations: saved by forwards; halves: kept by input halves; buffers: receive buffers.
     """
 
     def __init__(self, job: Job, stages: Mapping[int, _Stage]) -> None:
         self.job, self.stages = job, stages
-        self.turns = job.dims.pp - 1 in stages  # from this stage to the next without a message
+        self.turns = job.dims.pp - 1 in stages  # the next stage is on the same rank
         self.activations = self.halves = self.gradients = 0
         self.buffers = sum(stage.memory.buffers for stage in stages.values())
         self.split = cache(lambda shape: split_layer(job, shape))
@@ -83,7 +87,7 @@ class _Rank:
                 stage.weights += 1
                 if stage.weights == self.job.micro_batches:
                     yield from self._reduce(stage)
-        yield self._moment("optimiser", 0, stage)
+        yield self._moment("optimizer", 0, stage)
 
     def _moment(self, name: str, transient: int, stage: _Stage, whole: int | None = None) -> Moment:
         others = sum(other.whole for other in self.stages.values() if other is not stage)
@@ -99,7 +103,7 @@ class _Rank:
         memory = stage.memory
         self.activations += memory.kept
         if self.turns and self._early(stage):
-            self.buffers -= memory.handed  # the output takes the place of what the next stage would receive into
+            self.buffers -= memory.handed  # the output replaces the next stage's receive buffer
         if memory.last:
             yield self._moment("loss", memory.logits, stage)
 
@@ -116,23 +120,23 @@ class _Rank:
             left = memory.hidden + entering * memory.size
         for index in reversed(range(len(memory.layers))):
             layer = self.split(memory.shapes[index])
-            for name, added in layer.crests:
+            for name, added in layer.peaks:
                 yield self._moment(name, left + added, stage, stage.summing(index))
             left += layer.left + layer.passed
         stage.summed, stage.fresh = stage.summed or stage.fresh, False
         self.halves += self._left(stage) + memory.handed  # the input's gradient stays
         if self.turns and not self._early(stage):
-            self.buffers -= memory.handed  # the input's gradient takes the place of what would be received
+            self.buffers -= memory.handed  # the input's gradient replaces the earlier stage's receive buffer
 
     def _left(self, stage: _Stage) -> int:
-        """What a backward of the inputs leaves for that of the weights."""
+        """Return the bytes that an input half keeps for the weight half."""
         memory = stage.memory
         layers = [self.split(shape) for shape in memory.shapes]
         ends = memory.hidden + self.job.outer_tokens * self.job.model.hidden_size * memory.size if memory.last else 0
         return ends + sum(layer.left + layer.passed for layer in layers) - layers[0].passed
 
     def _weights(self, stage: _Stage) -> Iterator[Moment]:
-        """The crest is its end: the graph goes as a whole, when its last weights are done."""
+        """Yield the peak of a weight half, which is at its end: the graph is freed as a whole."""
         memory = stage.memory
         self.halves -= self._left(stage)
         if memory.cast:

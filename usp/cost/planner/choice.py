@@ -1,8 +1,8 @@
-"""The fastest configuration for a run: what may be asked, what the search finds, and what train.py --plan auto takes.
+"""The choice of the fastest configuration for a run.
 
-choose     a run and hardware -> the search's finds, or one error with the nearest that would fit
-suppose    what would be fastest if memory or links were otherwise
-planned    the configuration that training starts with, the same on every rank
+choose     search the configurations of a run on given hardware
+suppose    search again with other memory or links
+planned    apply --plan auto to the configuration that training starts with, on every rank alike
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 
 from parallel import Hardware, load_hardware, node_of
 from usp.config import TrainConfig, flag
+from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 
-from .advice import degrees, savings_of, seconds
+from .advice import degrees, memory_options, seconds
 from .layouts import Question, layouts, suppositions
 from .predictor import predictor_for
 from .search import Candidate, Found, Predictor, search
 
-GIB = 2**30
-USABLE = 0.9  # of a device's memory: the rest is the allocator's gaps, the context and the communication library's
+USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers
 CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
     *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
@@ -34,11 +34,11 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked, and what the search found: at least one configuration that fits.
+    """A question and the result of its search, with at least one configuration that fits.
 
     Attributes:
-        job: of any layout, for its model.
-        memory_bytes: of a device, as far as it can be used.
+        job: of an arbitrary layout, for its model.
+        memory_bytes: usable bytes per device.
     """
 
     question: Question
@@ -55,11 +55,11 @@ class Choice:
 
 
 def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
-    """The fastest ways to train `asked` on `world_size` devices, in steps of asked.global_batch_size sequences.
+    """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
 
     Raises:
-        ConfigurationError: where the question makes no sense, gives what is chosen here, or has no answer that fits;
-            then with the nearest that would.
+        ConfigurationError: for invalid values, for values that the planner chooses, and if no configuration fits; the
+            message then names the one that needs least memory.
     """
     problems = _refused(asked, world_size)
     if problems:
@@ -72,9 +72,9 @@ def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
     first = next(layouts(question, facts), None)
     if first is None:
         raise ConfigurationError(
-            f"{world_size} devices cannot share {sequences} sequences of {base.seq_len} tokens of {base.model}: the "
-            f"devices beside tp, pp, ring and ulysses must divide --global-batch-size, and --seq-len be a multiple of "
-            f"2 x ring x ulysses. Use powers of two for all three"
+            f"no layout of {world_size} devices fits --global-batch-size {sequences} and --seq-len {base.seq_len} for "
+            f"{base.model}: the data-parallel degree must divide --global-batch-size, and 2 x ring x ulysses must "
+            f"divide --seq-len. Use powers of two for all three"
         )
     job = job_of(first, model_config, world_size)
     memory, predictor = USABLE * hardware.memory_bytes, predictor_for(job, hardware)
@@ -90,14 +90,14 @@ def _refused(asked: TrainConfig, world_size: int) -> list[str]:
         problems.append(f"--world-size = {world_size} must be at least 1")
     if asked.global_batch_size < 1:
         problems.append(
-            f"--global-batch-size = {asked.global_batch_size} must be at least 1: which layout is fastest depends on "
-            f"how many sequences a step has over all devices"
+            f"--global-batch-size = {asked.global_batch_size} must be at least 1: the fastest layout depends on the "
+            f"number of sequences per step over all devices"
         )
     default = TrainConfig()
     given = [name for name in CHOSEN if getattr(asked, name) != getattr(default, name)]
     if given:
         values = ", ".join(f"{flag(name)} = {getattr(asked, name)}" for name in given)
-        problems.append(f"{values}: a plan chooses that, so leave it out (of the file of --config too)")
+        problems.append(f"{values}: chosen by the planner, remove it from the flags and from the --config file")
     return problems
 
 
@@ -105,15 +105,16 @@ def _nothing_fits(choice: Choice) -> str:
     tightest, base, devices = choice.found.tightest, choice.question.base, choice.question.world_size
     assert tightest is not None
     return (
-        f"{base.model} at {base.seq_len} tokens fits {devices} x {choice.hardware.name} in none of "
-        f"{choice.found.layouts} layouts. The nearest is {degrees(tightest.config)} ({savings_of(tightest.config)}) "
-        f"with {tightest.peak_bytes / GIB:.1f} GiB a device, of which {choice.memory_bytes / GIB:.1f} can be used: "
-        f"give about {devices * tightest.peak_bytes / choice.memory_bytes:.0f} devices, or fewer tokens"
+        f"{base.model} at {base.seq_len} tokens does not fit {devices} x {choice.hardware.name} in any of "
+        f"{choice.found.layouts} layouts. The smallest is {degrees(tightest.config)} "
+        f"({memory_options(tightest.config)}) with {tightest.peak_bytes / GIB:.1f} GiB per device, of which "
+        f"{choice.memory_bytes / GIB:.1f} GiB are usable: use about "
+        f"{devices * tightest.peak_bytes / choice.memory_bytes:.0f} devices, or fewer tokens"
     )
 
 
 def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
-    """In words what might be otherwise, and what would be fastest then; None where nothing would fit."""
+    """Return the description and the fastest configuration of each of `suppositions`, None if nothing would fit."""
     found = []
     for words, other, times in suppositions(choice.hardware):
         predictor = choice.predictor if other is choice.hardware else predictor_for(choice.job, other)
@@ -123,10 +124,10 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
 
 
 def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
-    """What --plan auto makes of `config`, told on rank 0; anything else is as it was.
+    """Return the configuration that --plan auto chooses, and print it on rank 0; without --plan auto return `config`.
 
     Raises:
-        ConfigurationError: as `choose`, and for hardware that is not known, or does not say what --dtype needs.
+        ConfigurationError: as `choose`, and for unknown hardware, or hardware without a peak for --dtype.
     """
     if config.plan != "auto":
         return config
@@ -139,22 +140,23 @@ def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
     best = choice.best
     if launch.rank == 0:
         print(
-            f"plan: {degrees(best.config)} ({savings_of(best.config)}), the fastest of {choice.found.layouts} layouts: "
-            f"{seconds(best.time.total)} a step and {best.peak_bytes / GIB:.1f} GiB expected on {hardware.name}"
+            f"plan: {degrees(best.config)} ({memory_options(best.config)}), the fastest of {choice.found.layouts} "
+            f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB predicted on "
+            f"{hardware.name}"
         )
     return replace(best.config, device=config.device)
 
 
 def _hardware(name: str, device: torch.device, launch: Launch) -> Hardware:
-    """What --hardware names, or what this GPU is known as, with the memory and the hosts that are here."""
+    """Load --hardware, or for `auto` the node of this GPU, with this GPU's memory and this run's ranks per host."""
     if name != "auto":
         return load_hardware(name)
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     node = node_of(here)
     if node is None:
         raise ValueError(
-            f"--hardware auto: nothing is known of {here}. Measure it: torchrun ... -m usp calibrate --out "
-            f"hardware.json, then --hardware hardware.json"
+            f"--hardware auto does not know {here}: measure it with torchrun ... -m usp calibrate --out hardware.json, "
+            f"then use --hardware hardware.json"
         )
     known = load_hardware(node)
     inner, *outer = known.tiers

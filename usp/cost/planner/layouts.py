@@ -1,4 +1,4 @@
-"""Every way to train a model on so many ranks: degrees first, then how each of them can save memory. Pure."""
+"""Enumeration of the layouts of a model on a number of ranks, and of each layout's options to save memory. Pure."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from parallel import PP_SCHEDULES, Hardware, Link, divisors, micro_batch_violation
+from parallel import PP_SCHEDULES, Hardware, divisors, micro_batch_violation
+from parallel.cluster.hardware import KINDS
 from usp.config import TrainConfig
 from usp.model.facts import ModelFacts
 from usp.train.validate import violations
 
 AC = (("none", False), ("attention-saved", False), ("attention-saved", True), ("full", False), ("full", True))
-MLP_TILE = 8192  # tokens; an MLP of fewer is not cut
-MOST_MICRO_BATCHES = 8  # per pipeline rank: more shrink the bubble by little
+MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
+MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is asked for.
+    """The input of a search.
 
     Attributes:
-        base: what stays as it is: model, data, sequence length, optimiser. Its degrees, batch size, ZeRO stage and
-            activation checkpointing are what is chosen.
-        sequences: in a step, over all ranks.
-        ranks_per_host: what tensor and Ulysses parallelism stay inside of.
+        base: the model, data, sequence length and optimizer; its degrees, batch size, ZeRO stage and activation
+            checkpointing are replaced.
+        sequences: per step, over all ranks.
+        ranks_per_host: the limit of tensor parallelism.
     """
 
     base: TrainConfig
@@ -34,9 +35,9 @@ class Question:
 
 
 def layouts(question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Every choice of degrees, micro-batches and schedule that train.py takes, with ZeRO 1 and all activations kept.
+    """Yield every valid choice of degrees, micro-batches and schedule, with ZeRO-1 and all activations saved.
 
-    tp stays inside a host, and with it go shared tokens (Megatron's sequence parallelism); heads bound tp x ulysses.
+    tp stays inside a host and always includes Megatron's sequence parallelism; the heads bound tp x ulysses.
     """
     world = question.world_size
     for tp, pp in product(divisors(world), divisors(world)):
@@ -70,12 +71,11 @@ def _degrees(question: Question, tp: int, pp: int, dp: int, ulysses: int, ring: 
 
 
 def _completed(question: Question, facts: ModelFacts, config: TrainConfig) -> Iterator[TrainConfig]:
-    """The same degrees with every schedule, number of micro-batches, expert degree and number of whole copies."""
+    """Yield the configuration with every schedule, number of micro-batches, expert degree and number of replicas."""
     regrouped = config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
     experts = [ep for ep in divisors(facts.num_experts) if regrouped % ep == 0] if facts.num_experts else [1]
-    copies = dict.fromkeys((1, config.dp_shard))
     schedules = PP_SCHEDULES if config.pp > 1 else ("1f1b",)
-    for ep, replicas, schedule in product(experts, copies, schedules):
+    for ep, replicas, schedule in product(experts, dict.fromkeys((1, config.dp_shard)), schedules):
         for micro_batches in _micro_batches(config, schedule):
             found = replace(
                 config,
@@ -90,7 +90,7 @@ def _completed(question: Question, facts: ModelFacts, config: TrainConfig) -> It
 
 
 def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
-    """Numbers that divide the batch. Without a pipeline the most: fewer only keep more activations."""
+    """Return divisors of the batch; without a pipeline only the largest, because fewer only save more activations."""
     numbers = divisors(config.batch_size)
     if config.pp == 1:
         return [numbers[-1]]
@@ -99,7 +99,7 @@ def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
 
 
 def savings(config: TrainConfig, question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """The same layout with every ZeRO stage from 1 and every way to keep fewer activations that train.py takes."""
+    """Yield a layout with every valid combination of ZeRO stage (1 to 3) and activation checkpointing."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     tiles = (0, MLP_TILE) if local > MLP_TILE and not facts.num_experts else (0,)
     shards = config.dp_shard * config.sp_ring * config.sp_ulysses
@@ -112,22 +112,16 @@ def savings(config: TrainConfig, question: Question, facts: ModelFacts) -> Itera
 
 
 def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:
-    """What might be otherwise: in words, the hardware then, and how many times the memory."""
+    """Yield (description, hardware, factor of the memory) of other hardware that could change the plan."""
     yield "with twice the memory", hardware, 2.0
     yield "with half the memory", hardware, 0.5
     if len(hardware.tiers) > 1:
         *inner, last = hardware.tiers
         for words, factor in (("twice", 2.0), ("half", 0.5)):
+            links = {kind: getattr(last, kind) for kind in KINDS}
             tier = replace(
                 last,
-                send=_scaled(last.send, factor),
-                gather=_scaled(last.gather, factor),
-                reduce=_scaled(last.reduce, factor),
-                exchange=_scaled(last.exchange, factor),
                 shared_bytes_per_second=last.shared_bytes_per_second * factor,
+                **{k: replace(link, bytes_per_second=link.bytes_per_second * factor) for k, link in links.items()},
             )
-            yield f"with links between hosts {words} as fast", replace(hardware, tiers=(*inner, tier)), 1.0
-
-
-def _scaled(link: Link, factor: float) -> Link:
-    return replace(link, bytes_per_second=link.bytes_per_second * factor)
+            yield f"with {words} the bandwidth between hosts", replace(hardware, tiers=(*inner, tier)), 1.0

@@ -1,53 +1,52 @@
-"""What a plan says: the best configurations with their reasons, advice, and what would change the verdict."""
+"""The planner's report: the fastest configurations, why each is slower, warnings, and what would change the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 
-from .advice import bound, broken_tips, degrees, savings_of, seconds, why_slower
-from .choice import GIB, Choice
+from usp.cost.grid import GIB, Grid
+
+from .advice import bound, broken_tips, degrees, memory_options, seconds, why_slower
+from .choice import Choice
 from .search import Candidate, Found
 
 
-def table(found: Found) -> Table:
-    """The best, the fastest first."""
-    shown = Table("", "degrees", "saves memory by", "step", "MFU", "GiB", box=box.SIMPLE_HEAD)
-    for number, candidate in enumerate(found.best, start=1):
-        shown.add_row(
+def _configurations(found: Found) -> Grid:
+    rows = (
+        (
             str(number),
             degrees(candidate.config),
-            savings_of(candidate.config),
+            memory_options(candidate.config),
             seconds(candidate.time.total),
             f"{candidate.time.mfu:.2f}",
             f"{candidate.peak_bytes / GIB:.1f}",
         )
-    return shown
+        for number, candidate in enumerate(found.best, start=1)
+    )
+    return Grid("Fastest configurations", ("", "degrees", "memory options", "step", "MFU", "GiB"), tuple(rows))
 
 
-def verdicts(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -> list[str]:
-    """For each supposition what would be fastest then, where that is something else."""
-    told = []
+def _alternatives(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -> list[str]:
+    """Return one line for each supposition under which another configuration would be the fastest."""
+    lines = []
     for supposed, best in others:
         if best is None:
-            told.append(f"{supposed}: nothing would fit")
+            lines.append(f"{supposed}: nothing would fit")
         elif best.config != first.config:
-            told.append(
-                f"{supposed}: {degrees(best.config)} ({savings_of(best.config)}), {seconds(best.time.total)} a step"
-            )
-    return told or ["none of what was supposed (twice or half the links between hosts, or the memory) changes it"]
+            step = seconds(best.time.total)
+            lines.append(f"{supposed}: {degrees(best.config)} ({memory_options(best.config)}), {step} per step")
+    return lines or ["neither half nor twice the memory or the bandwidth between hosts changes the plan"]
 
 
-def report(choice: Choice, others: Sequence[tuple[str, Candidate | None]]) -> Group:
-    """All of it; `others` is what would be fastest otherwise."""
+def render_plan(choice: Choice, others: Sequence[tuple[str, Candidate | None]]) -> Group:
+    """Return the report for rich to print; `others` is what `suppose` returns."""
     found, memory_bytes = choice.found, choice.memory_bytes
-    lines = [f"{found.layouts} layouts, {found.tried} of them held against {memory_bytes / GIB:.0f} GiB of memory"]
+    lines = [f"{found.layouts} layouts, {found.tried} checked against {memory_bytes / GIB:.0f} GiB of memory"]
     lines.append(f"1 is bound by {bound(choice.best, memory_bytes)}")
-    others_told = enumerate(found.best[1:], start=2)
-    lines += [f"{number} is slower by: {why_slower(candidate, choice.best)}" for number, candidate in others_told]
+    slower = enumerate(found.best[1:], start=2)
+    lines += [f"{number} is slower by: {why_slower(candidate, choice.best)}" for number, candidate in slower]
     lines += [f"warning: {tip}" for tip in broken_tips(choice.best.config, choice.facts)]
-    lines += [f"what would change it: {line}" for line in verdicts(choice.best, others)]
-    return Group(table(found), *lines)
+    lines += [f"what if: {line}" for line in _alternatives(choice.best, others)]
+    return Group(_configurations(found).table(), *lines)

@@ -1,10 +1,10 @@
-"""Which degrees to train with: of every layout that fits the memory the fastest, by the time and memory models.
+"""The search for the fastest layouts that fit into memory, by the time and memory models.
 
     layouts     every choice of degrees (usp.cost.planner.layouts)
-    floor       each one's time with everything kept: no way to save memory is faster
-    feasible    in that order, the fastest way to save memory that fits, until no floor can beat what is found
+    floor       each layout's time with all activations saved: no option that saves memory is faster
+    feasible    in the order of the floors, each layout's fastest option that fits, until no floor can beat the best
 
-Pure: what predicts is an argument.
+Pure: the predictor is an argument.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from .layouts import Question, layouts, savings
 
 @dataclass(frozen=True)
 class Predictor:
-    """What a configuration costs.
-
-    Attributes:
-        seconds: of a step.
-        peak_bytes: of the rank that needs most memory.
-    """
+    """Functions for the time of a configuration's step, and for the peak memory of the rank that needs most."""
 
     seconds: Callable[[TrainConfig], StepTime]
     peak_bytes: Callable[[TrainConfig], int]
@@ -41,12 +36,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        best: that fit, the fastest first.
-        tightest: of those that do not fit the one that needs least memory.
-        layouts, tried: how many layouts there are, and how many of them were held against the memory.
+        best: configurations that fit, the fastest first.
+        tightest: of those that do not fit, the one that needs least memory.
+        layouts, tried: the number of layouts, and of those that were checked against the memory.
     """
 
     best: tuple[Candidate, ...]
@@ -58,7 +53,7 @@ class Found:
 def search(
     question: Question, facts: ModelFacts, predictor: Predictor, memory_bytes: float, *, keep: int = 10
 ) -> Found:
-    """The `keep` fastest configurations that need at most `memory_bytes` on every rank."""
+    """Search the `keep` fastest configurations that need at most `memory_bytes` on every rank."""
     floors = [(predictor.seconds(config), config) for config in layouts(question, facts)]
     floors.sort(key=lambda floor: floor[0].total)
     best: list[Candidate] = []
@@ -79,7 +74,7 @@ def search(
 def _fastest_that_fits(
     config: TrainConfig, question: Question, facts: ModelFacts, predictor: Predictor, memory_bytes: float
 ) -> Candidate:
-    """The fastest way to save memory that fits; where none does, the one that needs least."""
+    """Return a layout's fastest option that fits, or the one that needs least memory if none does."""
     peaks = [(predictor.peak_bytes(found), found) for found in savings(config, question, facts)]
     fitting = [(peak, found) for peak, found in peaks if peak <= memory_bytes]
     if not fitting:

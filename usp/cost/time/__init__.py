@@ -1,5 +1,4 @@
-"""The seconds that a step takes on given hardware, and how that hardware is measured. Each file imports only earlier
-ones:
+"""The time of a step on given hardware, and the calibration of that hardware. Each file imports only earlier ones:
 
-calibrate, compute, kernel_flops, step_time.
+kernel_flops, compute, calibrate, step_time.
 """

@@ -1,9 +1,9 @@
-"""What this machine reaches: rates of matrix products, attention and memory, and alpha-beta of its links, as a file.
+"""Calibration of this machine: rates of matrix products, attention and memory, and alpha-beta of its links.
 
-All ranks measure at once, because all compute at once in training: processes that share a core, a memory bus or a
-network adapter share it here too. A time is a mean over calls and ranks, no median: waiting for a shared core is part
-of it. A link's two numbers come from two sizes of message; how much of a way out of a host its ranks share, from one
-of them sending alone and all together.
+All ranks measure at the same time, because in training they compute at the same time: processes that share a core, a
+memory bus or a network adapter also share it here. Times are means over calls and ranks rather than medians, because
+waiting for a shared core is part of them. Two message sizes give a link's alpha and beta; one rank sending by itself
+and all ranks sending together give the bandwidth that the ranks of a host share.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from parallel import Link, ParallelDims, ParallelMesh
 from usp.cost.traffic.sharding import FLOAT32
 from usp.sp.sp_attention import UnifiedSPAttention
 
+from .compute import dtype_name
+from .kernel_flops import BACKWARD, FORWARD
+
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
-UNCACHED = 1 << 28  # bytes that no cache holds
-LEAST_CALLS = 4  # that are timed
-REPEATS = 16  # timed calls of a collective, as many on every rank
+UNCACHED = 1 << 28  # bytes, more than any cache holds
+LEAST_CALLS = 4  # timed calls at least
+REPEATS = 16  # timed calls of a collective, the same number on every rank
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The sizes to measure.
 
     Attributes:
-        host_size: ranks of a host; ranks of a host are neighbours.
-        heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a causal attention.
-        stream_bytes: of each operand that memory's rate is measured with.
-        seconds: of calls of anything that no other rank waits for: many turns of a shared core.
+        host_size: ranks per host; the ranks of a host are neighbours.
+        heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a sequence in attention.
+        stream_bytes: size of each operand in the memory bandwidth measurement.
+        seconds: duration of each measurement without communication: long enough for many turns on a shared core.
     """
 
     device: torch.device
@@ -50,27 +53,27 @@ class Plan:
 
     @staticmethod
     def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
-        """Sizes that take about a minute altogether on this kind of device."""
+        """Choose sizes that take about a minute in total on this kind of device."""
         if device.type == "cuda":
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
         return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (256, 1024, 4096), 1 << 23)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Measured, the one that training computes in last."""
+        """The dtypes to measure; the last one is the compute dtype of training."""
         return (torch.float32, torch.bfloat16) if self.device.type == "cuda" else (torch.float32,)
 
 
 def calibrate(plan: Plan, name: str) -> dict[str, Any]:
-    """The mapping that a hardware file holds. Collective over the default process group, if there is one."""
+    """Measure the contents of a hardware file. Collective over the default process group, if there is one."""
     products = {dtype: [(2 * n**3, _matmul_rate(plan, n, dtype)) for n in plan.sizes] for dtype in plan.dtypes}
-    peaks = {str(dtype).removeprefix("torch."): max(rate for _, rate in found) for dtype, found in products.items()}
+    peaks = {dtype_name(dtype): max(rate for _, rate in found) for dtype, found in products.items()}
     attention = {
         suffix: [(length, *_attention_rates(plan, length, causal)) for length in plan.lengths]
         for suffix, causal in (("", True), ("_full", False))
     }
-    # Attention may reach more than the products of its measured sizes: what it does is in the peak, too.
-    trained = str(plan.dtypes[-1]).removeprefix("torch.")
+    # Attention may be faster than any measured matrix product, so the peak includes its rates.
+    trained = dtype_name(plan.dtypes[-1])
     peaks[trained] = max(peaks[trained], *(max(rates) for found in attention.values() for _, *rates in found))
     peak = peaks[trained]
     together = products[plan.dtypes[-1]][-2][1]
@@ -97,17 +100,17 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) -> float:
-    """FLOP/s of a rank while all compute, or of the first while the others wait."""
+    """Measure the FLOP/s of a rank while all ranks compute, or with `alone` of the first while the others wait."""
     a, b = (torch.randn(n, n, device=plan.device).to(dtype) for _ in range(2))
     waits = alone and dist.is_initialized() and dist.get_rank() > 0
     return 2 * n**3 / _seconds(plan, None if waits else lambda: torch.mm(a, b))
 
 
 def _attention_rates(plan: Plan, length: int, causal: bool) -> tuple[float, float]:
-    """(forward, backward) FLOP/s of the product's own attention on one rank; of a causal one, the visible half counted.
+    """Measure the (forward, backward) FLOP/s of `UnifiedSPAttention` on one rank, counting visible pairs only.
 
-    As many tokens at every length, as in FlashAttention's figures (arXiv 2307.08691, section 4.1): a batch of short
-    sequences keeps a device as busy as a long one.
+    The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
+    batch of short sequences keeps a device as busy as one long sequence.
     """
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
     attention = UnifiedSPAttention(mesh, layout="contiguous")
@@ -124,16 +127,17 @@ def _attention_rates(plan: Plan, length: int, causal: bool) -> tuple[float, floa
     both = _seconds(plan, lambda: forward().backward(dout))
     pairs = length * (length + 1) // 2 if causal else length**2
     product = 2 * rows * plan.heads * plan.head_dim * pairs
-    return 2 * product / alone, 5 * product / max(both - alone, 0.1 * both)
+    return FORWARD * product / alone, BACKWARD * product / max(both - alone, 0.1 * both)
 
 
 def _memory_rate(plan: Plan) -> float:
-    """Bytes per second of multiplying two vectors into a third, of so many in turn that no cache holds them.
+    """Measure the bytes per second of multiplying two vectors into a third, cycling over more than any cache holds.
 
-    Into memory that is there, as that of a model's operators is after its first step.
+    The output is preallocated, as the caching allocator's memory is after a model's first step.
     """
     number = max(3, UNCACHED // plan.stream_bytes)
-    vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]  # zeros may be one page
+    # Ones, because the pages of a vector of zeros may all be the same physical page.
+    vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]
     turns = itertools.cycle(zip(vectors, vectors[1:], vectors[2:], strict=False))
 
     def multiply() -> torch.Tensor:
@@ -163,7 +167,7 @@ def _tiers(plan: Plan) -> list[dict[str, Any]]:
         shared = max(link.bytes_per_second, size * together.bytes_per_second)
         outside = {**alone, "shared_bytes_per_second": shared, "overlap": _overlap(plan, group, len(hosts))}
         tiers.append({"name": "between hosts", "devices": 0, **outside})
-    if not tiers:  # a lone process: a file must say something, and nothing travels
+    if not tiers:  # a single process sends nothing, but a hardware file must have a tier
         rate = {"alpha_seconds": 0.0, "bytes_per_second": 1e9}
         tiers.append({"name": "none", "devices": 1 if ranks > 1 else 0, **rate})
     return tiers
@@ -180,7 +184,7 @@ def _kinds(plan: Plan, group: dist.ProcessGroup | None, ranks: int) -> dict[str,
 
 
 def _link(plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str) -> Link:
-    """Alpha and rate from two sizes; a rank without a group waits, and takes the others' word."""
+    """Measure alpha and rate from two message sizes; a rank without a group waits and gets the others' result."""
     steps = 1 if kind == "send" else ranks - 1
     small, large = (_seconds(plan, _transfer(plan, group, ranks, kind, nbytes), group) for nbytes in (SMALL, LARGE))
     rate = (LARGE - SMALL) / max(large - small, 1e-9)
@@ -188,7 +192,7 @@ def _link(plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str) ->
 
 
 def _overlap(plan: Plan, group: dist.ProcessGroup, ranks: int) -> float:
-    """The part of a message that costs nothing beside matrix products that take as long as it does."""
+    """Measure the fraction of a message's time that overlaps with matrix products of the same duration for free."""
     size = plan.sizes[-2]
     a, b = (torch.randn(size, size, device=plan.device).to(plan.dtypes[-1]) for _ in range(2))
     begin = _message(plan, group, ranks, LARGE)
@@ -210,7 +214,7 @@ def _overlap(plan: Plan, group: dist.ProcessGroup, ranks: int) -> float:
 
 
 def _message(plan: Plan, group: dist.ProcessGroup, ranks: int, nbytes: int) -> Callable[[], list[dist.Work]]:
-    """Begins to send `nbytes` to the next rank of the group, and to receive as many from the one before."""
+    """Return a call that starts to send `nbytes` to the group's next rank and to receive as many from the previous."""
     one = torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)
     here, came = dist.get_rank(group), torch.empty_like(one)
     operations = [
@@ -228,7 +232,7 @@ def _finish(works: list[dist.Work]) -> None:
 def _transfer(
     plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str, nbytes: int
 ) -> Callable[[], object] | None:
-    """A call in which each rank of the group sends `nbytes` to others."""
+    """Return a call in which each rank of the group sends `nbytes`; None without a group."""
     if group is None:
         return None
     if kind == "send":
@@ -247,31 +251,23 @@ def _transfer(
 
 
 def _seconds(plan: Plan, call: Callable[[], object] | None, group: dist.ProcessGroup | None = None) -> float:
-    """The mean time of a call, over the ranks that make one; they begin together. Collective over all ranks."""
+    """Return the mean time of a call over the ranks that have one; they start together. Collective over all ranks."""
     calls, elapsed = 0, 0.0
     if call is not None:
         call()
-    _barrier()
+    if dist.is_initialized():
+        dist.barrier()
     begin = time.perf_counter()
     while call is not None and (calls < REPEATS if group else calls < LEAST_CALLS or elapsed < plan.seconds):
         call()
-        _synchronize(plan)
+        if plan.device.type == "cuda":
+            torch.cuda.synchronize(plan.device)
         calls, elapsed = calls + 1, time.perf_counter() - begin
     found = torch.tensor([elapsed / calls, 1.0] if calls else [0.0, 0.0], dtype=torch.float64)
     if dist.is_initialized():
         found = found.to(plan.device)
         dist.all_reduce(found)
     return float(found[0] / found[1])
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _synchronize(plan: Plan) -> None:
-    if plan.device.type == "cuda":
-        torch.cuda.synchronize(plan.device)
 
 
 def _ranks() -> int:
@@ -283,7 +279,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory_bytes(plan: Plan) -> int:
-    """Of the device; on a CPU this rank's part of the host's."""
+    """Return the device's memory; on a CPU this rank's share of the host's."""
     if plan.device.type == "cuda":
         return torch.cuda.get_device_properties(plan.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // plan.host_size

@@ -1,9 +1,9 @@
-"""FLOPs of operators as they are called: what a kernel is asked to compute, recomputation included.
+"""FLOPs of operators as they are called, recomputation included.
 
-A multiply-add is two. Matrix products are counted by torch's own formulas. Attention's are the same products over the
-(query, key) pairs that its kernel visits: all of a rectangle, a causal square's visible half, what the band of a packed
-sequence shows. Forward: scores and values, 2 products; backward: those of the scores again and 4 gradients, 5 in all
-(Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4). What is no product of matrices counts nothing.
+A multiply-add is two FLOPs. torch's own formulas count matrix products. Attention counts its products over the (query,
+key) pairs that the kernel visits: all pairs of a rectangle, the lower triangle of a causal square, the band of each
+packed sequence. The forward has 2 products (scores, output), the backward 5 (scores again, 4 gradients; Dao et al.
+2022, arXiv 2205.14135, algorithms 1 and 4). Other operators count nothing.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ IN_PLACE: Mapping[Any, Any] = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.badd
 
 
 def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Those of a matrix product or a convolution, 0 for any other operator."""
+    """Return the FLOPs of a matrix product or convolution, 0 for any other operator."""
     packet = IN_PLACE.get(func.overloadpacket, func.overloadpacket)
     if packet is aten._grouped_mm:
-        a, b = args[0], args[1]  # rows by groups of matrices, or (for a weight's gradient) columns by rows, in groups
+        a, b = args[0], args[1]  # (rows, K) x (groups, K, N), or for a weight's gradient (M, rows) x (rows, N)
         return 2 * a.numel() * b.shape[-1]
     formula = None if packet in ATTENTION else flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
 def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
-    """Those of an attention kernel, 0 for any other operator.
+    """Return the FLOPs of an attention kernel, 0 for any other operator.
 
-    read: `Tensor.tolist` for the borders of packed sequences, which a fake tensor cannot give.
+    read: `Tensor.tolist` for `cu_seqlens`, whose values a fake tensor does not have.
     """
     count = ATTENTION.get(func.overloadpacket)
     return 0 if count is None else count(args, kwargs, read)
 
 
 def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
-    """Counts a kernel whose arguments number `query` and next are q (n, N, A, H) and k, and number `causal` a bool."""
+    """Count a kernel whose arguments at `query` and after are q (batch, heads, rows, head dim) and k, at `causal` a
+    bool."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
@@ -55,13 +56,14 @@ def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
     return count
 
 
-def _packed(products: int, query: int, borders: int) -> Callable[..., int]:
-    """The same for q (T, N, H), the borders of whose sequences and of their keys' are `borders` and the next."""
+def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
+    """Count a kernel whose argument at `query` is q (tokens, heads, head dim), at `cu_seqlens` and after the boundaries
+    of queries and keys."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
         limits = None if right < 0 else -right, None if left < 0 else left
-        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[borders : borders + 2]]
+        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[cu_seqlens : cu_seqlens + 2]]
         pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
         _, heads, size = args[query].shape
         return 2 * products * heads * pairs * size
@@ -69,7 +71,7 @@ def _packed(products: int, query: int, borders: int) -> Callable[..., int]:
     return count
 
 
-# The op: products, where its arguments have q, and where causal or borders.
+# Operator: products, position of q among its arguments, position of the causal flag or of cu_seqlens.
 ATTENTION: Mapping[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _dense(FORWARD, 0, 4),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense(BACKWARD, 1, 7),

@@ -1,7 +1,7 @@
-"""In which order a rank runs forwards and backwards of its pipeline stages, as torch.distributed.pipelining does.
+"""The order of forwards and backwards on a pipeline rank, as in torch.distributed.pipelining.
 
-Schedule1F1B starts with as many forwards as there are stages from its own on; ScheduleInterleaved1F1B takes
-micro-batches in rounds through its stages; ScheduleZBVZeroBubble splits backwards in two (arXiv 2401.10241, section 6).
+Schedule1F1B starts with one forward per stage from its own to the last; ScheduleInterleaved1F1B takes micro-batches
+through its stages in rounds; ScheduleZBVZeroBubble splits backwards in two (arXiv 2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from usp.cost.job import Job
 
 @dataclass(frozen=True)
 class Action:
-    """forward, backward, or one half of a backward: that of the inputs first, that of the weights later."""
+    """A forward, a backward, or half of a backward: the gradients of the inputs first, those of the weights later."""
 
     kind: Literal["forward", "backward", "inputs", "weights"]
     stage: int
     micro_batch: int
 
 
+def first_ranks(job: Job) -> range:
+    """Return the first rank of each group of ranks with the same pipeline coordinate."""
+    return range(0, job.world_size, job.world_size // job.dims.pp)
+
+
 def actions(job: Job, rank: int) -> list[Action]:
-    """All of a step on `rank`, in order."""
+    """Return the actions of a step on `rank`, in order."""
     place, pp = job.place("pp", rank), job.dims.pp
     if job.splits_backwards:
         return _zero_bubble(place, pp, job.micro_batches)
@@ -36,7 +41,7 @@ def actions(job: Job, rank: int) -> list[Action]:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Return `ahead` forwards, then backwards and forwards in turn, then the remaining backwards."""
     order = forwards[:ahead]
     for number, backward in enumerate(backwards):
         order += [backward, *forwards[ahead + number : ahead + number + 1]]
@@ -44,7 +49,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 
 
 def _interleaved(place: int, pp: int, micro_batches: int) -> list[Action]:
-    each = micro_batches // max(1, micro_batches // pp)  # micro-batches of a round
+    each = micro_batches // max(1, micro_batches // pp)  # micro-batches per round
     ahead = min(each + 2 * (pp - 1 - place), 2 * micro_batches)
     forwards, backwards = [], []
     for step in range(2 * micro_batches):
@@ -52,7 +57,7 @@ def _interleaved(place: int, pp: int, micro_batches: int) -> list[Action]:
         micro_batch = pass_through // 2 * each + number
         forwards.append(Action("forward", place + pass_through % 2 * pp, micro_batch))
         backwards.append(Action("backward", place + (1 - pass_through % 2) * pp, micro_batch))
-    # From here on a forward comes before its backward.
+    # In the steady state a forward precedes each backward, hence one more forward ahead.
     return _alternate(forwards, backwards, min(ahead + 1, 2 * micro_batches))
 
 

@@ -1,4 +1,4 @@
-"""What one rank sends, by axis and collective, in the words and the arithmetic of `parallel.wire`."""
+"""The bytes that one rank sends, by axis and collective, with the names and the arithmetic of `parallel.wire`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Sent:
 
     Attributes:
         axis: of the mesh.
-        collective: as torch's c10d operators are called.
-        calls: messages or collectives, those in which this rank sends nothing included.
+        collective: the name of torch's c10d operator.
+        calls: messages or collectives, including those in which this rank sends nothing.
     """
 
     axis: str
@@ -27,12 +27,12 @@ class Sent:
 
 
 def all_reduce(axis: str, nbytes: int, ranks: int, functional: bool = False) -> Sent:
-    """A reduce-scatter and an all-gather of `nbytes`. functional: as a DTensor changes its placement."""
+    """Return an all-reduce of `nbytes`: a reduce-scatter and an all-gather. functional: as DTensor redistributes."""
     return Sent(axis, "all_reduce" if functional else "allreduce_", 2 * (nbytes * (ranks - 1) // ranks))
 
 
 def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
-    """One entry for each axis and collective, the most bytes first."""
+    """Return one entry per axis and collective, the most bytes first."""
     nbytes: Counter[tuple[str, str]] = Counter()
     calls: Counter[tuple[str, str]] = Counter()
     for part in parts:

@@ -1,7 +1,7 @@
-"""What FSDP2 gathers and reduces: the units of a rank's stages, and how often each is gathered in a step.
+"""The traffic of FSDP2: the units of a rank's stages, and how often each is gathered in a step.
 
 A unit is a module whose parameters are gathered together (`parallel.fsdp.apply_fsdp`): a decoder layer, a layer's
-experts, and the stage around them with the embedding, the last norm and the head.
+experts, and the root, which is the stage around them with the embedding, the last norm and the head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from usp.cost.job import Job, ParameterShape
 from .order import Action, actions
 from .sent import Sent, all_reduce
 
-FLOAT32 = 4  # bytes: of what is kept and what is reduced
+FLOAT32 = 4  # bytes: the dtype of sharded parameters and of gradient reductions
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Unit:
     """Parameters that are gathered together over one axis.
 
     Attributes:
-        shapes: of the parameters once gathered: what tensor or expert parallelism gives this rank.
-        ranks: over which each is sharded; dims: in which dim.
-        axis: of the gather; replicas: the axis over which equal shards are summed, None for none.
-        summed_over_tp: elements whose gradient is summed over tp first.
+        shapes: of the gathered parameters, after tensor or expert parallelism.
+        ranks: number of shards; dims: the sharded dim of each parameter.
+        axis: of the gather; replicas: the axis over which the gradients of equal shards are summed, or None.
+        summed_over_tp: elements of each gradient that is summed over tp first.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -38,12 +38,12 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements when gathered, without padding."""
+        """The number of gathered elements, without padding."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def shard(self) -> int:
-        """Elements that this rank keeps and sends to each other in a gather: rows are padded to equal parts."""
+        """The number of elements that a rank stores and sends to each other rank in a gather, with padding."""
         return sum(
             -(-shape[dim] // self.ranks) * (math.prod(shape) // shape[dim])
             for shape, dim in zip(self.shapes, self.dims, strict=True)
@@ -58,9 +58,13 @@ class StageUnits:
     layers: tuple[Unit, ...]
     experts: tuple[Unit | None, ...]
 
+    @property
+    def all(self) -> list[Unit]:
+        return [unit for unit in (self.root, *self.layers, *self.experts) if unit is not None]
+
 
 def stage_units(job: Job, stage: int) -> StageUnits:
-    """What `apply_fsdp` makes of a pipeline stage."""
+    """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model, cuts = job.model, job.stage_layers
     first, last = stage == 0, stage == len(cuts) - 1
     root = (model.embedding if first else ()) + (model.norm + model.head if last else ())
@@ -73,7 +77,7 @@ def stage_units(job: Job, stage: int) -> StageUnits:
 
 
 def _axes(job: Job, axis: str) -> tuple[int, str, str | None]:
-    """(ranks of a shard, the axis that gathers, the axis that sums copies)."""
+    """Return (number of shards, axis of the gather, axis over which replicas are summed)."""
     if job.zero == 0:
         return 1, axis, "loss"
     return job.degree(axis), axis, "dp_replicate" if job.dims.dp_replicate > 1 else None
@@ -95,25 +99,25 @@ def _unit(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
 def _experts(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
     ranks, axis, replicas = _axes(job, "efsdp")
     shapes = tuple((p.shape[0] // job.dims.ep, *p.shape[1:]) for p in parameters)
-    # As parallel.fsdp places them: fewer experts than ranks share their rows, where those go evenly.
+    # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
     dims = tuple(1 if shape[0] < ranks and shape[1] % ranks == 0 else 0 for shape in shapes)
     return Unit(shapes, ranks, dims, axis, replicas)
 
 
 def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
-    """Gathers of parameters, and the ways of gradients."""
+    """Yield the gathers of parameters and the reductions of gradients in a step of `rank`."""
     for stage in job.stages(rank):
         for unit, gathered in _counts(job, rank, stage):
             yield from _unit_traffic(job, unit, gathered)
 
 
 def fsdp_sent_bytes(job: Job, rank: int) -> int:
-    """Bytes that `rank` sends in a step for parameters and their gradients, those summed over tp included."""
+    """Return the bytes that `rank` sends in a step for parameters and gradients, including gradients summed over tp."""
     return sum(sent.nbytes for sent in fsdp_traffic(job, rank))
 
 
 def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
-    """The part of one decoder layer, the first of the rank."""
+    """Yield the part of `fsdp_traffic` for the first decoder layer of `rank`."""
     stage = job.stages(rank)[0]
     units = stage_units(job, stage)
     counts = _counts(job, rank, stage)[0 if units.root is None else 1 :]
@@ -128,7 +132,7 @@ def _counts(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
 def _unit_traffic(job: Job, unit: Unit, gathered: int) -> Iterator[Sent]:
     reductions = job.micro_batches if job.zero >= 2 else 1
     if job.dims.tp > 1:
-        # Gradients of several backwards are added up in float32 before they are reduced.
+        # Gradients of several backwards are accumulated in float32 before they are reduced.
         accumulated = job.zero < 2 and (job.micro_batches > 1 or job.pp_schedule == "zero-bubble")
         itemsize = FLOAT32 if accumulated else job.dtype.itemsize
         for numel in unit.summed_over_tp:
@@ -143,28 +147,28 @@ def _unit_traffic(job: Job, unit: Unit, gathered: int) -> Iterator[Sent]:
 
 @dataclass(eq=False)
 class _Group:
-    """What FSDP2 knows of a unit while it runs."""
+    """The state of a unit in FSDP2."""
 
     unit: Unit
-    whole: bool = False
-    coming: bool = False  # a gather that nobody has waited for
+    gathered: bool = False
+    prefetched: bool = False  # a gather has started that no computation has waited for
     gathers: int = 0
-    uses: list[int] = field(default_factory=list)  # places in the order of forwards whose backward is to come
+    uses: list[int] = field(default_factory=list)  # positions in the forward order whose backward is still to come
 
     def gather(self) -> None:
-        if not self.whole and not self.coming:
-            self.coming, self.gathers = True, self.gathers + 1
+        if not self.gathered and not self.prefetched:
+            self.prefetched, self.gathers = True, self.gathers + 1
 
     def use(self) -> None:
         self.gather()
-        self.whole, self.coming = True, False
+        self.gathered, self.prefetched = True, False
 
 
 class _Fsdp2:
-    """torch's FSDPParamGroup over one stage: who is gathered when, prefetching in the backward included.
+    """torch's FSDPParamGroup over one stage: when each unit is gathered, including prefetching in the backward.
 
-    A backward prefetches what came before it in the order of forwards. In a pipeline other micro-batches' forwards
-    have come in between, so that it may gather in vain.
+    A backward prefetches the unit before it in the forward order. In a pipeline the forwards of other micro-batches
+    come in between, so some prefetches are redundant.
     """
 
     def __init__(self, job: Job, units: StageUnits) -> None:
@@ -189,12 +193,13 @@ class _Fsdp2:
             for group in (experts, layer):
                 if group is not None:
                     group.use()
-                    group.whole = not self.zero3
+                    group.gathered = not self.zero3
                     self._record(group)
         if self.root is not None:
             self._record(self.root)
 
     def backward(self, last: bool) -> None:
+        keeps = not (last or self.zero3)
         if self.root is not None:
             self._before_backward(self.root)
         for layer, experts in reversed(self.layers):
@@ -203,14 +208,14 @@ class _Fsdp2:
                 if self.recomputes:
                     experts.use()
                 self._before_backward(experts)
-                experts.whole = experts.whole and not (last or self.zero3)
-            layer.whole = layer.whole and not (last or self.zero3)
+                experts.gathered = keeps
+            layer.gathered = keeps
         if self.root is not None:
-            self.root.whole = self.root.whole and not (last or self.zero3)
+            self.root.gathered = keeps
         if last:
             self.order.clear()
             for group in self.groups:
-                group.coming = False
+                group.prefetched = False
                 group.uses.clear()
 
     def _record(self, group: _Group) -> None:
@@ -220,15 +225,15 @@ class _Fsdp2:
     def _before_backward(self, group: _Group) -> None:
         group.use()
         if group.uses:
-            place = group.uses.pop()
-            if place > 0:
-                self.order[place - 1].gather()
+            position = group.uses.pop()
+            if position > 0:
+                self.order[position - 1].gather()
 
 
 def gathers(job: Job, units: StageUnits, order: list[Action]) -> list[tuple[Unit, int]]:
-    """How often each unit of a stage is gathered while `order` runs."""
+    """Return how often each unit of a stage is gathered while `order` runs."""
     fsdp2 = _Fsdp2(job, units)
-    if job.splits_backwards:  # torch's pipeline keeps the stage whole by itself
+    if job.splits_backwards:  # torch's zero-bubble schedule keeps the stage gathered
         return [(group.unit, 1) for group in fsdp2.groups]
     for action in order:
         if action.kind == "forward":

@@ -1,11 +1,11 @@
-"""What one optimiser step sends: forward, backward, gradient norm, loss's token count, exactly as they are done here.
+"""The traffic of one optimizer step: forward, backward, gradient norm and the loss's token count.
 
-One rank's payload bytes, for each axis and collective. Attention's come from its own plan, the others from the places
-where the collectives stand: `parallel.tensor`, `parallel.expert`, `parallel.pipeline`, `parallel.fsdp`, `usp.losses`.
-What a run adds (digests of the data, the record of a step, checkpoints) is not in it.
+Payload bytes of one rank, per axis and collective. Attention's come from its execution plan, the others mirror the
+collectives in `parallel.tensor`, `parallel.expert`, `parallel.pipeline`, `parallel.fsdp` and `usp.losses`. A run's
+digests of the data, step records and checkpoints are not included.
 
-Two things depend on data. Experts are chosen evenly here: each gets as many rows from each rank. And every chunk of
-the loss has a target.
+Two assumptions replace data: routers choose experts evenly, so each expert gets the same number of rows from each rank,
+and every chunk of the loss has a target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
-from parallel import stages_per_rank
 from usp.cost.job import Job, LayerShape
 
 from .sent import Sent, all_reduce, merged
@@ -25,7 +24,7 @@ FLOAT64 = INT64 = 8
 
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
-    """What `rank` sends in one step, groups of one rank left out; the most bytes first."""
+    """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
     parts = [*fsdp_traffic(job, rank), *_sums(job, rank)]
     last = len(job.stage_layers) - 1
     plans = {window: attention_traffic(job, rank, window) for window in dict.fromkeys(job.model.facts.windows)}
@@ -34,7 +33,7 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
         for index in job.stage_layers[stage]:
             layer = job.model.layers[index]
             inside += [*_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
-        inside += [*_pipeline_traffic(job, stage), *_comparisons(job)]
+        inside += [*_pipeline_traffic(job, stage), *_agreements(job)]
         if stage == 0:
             inside += _embedding_traffic(job)
         if stage == last:
@@ -44,7 +43,7 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
 
 
 def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
-    """What the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
+    """Return what the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
     index = job.stage_layers[job.stages(rank)[0]][0]
     layer = job.model.layers[index]
     inside = [*attention_traffic(job, rank, job.model.facts.windows[index])]
@@ -54,20 +53,19 @@ def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ..
 
 
 def _sums(job: Job, rank: int) -> Iterator[Sent]:
-    """The targets of all ranks, counted, and the norm of the gradient."""
-    yield all_reduce("loss", FLOAT64, job.degree("loss"))
-    for axis in ("pp", "loss", "tp"):
+    """Yield the sums of the token count and of the gradient norm."""
+    for axis in ("loss", "pp", "loss", "tp"):
         yield all_reduce(axis, FLOAT64, job.degree(axis))
 
 
-def _comparisons(job: Job) -> Iterator[Sent]:
-    """Each forward of a stage compares its packed documents over the ranks that share them (`parallel.agree`)."""
+def _agreements(job: Job) -> Iterator[Sent]:
+    """Yield the comparison of a forward's document boundaries over the ranks that share them (`parallel.agree`)."""
     for axis in ("ulysses", "ring"):
         yield all_reduce(axis, 2 * INT64, job.degree(axis))
 
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
-    """Attention's own plan of a layer's call for one micro-batch."""
+    """Return the execution plan of a layer's attention for one micro-batch."""
     facts, tp, rows = job.model.facts, job.dims.tp, job.rows // job.micro_batches
     spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1))
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
@@ -77,15 +75,15 @@ def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
 
 @lru_cache(maxsize=64)
 def _ring(layout: SequenceLayout, spec: AttentionSpec, rows: int, rank: int) -> RingSchedule:
-    """A ring's blocks are those of its ranks' Ulysses groups together, however many ranks those have."""
+    """Return a ring's schedule: cached, because it does not depend on the Ulysses degree."""
     return ring_schedule(layout, spec, rows, rank)
 
 
 def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
-    """One layer's attention, forward and backward, for one micro-batch.
+    """Return the traffic of one layer's attention, forward and backward, for one micro-batch.
 
-    Ulysses trades q, k and v for heads and the output back, and all their gradients; the ring passes keys and values in
-    both passes and their float32 gradients in the backward. Full recomputation repeats the forward.
+    Ulysses exchanges q, k, v and the output, and their gradients; the ring passes keys and values in both directions'
+    passes and their float32 gradients in the backward. Full recomputation repeats the forward.
     """
     plan, head_dim, itemsize = attention_plan(job, rank, window), job.model.facts.head_dim, job.dtype.itemsize
     heads, mine = plan.heads, plan.ulysses_rank
@@ -106,7 +104,7 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
 
 
 def _hidden(job: Job) -> int:
-    """Bytes of the hidden states of a rank of ring x ulysses, before tensor-parallel ranks share them."""
+    """Return the bytes of a ring x ulysses rank's hidden states, before tp shards them."""
     return job.tokens * job.model.hidden_size * job.dtype.itemsize
 
 
@@ -119,9 +117,9 @@ def _scatter(job: Job) -> Sent:
 
 
 def _tensor_traffic(job: Job, layer: LayerShape) -> Iterator[Sent]:
-    """The borders of attention and of a dense MLP: entering and leaving, each with its backward.
+    """Yield the collectives where hidden states enter and leave attention and a dense MLP, forward and backward.
 
-    Recomputation repeats the forward's, but for the last one: nothing that comes after it is kept.
+    Recomputation repeats those of the forward except the last, whose result is not saved.
     """
     if job.dims.tp == 1:
         return
@@ -137,7 +135,7 @@ def _tensor_traffic(job: Job, layer: LayerShape) -> Iterator[Sent]:
 
 
 def _embedding_traffic(job: Job) -> Iterator[Sent]:
-    """Each tensor-parallel rank looks up its own rows of the vocabulary."""
+    """Yield the sum of the embedding, in which each tensor-parallel rank looks up its own rows of the vocabulary."""
     if job.dims.tp == 1:
         return
     if job.tp_sequence_parallel:
@@ -148,13 +146,13 @@ def _embedding_traffic(job: Job) -> Iterator[Sent]:
 
 
 def _head_traffic(job: Job) -> Iterator[Sent]:
-    """The last hidden states, the loss over a divided vocabulary, and the routers' auxiliary loss."""
+    """Yield the traffic of the last hidden states, the vocabulary-parallel loss, and the routers' auxiliary loss."""
     tp = job.dims.tp
     if tp > 1:
         if job.tp_sequence_parallel:
             yield _gather(job)
         sizes = Counter(min(job.loss_chunk, job.tokens - start) for start in range(0, job.tokens, job.loss_chunk))
-        for tokens, number in sizes.items():  # the largest logit; the sum of exponentials and the target's logit
+        for tokens, number in sizes.items():  # the maximum logit; the sum of exponentials and the target's logit
             yield all_reduce("tp", tokens * FLOAT32, tp).times(number)
             yield all_reduce("tp", 2 * tokens * FLOAT32, tp).times(number)
         yield all_reduce("tp", _hidden(job), tp)
@@ -167,28 +165,27 @@ def _head_traffic(job: Job) -> Iterator[Sent]:
 
 
 def _pipeline_traffic(job: Job, stage: int) -> Iterator[Sent]:
-    """Hidden states to the next stage, their gradients to the one before, where those are on other ranks."""
+    """Yield the hidden states sent to the next stage and the gradients sent to the previous one, if on another rank."""
     pp, stages = job.dims.pp, len(job.stage_layers)
 
     def holder(stage: int) -> int:
         return 2 * pp - 1 - stage if job.pp_schedule == "zero-bubble" and stage >= pp else stage % pp
 
-    assert stages == pp * stages_per_rank(job.pp_schedule)
-    handed = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
+    messages = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
     if job.balance:
-        handed.append(Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32))
+        messages.append(Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32))
     for other in (stage + 1, stage - 1):
         if 0 <= other < stages and holder(other) != holder(stage):
-            yield from handed
+            yield from messages
 
 
 def _expert_traffic(job: Job, layer: LayerShape) -> Iterator[Sent]:
-    """Row counts, then rows to the experts and back, and the gradients of both; experts are chosen evenly."""
+    """Yield the row counts, the rows to the experts and back, and their gradients; routers choose experts evenly."""
     if not layer.experts or job.dims.ep == 1:
         return
     ep, itemsize = job.dims.ep, job.dtype.itemsize
     rows = job.outer_tokens * job.model.experts_per_token * (ep - 1) // ep
-    counts = Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * 8)
+    counts = Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     exchange = Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize)
     forwards = 1 if job.ac == "none" else 2
     yield counts.times(forwards)

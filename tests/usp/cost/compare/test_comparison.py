@@ -1,4 +1,4 @@
-"""Methods side by side: names, refusals, tables, the plot, and the document that shows them."""
+"""The comparison of methods: names, errors, tables, the plot, and the generated document."""
 
 from __future__ import annotations
 
@@ -40,27 +40,28 @@ def test_names_become_degrees() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ulises4", r"'ulises4' is no part \(did you mean 'ulysses'\?\)"),
-        ("ring+ulysses", "give degrees of at least 1, to all parts but one"),
-        ("zero4", "zero needs its stage"),
+        ("ulises4", r"unknown part 'ulises4' \(did you mean 'ulysses'\?\)"),
+        ("ring+ulysses", "at most one part may omit its degree; without a degree: ring, ulysses"),
+        ("ring0", "degrees must be at least 1"),
+        ("zero4", "zero must be followed by its stage"),
         ("usp+ring2", "usp chooses ulysses and ring itself"),
         ("tp2+tp2", "tp is given twice"),
     ],
 )
-def test_names_that_mean_nothing_are_refused(name: str, message: str) -> None:
+def test_invalid_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Method.parse(name)
 
 
-def test_what_cannot_run_says_why() -> None:
+def test_infeasible_methods_state_the_reason() -> None:
     found = {one.method: one.problem for one in compared("dp,tp8+dp1,ep,pp,ring", devices=8, batch=1)}
-    assert found["dp"] == "a batch of 1 does not give 8 data-parallel ranks a sequence each: --batch 8"
-    assert "must divide num_kv_heads=4" in found["tp8+dp1"]
+    assert found["dp"] == "--batch 1 must be a multiple of the 8 data-parallel ranks: use --batch 8"
+    assert "must divide num_key_value_heads=4" in found["tp8+dp1"]
     assert found["pp"].startswith("pp=8 needs 8 micro-batches")
     assert found["ring"] == ""
 
 
-def test_the_paper_s_cost_stands_beside_the_wire_s() -> None:
+def test_the_cost_by_the_paper_and_on_the_wire() -> None:
     (ulysses,) = compared("ulysses")
     assert ulysses.paper is not None
     # 8 heads over 4 key-value heads: 4/N + 4/(2 N) of bs L d bfloat16 elements; a rank keeps a quarter of each
@@ -72,14 +73,14 @@ def test_the_paper_s_cost_stands_beside_the_wire_s() -> None:
 def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
     shown = capsys.readouterr().out
-    assert "Sent by one rank in a step" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert "Sent per rank and step" in shown and "| ep | " in shown and "tiny has none" in shown
     assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
     usp, ep = json.loads(capsys.readouterr().out)
     assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" in ep
 
 
 class Reader(HTMLParser):
-    """The titles, cells and references of a page; every element must close in its place."""
+    """The texts by element, and the external references of a page; elements must be well nested."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class Reader(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
 
-def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
+def test_the_page_has_tables_and_plots_and_no_external_references(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, image = tmp_path / "cost.html", tmp_path / "cost.png"
@@ -118,12 +119,10 @@ def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
     found = Reader(path.read_text())
     assert found.outside == []
     assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
-    assert {"Memory of one rank, MiB", "Sent by one rank in a step, on the wire", "Not possible"} <= set(
-        found.texts["h2"]
-    )
+    assert {"Memory per rank, MiB", "Sent per rank and step, on the wire", "Not feasible"} <= set(found.texts["h2"])
     (usp,) = compared("usp+zero1")
     assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
-    assert path.read_text().count("<svg") == 1 and "peak memory of a rank" in path.read_text()
+    assert path.read_text().count("<svg") == 1 and "peak memory per rank" in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_the_page_holds_tables_and_plots_and_refers_to_nothing(
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
         (["--plot", "a.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: no is not a directory"),
-        (["--methods", "sp"], "is no part"),
+        (["--methods", "sp"], "unknown part 'sp'"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(
@@ -146,7 +145,7 @@ def test_nonsense_is_refused_in_one_line(
     assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
 
 
-def test_the_plot_has_points_where_methods_run() -> None:
+def test_the_plot_has_points_where_methods_are_feasible() -> None:
     methods = [Method.parse(name) for name in ("ulysses", "dp")]
     base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
     by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
@@ -159,7 +158,7 @@ def test_the_plot_has_points_where_methods_run() -> None:
     assert len(panels) == 4 and points == {"ulysses": 2, "dp": 1}
 
 
-def test_lengths() -> None:
+def test_sequence_lengths_are_parsed() -> None:
     assert [tokens(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
 
 

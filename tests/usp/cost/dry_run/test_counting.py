@@ -1,4 +1,4 @@
-"""The parts that a dry run counts with, each alone."""
+"""The counters of a dry run, one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mib(number: int) -> torch.Tensor:
     return torch.empty(number * MIB, dtype=torch.uint8)
 
 
-def test_storage_counts_until_its_last_view_goes() -> None:
+def test_storage_counts_until_its_last_view_is_gone() -> None:
     memory = LiveMemory()
     x = mib(3)
     view = x[MIB:]
@@ -31,7 +31,7 @@ def test_storage_counts_until_its_last_view_goes() -> None:
     assert (memory.current_bytes, memory.peak_bytes) == (0, 3 * MIB)
 
 
-def test_storage_that_is_resized_counts_anew() -> None:
+def test_resized_storage_counts_with_its_new_size() -> None:
     memory, x = LiveMemory(), mib(4)
     memory.see([x])
     with memory.following_resizes():
@@ -41,7 +41,7 @@ def test_storage_that_is_resized_counts_anew() -> None:
     assert (memory.current_bytes, memory.peak_bytes) == (5 * MIB, 5 * MIB)
 
 
-def test_the_peak_is_filed_by_what_storages_turn_out_to_be() -> None:
+def test_the_peak_by_category_follows_later_labels() -> None:
     memory = LiveMemory()
     kept, before = mib(2), memory.now
     memory.see([kept])
@@ -51,7 +51,7 @@ def test_the_peak_is_filed_by_what_storages_turn_out_to_be() -> None:
     later = mib(1)
     memory.see([later])
     memory.label([kept], PARAMETERS)
-    memory.label_since(before, ACTIVATIONS)  # leaves alone what is for something
+    memory.label_since(before, ACTIVATIONS)  # does not change earlier labels
     assert {name: nbytes for name, nbytes in memory.at_peak.items() if nbytes} == {
         PARAMETERS: 2 * MIB,
         TRANSIENT: 7 * MIB,
@@ -72,20 +72,22 @@ def test_pairs_in_a_band() -> None:
         assert band_pairs(rows, columns, corner, *limits) == sum(seen)
 
 
-def test_integers_and_single_numbers_are_known_where_what_they_are_made_of_is() -> None:
+def test_integers_and_scalars_are_known_if_their_inputs_are() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), StepMeter():
-        borders = torch.tensor([[0, 3, 7]])
-        assert borders.diff().tolist() == [[3, 4]]
+        boundaries = torch.tensor([[0, 3, 7]])
+        assert boundaries.diff().tolist() == [[3, 4]]
         assert (torch.arange(6) % 2 == 1).nonzero().flatten().tolist() == [1, 3, 5]
         steps = torch.zeros(())
         steps += 1
         assert steps.item() == 1.0
         weights = torch.randn(1000)
-        assert weights.norm().item() == 1.0  # nobody knows
+        assert weights.norm().item() == 1.0  # unknown
         steps += weights.sum()
         assert (steps * 5).item() == 1.0
-        with pytest.raises(NotImplementedError, match="nobody knows"):
+        with pytest.raises(NotImplementedError, match="control flow depends on a data-dependent value"):
             bool((weights > 0).any())
+        with pytest.raises(NotImplementedError, match=r"nonzero.* depends on a data-dependent value"):
+            (weights > 0).nonzero()
 
 
 def test_experts_are_chosen_evenly() -> None:

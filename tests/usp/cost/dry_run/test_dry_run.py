@@ -27,12 +27,12 @@ WORLD = 8
 MEGATRON = {"tp": 2, "tp_sequence_parallel": True}
 PIPELINE = {"pp": 2, "batch_size": 2, "micro_batches": 2}
 
-# (what, family of `tests.usp.tiny`, flags on 8 ranks); what is not named is dp_shard
+# (name, family of `tests.usp.tiny`, flags on 8 ranks); the remaining ranks are dp_shard
 MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
-    # each axis alone
+    # single axes
     *((f"zero {zero}", "llama", {"zero": zero, "batch_size": 2, "micro_batches": 2}) for zero in range(4)),
     *((f"replicas, zero {zero}", "qwen2", {"dp_replicate": 2, "zero": zero, "micro_batches": 1}) for zero in (1, 3)),
-    ("replicas alone", "llama", {"dp_replicate": 8, "batch_size": 2, "micro_batches": 2}),
+    ("only replicas", "llama", {"dp_replicate": 8, "batch_size": 2, "micro_batches": 2}),
     ("ulysses", "llama", {"sp_ulysses": 8}),  # more ranks than KV heads
     *((f"ring {layout}", "llama", {"sp_ring": 8, "sp_layout": layout}) for layout in ("contiguous", "zigzag")),
     ("ring striped, window", "mistral", {"sp_ring": 8, "sp_layout": "striped"}),
@@ -86,10 +86,10 @@ def sent_in_dry_run(config: TrainConfig, rank: int) -> Sent:
     return {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in dry_run(config, WORLD, rank).sent}
 
 
-def test_bytes_and_calls_of_every_group_are_those_on_the_wire(
+def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
     ranks: RankPool, configs: list[TrainConfig], exhaustive: bool
 ) -> None:
-    """One rank of each mixture, or of every third; each of the eight in several."""
+    """Check one rank of each combination, or of every third, so that each of the eight ranks occurs."""
     every = 1 if exhaustive else 3
     mixtures, configs = MIXTURES[::every], configs[::every]
     wire = ranks.run(sent_by_steps, WORLD, configs, timeout=300.0)
@@ -114,7 +114,7 @@ MEMORY: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "flags"), MEMORY, ids=[" ".join(map(str, flags)) for _, flags in MEMORY])
-def test_the_peak_is_that_of_tensor_accounting(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
+def test_the_peak_equals_that_of_a_real_step(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
     config = replace(SMALL, **({"seq_len": 2048, "loss_chunk": 512} | flags))
     runs = [dry_run(config, world_size, rank) for rank in range(world_size)]
     added = [run.peak_bytes - run.start_bytes for run in runs]
@@ -125,21 +125,21 @@ def test_the_peak_is_that_of_tensor_accounting(ranks: RankPool, world_size: int,
         assert min(run.by_category.values()) >= 0
 
 
-# One rank alone
+# A single rank
 
 
-def test_memory_is_filed_under_what_it_is_for() -> None:
+def test_memory_is_labelled_by_category() -> None:
     parameters = sum(parameter.numel() for parameter in empty_model(load_model_config("tiny")).parameters())
     run = dry_run(replace(SMALL, seq_len=1024), 4, 1)
     kept = run.by_category
-    assert kept["parameters"] == pytest.approx(parameters, rel=0.001)  # a quarter in float32, and rotary frequencies
+    assert kept["parameters"] == pytest.approx(parameters, rel=0.001)  # a quarter in float32, plus rotary frequencies
     assert kept["optimizer states"] == pytest.approx(2 * parameters, rel=0.001)
     assert run.start_bytes == kept["parameters"] + kept["optimizer states"]
     layers, hidden = 2, 1024 * 128 * 4
     assert kept["activations"] > layers * 10 * hidden
 
 
-def test_flops_are_those_of_the_mathematics_where_nothing_runs_twice() -> None:
+def test_flops_equal_the_model_flops_without_recomputation() -> None:
     config, model_config = replace(SMALL, device="auto", dtype="auto", seq_len=512), load_model_config("tiny")
     run = dry_run(config, 1)
     assert (run.config.device, run.config.dtype) == ("cuda", "bfloat16") and "aten-flash" in run.kernel
@@ -148,13 +148,13 @@ def test_flops_are_those_of_the_mathematics_where_nothing_runs_twice() -> None:
     norms = 5 * hidden  # weights that multiply no matrix
     products = model_shape(model_facts("tiny", model_config), model_config).matmul_parameters - norms
     assert run.flops - run.attention_flops == 6 * products * 512
-    in_float32 = dry_run(replace(config, dtype="float32"), 1)  # whose head adds its weight's gradient up in place
+    in_float32 = dry_run(replace(config, dtype="float32"), 1)  # its head accumulates the weight gradient in place
     assert in_float32.flops - in_float32.attention_flops == 6 * products * 512
     again = dry_run(replace(config, ac="full"), 1)
     assert again.attention_flops == 2 * (2 + 5 + 2) * pairs * hidden * layers
 
 
-def test_what_is_offloaded_is_on_the_host() -> None:
+def test_offloaded_activations_count_as_host_memory() -> None:
     config = replace(SMALL, device="cuda", seq_len=2048, ac="full", dtype="auto")
     here, away = dry_run(config, 2), dry_run(replace(config, ac_offload=True), 2)
     assert here.host_bytes == 0
@@ -163,7 +163,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert away.peak_bytes <= here.peak_bytes - inputs // 2  # one of them is back at the peak
 
 
-def test_the_fake_world_is_gone_afterwards() -> None:
+def test_the_fake_world_is_destroyed() -> None:
     first = dry_run(SMALL, 1024, 1023)
     assert not dist.is_initialized()
     assert {len(sent.ranks) for sent in first.sent} == {1024}
@@ -173,7 +173,7 @@ def test_the_fake_world_is_gone_afterwards() -> None:
     assert not dist.is_initialized()
 
 
-def dry_run_among_others() -> str:
+def dry_run_in_a_process_group() -> str:
     try:
         dry_run(SMALL, 2)
     except RuntimeError as error:
@@ -181,15 +181,15 @@ def dry_run_among_others() -> str:
     return "no error"
 
 
-def test_a_process_of_a_real_world_is_refused(ranks: RankPool) -> None:
-    (said,) = ranks.run(dry_run_among_others, 1)
-    assert said == "a dry run makes a process group of its own, and this process has one already"
+def test_a_process_with_a_process_group_is_refused(ranks: RankPool) -> None:
+    (said,) = ranks.run(dry_run_in_a_process_group, 1)
+    assert said == "a dry run creates its own process group, but this process already has one"
 
 
 # The command line
 
 
-def test_the_example_takes_the_file_of_a_run_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_reads_the_file_of_a_run_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     resolved = TrainConfig(dp_shard=8, device="cpu", dtype="float32", output="runs/last")
     file.write_text(yaml.safe_dump(config_to_mapping(resolved)))
@@ -198,7 +198,7 @@ def test_the_example_takes_the_file_of_a_run_on_other_ranks(tmp_path: Path, caps
     assert "rank 0 of 1024 (dp_shard=64 ring=16)" in capsys.readouterr().out
 
 
-def test_the_command_line_takes_a_file_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_reads_a_file_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("model: tiny\nseq_len: 256\nsp-ring: 4\n")
     words = ["dry-run", str(tmp_path / "run.yaml"), "--world-size", "16", "--sp-ulysses", "2", "--rank", "3"]
     assert main([*words, "--json"]) == 0
@@ -226,7 +226,7 @@ def test_the_command_line_takes_a_file_and_flags(tmp_path: Path, capsys: pytest.
         (["nowhere.yaml", "--world-size", "4"], "no such file"),
     ],
 )
-def test_a_wrong_call_gets_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_get_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", *words]) == 1
     shown = capsys.readouterr()
     assert said in shown.err and "Traceback" not in shown.err

@@ -1,4 +1,4 @@
-"""The footprint's peak against the dry run's, which follows every tensor; a pipeline's order against torch's."""
+"""The footprint's peak against the dry run's, which tracks every tensor; the pipeline's order against torch's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(world_size: int, **flags: Any) -> Job:
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
-def test_the_peak_is_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
+def test_the_peak_equals_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
     told = footprint(job(world_size, **flags), 0)
     seen = dry_run(TrainConfig(**flags), world_size, 0)
     assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
@@ -39,8 +39,8 @@ def test_the_peak_is_that_of_the_dry_run(world_size: int, flags: dict[str, Any])
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_halves_of_backwards_leave_what_the_dry_run_sees(rank: int, tmp_path: Path) -> None:
-    """zero-bubble: the graph of a micro-batch, and gradients at all its weights, until their half."""
+def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_path: Path) -> None:
+    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half."""
     tiny_model("llama-deep").save_pretrained(tmp_path)
     pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
     flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
@@ -49,7 +49,7 @@ def test_halves_of_backwards_leave_what_the_dry_run_sees(rank: int, tmp_path: Pa
     assert told.peak.name == "first norm, inputs"
 
 
-def test_what_is_offloaded_is_on_the_host() -> None:
+def test_offloaded_activations_count_as_host_memory() -> None:
     flags = {"seq_len": 16384, "ac": "full"}
     here, away = footprint(job(1, **flags), 0), footprint(job(1, **flags, ac_offload=True), 0)
     layers = 2 * 16384 * 128 * 2  # the inputs of two layers, in bfloat16
@@ -57,7 +57,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert here.activations - away.activations == layers
 
 
-def test_zero_stages_keep_what_they_say() -> None:
+def test_zero_stages_shard_parameters_and_optimizer_states() -> None:
     whole, *sharded = (footprint(job(8, zero=zero), 0) for zero in range(4))
     for stage in sharded:
         assert stage.parameters == pytest.approx(whole.parameters / 8, rel=0.01)
@@ -67,7 +67,7 @@ def test_zero_stages_keep_what_they_say() -> None:
 
 @pytest.mark.parametrize("schedule", PP_SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [8, 12])
-def test_the_order_is_that_of_torch(schedule: str, micro_batches: int) -> None:
+def test_the_order_equals_that_of_torch(schedule: str, micro_batches: int) -> None:
     flags = {"zero": 1, "micro_batches": micro_batches, "batch_size": micro_batches, "pp_schedule": schedule}
     asked = job(4, model="llama3-8b", pp=4, **flags)
     for rank in range(4):
@@ -75,7 +75,7 @@ def test_the_order_is_that_of_torch(schedule: str, micro_batches: int) -> None:
 
 
 def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:
-    """What torch's schedule of many stages would do; that of one stage starts as ours says, by its own loop."""
+    """Return the order of torch's multi-stage schedules; for 1f1b build it, because torch's is not a list."""
     from types import SimpleNamespace
 
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble

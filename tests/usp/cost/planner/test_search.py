@@ -1,4 +1,4 @@
-"""The planner's search against every possibility, and what it says of a plan."""
+"""The planner's search against an exhaustive one, and its reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from usp.cost.planner.choice import planned
 from usp.cost.planner.layouts import Question, layouts, savings
 from usp.cost.planner.search import Candidate, Predictor, search
 from usp.cost.time.compute import Seconds
-from usp.cost.time.step_time import StepTime, Traffic, step_seconds
+from usp.cost.time.step_time import StepTime, TransferSeconds, step_seconds
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError
@@ -32,17 +32,17 @@ LONG = Question(TrainConfig(seq_len=2**17), sequences=8, world_size=16, ranks_pe
 
 
 def time_of(compute: float, ring: float = 0.0, bubble: float = 0.0) -> StepTime:
-    return StepTime(Seconds(compute), {"ring": Traffic(ring)}, bubble, 0.0, 1.0, 2.0, 1.0)
+    return StepTime(Seconds(compute), {"ring": TransferSeconds(ring)}, bubble, 0.0, 1.0, 1.0)
 
 
 def chance(config: TrainConfig) -> float:
-    """A number from 0 to 1 that the layout fixes."""
+    """Return a number from 0 to 1 that depends only on the layout."""
     dims = (parallel_dims(config, config.ep), config.micro_batches, config.pp_schedule)
     return int(hashlib.blake2b(repr(dims).encode(), digest_size=4).hexdigest(), 16) / 2**32
 
 
 def made_up() -> Predictor:
-    """Saving memory always costs time, each way its own."""
+    """Return a predictor in which every option that saves memory costs time."""
 
     def saved(config: TrainConfig) -> float:
         ac = {"none": 0.0, "attention-saved": 1.0, "full": 2.0}[config.ac]
@@ -56,7 +56,7 @@ def made_up() -> Predictor:
 
 @pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("memory", [300, 600, 1100])
-def test_the_search_finds_what_trying_everything_finds(facts: ModelFacts, memory: int) -> None:
+def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, memory: int) -> None:
     predictor = made_up()
     fastest = []
     for layout in layouts(LONG, facts):
@@ -81,7 +81,7 @@ def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
     assert {(4, 1, 1, 1, 1), (1, 4, 2, 1, 1), (1, 1, 16, 1, 4), (1, 1, 2, 8, 2), (2, 2, 2, 2, 4)} <= degrees_found
 
 
-def test_what_fits_nowhere_names_the_nearest() -> None:
+def test_if_nothing_fits_the_smallest_is_named() -> None:
     predictor = made_up()
     found = search(LONG, DENSE, predictor, 1)
     assert found.best == () and found.tightest is not None and found.tried == found.layouts
@@ -91,12 +91,12 @@ def test_what_fits_nowhere_names_the_nearest() -> None:
     assert found.tightest.peak_bytes == least
 
 
-def test_reasons_are_the_parts_that_take_longer() -> None:
+def test_reasons_are_the_components_that_take_longer() -> None:
     first = Candidate(replace(LONG.base, sp_ring=2, sp_ulysses=8), time_of(1.0, ring=0.1), 10)
     slower = Candidate(replace(LONG.base, pp=2, sp_ring=8), time_of(0.9, ring=0.4, bubble=0.5), 10)
     assert sum(parts(slower.time).values()) == pytest.approx(slower.time.total)
-    assert why_slower(slower, first) == "pipeline bubble +500.0 ms, waiting for ring attention +300.0 ms"
-    assert why_slower(first, first) == "as fast" and degrees(slower.config) == "pp 2 ring 8"
+    assert why_slower(slower, first) == "pipeline bubble +500.0 ms, exposed ring attention +300.0 ms"
+    assert why_slower(first, first) == "equally fast" and degrees(slower.config) == "pp 2 ring 8"
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Tip:
     ],
     ids=lambda tip: f"tip {tip.number}",
 )
-def test_advice_that_a_plan_goes_against_is_named(tip: Tip) -> None:
+def test_tips_that_a_plan_contradicts_are_named(tip: Tip) -> None:
     assert [said[:5] for said in broken_tips(tip.config, DENSE)] == [f"tip {tip.number}"]
     assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
 
 
-def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"
     flags = ["--model", "tiny", "--seq-len", "65536", "--world-size", "8", "--global-batch-size", "2"]
     assert main(["plan", *flags, "--out", str(out)]) == 0
@@ -133,22 +133,25 @@ def test_the_file_of_a_plan_is_one_that_training_takes(tmp_path: Path, capsys: p
     assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
     job = job_of(config, load_model_config("tiny"), 8)
     time = step_seconds(job, load_hardware("h100")).total
-    assert (seconds(time) + " ") in shown  # what is written is what was promised
+    assert (seconds(time) + " ") in shown  # the written configuration is the one that is shown
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tp", "2", "--zero", "1"], "--tp = 2, --zero = 1: a plan chooses that, so leave it out"),
+        (["--tp", "2", "--zero", "1"], "--tp = 2, --zero = 1: chosen by the planner, remove it"),
         (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
-        (["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"], "16 devices cannot share 3 sequences"),
-        (["--model", "llama2-70b", "--seq-len", "1048576"], "fits 8 x H100 in none of"),
+        (
+            ["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"],
+            "no layout of 16 devices fits --global-batch-size 3 and --seq-len 15",
+        ),
+        (["--model", "llama2-70b", "--seq-len", "1048576"], "does not fit 8 x H100 in any of"),
         (["--hardware", "h900"], "'h900' must be a file or one of"),
         (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
     ],
 )
-def test_a_plan_that_cannot_be_made_says_why(
+def test_an_impossible_plan_states_the_reason(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--model", "tiny", "--seq-len", "65536", "--world-size", "8", *flags]) == 1
@@ -156,7 +159,7 @@ def test_a_plan_that_cannot_be_made_says_why(
     assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
 
 
-def test_training_takes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_with_plan_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
     config = planned(asked, Launch(world_size=8))
     assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
@@ -164,7 +167,7 @@ def test_training_takes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "the fastest of" in capsys.readouterr().out
     assert planned(asked, Launch(rank=3, world_size=8)) == config and capsys.readouterr().out == ""
     assert planned(config, Launch(world_size=8)) is config
-    with pytest.raises(ConfigurationError, match="nothing is known of a CPU"):
+    with pytest.raises(ConfigurationError, match="--hardware auto does not know a CPU"):
         planned(replace(asked, hardware="auto"), Launch(world_size=8))
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"base": "h100", "device": "other"}))

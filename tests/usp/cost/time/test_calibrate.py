@@ -1,4 +1,4 @@
-"""Calibration writes files that are hardware: every tier of the ranks, and rates to predict training with."""
+"""Calibration writes hardware files: the tiers of the ranks, and the rates that predict training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_links_by_tier(ranks: RankPool) -> None:
     assert {"attention_forward", "attention_backward_full"} < found[0]["efficiency"].keys()
 
 
-def test_a_lone_process_writes_a_file(
+def test_a_single_process_writes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Plan, "of", tiny)

@@ -1,4 +1,4 @@
-"""The time model: FLOPs are those of a dry run, what overlaps is hidden, and more of a thing takes longer."""
+"""The time model: FLOPs equal those of a dry run, transfers overlap with compute, and more work takes longer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from parallel import bubble_fraction, load_hardware
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
-from usp.cost.time.compute import held_elements, step_flops
-from usp.cost.time.step_time import Overlap, Traffic, hidden_behind, in_pieces, step_seconds
+from usp.cost.time.compute import attention_work, head_products, held_elements, layer_products
+from usp.cost.time.kernel_flops import BACKWARD, FORWARD
+from usp.cost.time.step_time import (
+    Overlap,
+    TransferSeconds,
+    exposure,
+    overlapped,
+    overlapped_in_pieces,
+    step_seconds,
+)
+from usp.cost.traffic.step_traffic import attention_plan
 from usp.hf.models import load_model_config
 
 A800 = load_hardware("a800")
@@ -25,6 +34,22 @@ def job(world_size: int = 1, **flags: object) -> Job:
 
 def llama(world_size: int = 16, **flags: object) -> Job:
     return job(world_size, **{"model": "llama3-8b", "seq_len": 65536, "zero": 1, **flags})
+
+
+def flops_of_step(made: Job, rank: int) -> float:
+    """Sum the matrix products and attention tasks that the time model counts on a rank."""
+    total, windows = 0.0, made.model.facts.windows
+    for stage in made.stages(rank):
+        for index in made.stage_layers[stage]:
+            forward, again = layer_products(made, made.model.layers[index])
+            plan = attention_plan(made, rank, windows[index])
+            products = FORWARD * (2 if made.ac == "full" else 1) + BACKWARD
+            work = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), products)
+            total += 3 * sum(p.flops for p in forward) + sum(p.flops for p in again)
+            total += sum(flops for tasks in work for flops, _ in tasks)
+        if stage == len(made.stage_layers) - 1:
+            total += sum(p.flops for p in head_products(made))
+    return total * made.micro_batches
 
 
 @pytest.mark.parametrize(
@@ -41,30 +66,48 @@ def llama(world_size: int = 16, **flags: object) -> Job:
     ],
     ids=str,
 )
-def test_flops_are_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
+def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
     config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
     made = job_of(config, load_model_config(config.model), world_size)
-    assert step_flops(made, 0) == dry_run(config, world_size).flops
+    assert flops_of_step(made, 0) == dry_run(config, world_size).flops
 
 
-def test_what_is_hidden() -> None:
-    assert hidden_behind([3.0, 1.0], [2.0, 2.0]) == Traffic(exposed=1.0, hidden=3.0)
-    assert hidden_behind([3.0, 1.0], []) == Traffic(exposed=4.0, hidden=0.0)
-    assert in_pieces(4.0, 8.0, 4) == Traffic(exposed=1.0, hidden=3.0)
-    assert in_pieces(4.0, 0.0, 4) == Traffic(exposed=4.0, hidden=0.0)
-    assert in_pieces(8.0, 4.0, 4) == Traffic(exposed=5.0, hidden=3.0)
+def test_overlapped_and_exposed_parts_of_transfers() -> None:
+    assert overlapped([3.0, 1.0], [2.0, 2.0]) == TransferSeconds(exposed=1.0, overlapped=3.0)
+    assert overlapped([3.0, 1.0], []) == TransferSeconds(exposed=4.0, overlapped=0.0)
+    assert overlapped_in_pieces(4.0, 8.0, 4) == TransferSeconds(exposed=1.0, overlapped=3.0)
+    assert overlapped_in_pieces(4.0, 0.0, 4) == TransferSeconds(exposed=4.0, overlapped=0.0)
+    assert overlapped_in_pieces(8.0, 4.0, 4) == TransferSeconds(exposed=5.0, overlapped=3.0)
 
 
-def test_what_processors_copy_costs_compute_though_it_is_hidden() -> None:
-    assert Traffic(1.0, 3.0).beside(1.0) == Traffic(1.0, 3.0)
-    assert Traffic(1.0, 3.0).beside(0.25) == Traffic(3.25, 0.75)
+def test_overlapped_transfers_can_slow_down_compute() -> None:
+    assert TransferSeconds(1.0, 3.0).with_free_part(1.0) == TransferSeconds(1.0, 3.0)
+    assert TransferSeconds(1.0, 3.0).with_free_part(0.25) == TransferSeconds(3.25, 0.75)
     copied = replace(A800, tiers=tuple(replace(tier, overlap=0.0) for tier in A800.tiers))
     free, paid = (step_seconds(llama(sp_ring=8), hardware) for hardware in (A800, copied))
-    hidden = sum(traffic.hidden for traffic in free.communication.values())
+    hidden = sum(transfers.overlapped for transfers in free.communication.values())
     assert hidden > 0 and paid.total == pytest.approx(free.total + hidden)
 
 
-def test_who_waits_leaves_shared_processors_to_the_others() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"sp_ulysses": 8, "zero": 3},
+        {"sp_ring": 8, "dp_replicate": 2},
+        {"sp_ring": 2, "zero": 0},
+        {"pp": 4, "batch_size": 8, "micro_batches": 8, "tp": 4, "tp_sequence_parallel": True},
+        {"model": "mixtral-8x7b", "ep": 8, "zero": 2},
+    ],
+    ids=str,
+)
+def test_exposure_is_what_the_time_model_does(flags: dict[str, object]) -> None:
+    for axis, transfers in step_seconds(llama(**flags), A800).communication.items():
+        scalars_only = axis == "loss" and flags.get("zero") != 0  # sums of scalars are exposed on every axis
+        assert (transfers.overlapped > 0) == (exposure(axis) != "exposed" and not scalars_only), axis
+    assert exposure("pp") == "exposed" and exposure("ring").startswith("overlaps with the attention")
+
+
+def test_waiting_ranks_leave_shared_processors_to_the_others() -> None:
     crowded = replace(A800, crowding=4.0)
     contiguous = llama(sp_ring=8, sp_layout="contiguous")
     alone, shared = (step_seconds(contiguous, hardware) for hardware in (A800, crowded))
@@ -76,18 +119,18 @@ def test_who_waits_leaves_shared_processors_to_the_others() -> None:
     assert step_seconds(pipeline, replace(A800, crowding=1.01)).bubble > 0
 
 
-def test_without_streams_parameters_are_waited_for() -> None:
+def test_parameters_are_exposed_without_streams() -> None:
     one_thread = replace(A800, streams=False)
     free, waits = (step_seconds(llama(dp_shard=16), hardware).communication["fsdp"] for hardware in (A800, one_thread))
-    assert free.hidden > 0 and waits == Traffic(free.exposed + free.hidden, 0.0)
+    assert free.overlapped > 0 and waits == TransferSeconds(free.exposed + free.overlapped, 0.0)
 
 
-def test_ulysses_waits_and_the_ring_hides() -> None:
+def test_ulysses_is_exposed_and_the_ring_overlaps() -> None:
     ulysses, ring = (step_seconds(llama(**{axis: 8}), A800) for axis in ("sp_ulysses", "sp_ring"))
-    assert ulysses.communication["ulysses"].hidden == 0 and "ring" not in ulysses.communication
-    assert ring.communication["ring"].hidden > 10 * ring.communication["ring"].exposed
+    assert ulysses.communication["ulysses"].overlapped == 0 and "ring" not in ulysses.communication
+    assert ring.communication["ring"].overlapped > 10 * ring.communication["ring"].exposed
     waiting = step_seconds(llama(sp_ring=8), A800, Overlap(ring=False, fsdp=False))
-    assert all(traffic.hidden == 0 for traffic in waiting.communication.values())
+    assert all(transfers.overlapped == 0 for transfers in waiting.communication.values())
     assert waiting.total > ring.total
 
 
@@ -96,7 +139,7 @@ def test_the_slowest_rank_of_a_contiguous_causal_ring_has_most_of_the_work() -> 
     assert 1.7 < contiguous.compute.attention / balanced.compute.attention < 2.0
 
 
-def test_most_of_a_long_ring_has_no_mask() -> None:
+def test_most_tasks_of_a_long_ring_have_no_mask() -> None:
     full = replace(A800, attention_forward_full=((1.0, 1.0),), attention_backward_full=((1.0, 1.0),))
 
     def left(made: Job) -> float:
@@ -105,12 +148,12 @@ def test_most_of_a_long_ring_has_no_mask() -> None:
     assert left(llama(sp_ulysses=8)) == 1 > left(llama(sp_ring=2)) > left(llama(sp_ring=8))
 
 
-def test_a_pipeline_waits_for_its_bubble_and_both_counts_of_flops() -> None:
+def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
     made = llama(pp=4, batch_size=8, micro_batches=8, tp=4, tp_sequence_parallel=True)
     found = step_seconds(made, A800)
     busy = found.compute.total + found.exposed
     assert found.bubble / (busy + found.bubble) == pytest.approx(bubble_fraction("1f1b", 4, 8))
-    assert found.mfu < found.mfu_full < 1
+    assert 0 < found.mfu < 1 and found.mfu == found.causal_flops / found.total / A800.peak("bfloat16")
     assert found.total == pytest.approx(busy + found.bubble + found.optimizer)
     assert found.bound == "compute"
 
@@ -124,7 +167,7 @@ def test_more_takes_longer() -> None:
     assert step_seconds(llama(sp_ulysses=8, sp_ring=2), slow).total > base
 
 
-def test_the_optimiser_updates_what_a_rank_keeps() -> None:
+def test_a_rank_updates_its_shard() -> None:
     whole = llama(1, model="tiny", zero=0).model.numel
     assert held_elements(llama(2, model="tiny", zero=0, sp_ring=2), 0) == whole
     assert held_elements(llama(2, model="tiny", zero=1, sp_ring=2), 0) == whole // 2

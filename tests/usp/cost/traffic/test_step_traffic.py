@@ -1,4 +1,4 @@
-"""What `step_traffic` says is what crosses the wire: every axis alone, every pair, and larger mixtures, to the byte."""
+"""`step_traffic` against the wire, to the byte: every axis by itself, every pair, and larger combinations."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def config_of(flags: Flags, folder: Path) -> TrainConfig:
 
 
 def evenly(module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """In place of a router's choice: token after token the next experts."""
+    """Replace a router's choice: each token gets the next experts."""
     logits, weights, chosen = output
     return logits, weights, torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
 
 
 def counted(configs: list[TrainConfig]) -> list[dict[GroupOp, tuple[int, int]]]:
-    """(bytes, calls) of each group and collective in the second step of each configuration."""
+    """Return (bytes, calls) of each group and collective in the second step of each configuration."""
     return [_counted(config) for config in configs]
 
 
@@ -77,20 +77,20 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
         for router in router_modules(stage.model):
             router.register_forward_hook(evenly)
     ids = torch.arange(config.batch_size * SEQ_LEN).view(config.batch_size, SEQ_LEN) % VOCAB
-    borders = torch.tensor([[0, SEQ_LEN]] * config.batch_size, dtype=torch.int32)
-    local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders}, mesh, layout=config.sp_layout)
+    boundaries = torch.tensor([[0, SEQ_LEN]] * config.batch_size, dtype=torch.int32)
+    local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
     def step() -> None:
         train_step(engine, mesh, local, micro_batches=config.micro_batches, learning_rate=1e-3, max_grad_norm=1.0)
 
-    step()  # in the first, ranks agree on what they are about to do
+    step()  # the first step has agreements between the ranks that later steps do not repeat
     with count_sent_bytes() as sent:
         step()
     return {key: (sent.by_group[key], calls) for key, calls in sent.calls.items()}
 
 
 def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
-    """The same from the formulas; axes of the same ranks share their groups."""
+    """Return the same from the formulas; axes with the same ranks share their groups."""
     nbytes: Counter[GroupOp] = Counter()
     calls: Counter[GroupOp] = Counter()
     for sent in step_traffic(job, rank):
@@ -122,7 +122,7 @@ def test_every_byte_is_predicted(
             assert predicted(job, rank) == wire, f"rank {rank} of {world_size}: {flags}"
 
 
-def test_attention_is_as_its_own_plan_says(models: Path) -> None:
+def test_attention_traffic_equals_its_plan(models: Path) -> None:
     config = config_of({"sp_ulysses": 2, "sp_ring": 4, "model": "mistral"}, models)
     job = job_of(config, load_model_config(config.model), 8)
     for rank in range(8):
