@@ -1,9 +1,9 @@
 """The data that model calls exchange: values by sample and key, so that whole samples move between layouts.
 
 Per-token values have one entry per token of the sample. Entry t describes the prediction made AT token t, of token
-t + 1: its log-probability, the value of the state it is made in, its advantage, whether it counts (`mask`). The last token
-predicts nothing, so its entry is 0, except for values, where it is the value of the final state, from which a truncated
-response would continue. So log-probabilities, masks and advantages are sharded in the same way as the ids.
+t + 1: its log-probability, the value of the state it is made in, its advantage, whether it counts (`mask`). The last
+token predicts nothing, so its entry is 0, except for values, where it is the value of the final state, from which a
+truncated response would continue. So log-probabilities, masks and advantages are sharded in the same way as the ids.
 """
 
 from __future__ import annotations
