@@ -20,8 +20,8 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
-from usp.rlhf.plan.operations import Copy
+from usp.rlhf.plan.named_plans import PlanFacts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor, StepResult
@@ -29,7 +29,7 @@ from usp.rlhf.runtime.timeline import Event, Traffic
 
 STEPS, PROMPTS = 3, 5
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
-FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
+FACTS = PlanFacts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
 
 def one_rank(graph: DataflowGraph) -> ExecutionPlan:
@@ -169,7 +169,7 @@ def run_stale() -> list[dict[str, float]]:
     made = executor(graph, plan, ProcessGroups(), build_role=partial(ToyModel, stale=True))
     copies = made._setting.copies
 
-    def forget(copy: Copy, traffic: Traffic) -> None:
+    def forget(copy: WeightCopy, traffic: Traffic) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 
