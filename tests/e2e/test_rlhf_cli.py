@@ -177,7 +177,7 @@ def test_a_reward_that_fails_ends_the_run_and_keeps_the_sample(
 KILLS = """
 import os, signal
 from pathlib import Path
-from usp.rlhf.models import RoleModel
+from usp.rlhf.roles.role_model import RoleModel
 
 def deadly(kind):
     def die():

@@ -26,7 +26,7 @@ from usp.hf.tokenizers import load_tokenizer
 from usp.presets import PRESETS
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.named_plans import NAMED_PLANS, PlanFacts, named_plan
+from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping
 from usp.rlhf.roles.spec import RoleSpec
@@ -357,7 +357,7 @@ def _plan(config: RlhfConfig, graph: DataflowGraph, specs: dict[str, RoleSpec], 
         plan = named_plan(
             config.plan,
             graph,
-            PlanFacts(
+            Facts(
                 world_size=launch.world_size,
                 ranks_per_host=launch.local_world_size,
                 heads=math.gcd(*(math.gcd(fact.num_heads, fact.num_kv_heads) for fact in facts)),

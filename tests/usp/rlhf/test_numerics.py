@@ -25,7 +25,7 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.named_plans import PlanFacts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.spec import RoleSpec
@@ -39,7 +39,7 @@ STEPS = {"ppo": ALL_STEPS, "grpo": 2, "dpo": 2, "remax": 2}
 TOLERANCE = 1e-5
 SAMPLING = Generate(max_new_tokens=6, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
 FAMILY = "llama-4kv"
-FACTS = PlanFacts(8, 4, 4, 2)
+FACTS = Facts(8, 4, 4, 2)
 
 
 def parity_of(prompt: list[int], response: list[int], answer: int) -> float:

@@ -27,7 +27,7 @@ _MAX_TP = 8  # of ReaL's heuristic: the ranks of a host in its experiments
 
 
 @dataclass(frozen=True)
-class PlanFacts:
+class Facts:
     """The cluster, model and configuration values that named plans depend on.
 
     Attributes:
@@ -52,7 +52,7 @@ class PlanFacts:
     sp_layout: str = "zigzag"
 
 
-def heuristic(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
+def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Place every call on all ranks: tp within a host (at most 8), pp over hosts; untrained roles offloaded.
 
     Training uses Megatron's sequence parallelism. Ranks that tp and pp cannot use go to dp_replicate (1 in ReaL).
@@ -72,13 +72,13 @@ def heuristic(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
     return ExecutionPlan("heuristic", {call.name: layout(call) for call in graph.calls}, untrained)
 
 
-def flattening(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
+def flattening(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Place every call on all ranks, with `facts.dims`."""
     everything = tuple(range(facts.world_size))
     return ExecutionPlan("flattening", {c.name: _layout(c, facts, everything, facts.dims) for c in graph.calls})
 
 
-def interleaving(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
+def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Split the ranks between the inference calls of a level; place everything else on all ranks.
 
     Each call gets a multiple of pp x sp x tp ranks; where there are too few, several calls share ranks and run one
@@ -99,7 +99,7 @@ def interleaving(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
     return ExecutionPlan("interleaving", layouts)
 
 
-def separation(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
+def separation(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Place training on the second half of the ranks, everything else on the first.
 
     Raises:
@@ -118,12 +118,12 @@ def separation(graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
     return ExecutionPlan("separation", {call.name: layout(call) for call in graph.calls})
 
 
-NAMED_PLANS: dict[str, Callable[[DataflowGraph, PlanFacts], ExecutionPlan]] = {
+NAMED_PLANS: dict[str, Callable[[DataflowGraph, Facts], ExecutionPlan]] = {
     plan.__name__: plan for plan in (heuristic, flattening, interleaving, separation)
 }
 
 
-def named_plan(name: str, graph: DataflowGraph, facts: PlanFacts) -> ExecutionPlan:
+def named_plan(name: str, graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Build and check a named plan.
 
     Raises:
@@ -136,7 +136,7 @@ def named_plan(name: str, graph: DataflowGraph, facts: PlanFacts) -> ExecutionPl
     return plan
 
 
-def _layout(call: ModelCall, facts: PlanFacts, ranks: tuple[int, ...], dims: ParallelDims) -> CallLayout:
+def _layout(call: ModelCall, facts: Facts, ranks: tuple[int, ...], dims: ParallelDims) -> CallLayout:
     """Return the layout of a call with the degrees and options that its kind supports."""
     if call.kind == "compute":
         return CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))

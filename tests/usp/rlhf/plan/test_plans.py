@@ -16,14 +16,14 @@ from tests.usp.rlhf.toy import ppo
 from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.named_plans import NAMED_PLANS, PlanFacts, named_plan
+from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping, parse_ranks, to_mapping
 from usp.rlhf.runtime.measure import sampling_difference, with_measures
 from usp.rlhf.runtime.summary import Summary, merge
 
-FACTS = PlanFacts(world_size=16, ranks_per_host=8, heads=16, layers=4)
+FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))
 
 
@@ -182,7 +182,7 @@ def test_fingerprint_depends_on_values_not_on_addresses() -> None:
 # The schedule
 
 
-def operations(name: str, graph: DataflowGraph, facts: PlanFacts = FACTS) -> tuple[Operation, ...]:
+def operations(name: str, graph: DataflowGraph, facts: Facts = FACTS) -> tuple[Operation, ...]:
     return schedule(graph, named_plan(name, graph, facts), facts.world_size)
 
 

@@ -20,7 +20,7 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.named_plans import PlanFacts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.copies import Moving
@@ -29,7 +29,7 @@ from usp.rlhf.runtime.timeline import Event, Traffic
 
 STEPS, PROMPTS = 3, 5
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
-FACTS = PlanFacts(world_size=8, ranks_per_host=4, heads=4, layers=2)
+FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
 
 def one_rank(graph: DataflowGraph) -> ExecutionPlan:
