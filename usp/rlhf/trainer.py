@@ -32,7 +32,7 @@ from usp.config import config_to_mapping
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
-from usp.rlhf.data.datasets import Example, chosen
+from usp.rlhf.data.datasets import Example, example_indices
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
@@ -177,7 +177,7 @@ class RlhfTrainer(TrainingLoop):
         rate = learning_rate(number, self.config) / self.config.learning_rate
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * rate
-        indices = chosen(self.taken, self.config.prompts, self.prepared.examples.size, self.config.seed)
+        indices = example_indices(self.taken, self.config.prompts, len(self.prepared.examples), self.config.seed)
         seed = derived_seed(self.config.seed, number)
         try:
             result = self.executor.run_step(self._given(indices), number, seed)

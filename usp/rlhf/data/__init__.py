@@ -1,4 +1,4 @@
-"""Prompts with answers, and the samples that calls exchange. Each file imports only earlier ones:
+"""Data sets, and the samples that calls exchange. Each file imports only earlier ones:
 
 datasets, mini_batches, samples, fingerprint, seeds, partition.
 """

@@ -1,10 +1,10 @@
-"""What a step of training begins with: prompts with answers, out of a file or made from source code.
+"""Prompts with answers, read from a file or built from source code.
 
     JSONL file     {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
                    {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
-    stdlib         a mark hidden somewhere in the sources of Python's own library: which one is it?
+    stdlib         find the mark hidden in a piece of the Python standard library's source code
 
-The built-in examples have an answer that a function can verify, and a prompt that has to be read as a whole.
+The built-in task has a verifiable answer and needs the whole prompt to be read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from usp.run.failures import nearest
 
 MARKS = "①②③④⑤⑥⑦⑧"
 QUESTION = "\n# mark: "
-SHORTEST = 64  # tokens of a prompt
-_LARGE = 2**24  # examples: no stream comes round
+SHORTEST = 64  # tokens in a built-in prompt
+_LARGE = 2**24  # data sets with more examples are not shuffled: no run reaches a second epoch
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,9 @@ class Example:
     """One prompt.
 
     Attributes:
-        prompt: its ids, without an end of sequence.
-        answer: what a right response says.
-        rejected: a worse response.
+        prompt: token ids, without an end of sequence.
+        answer: the correct response.
+        rejected: a worse response, for preference pairs.
     """
 
     prompt: Ids
@@ -44,23 +44,20 @@ class Example:
 
 
 class Examples(Protocol):
-    """Examples by number."""
+    """A collection of examples with random access."""
 
-    @property
-    def size(self) -> int:
-        """How many there are."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Example:
-        """Example 0 to size - 1."""
+    def __getitem__(self, index: int, /) -> Example: ...
 
 
 @dataclass(frozen=True, eq=False)
 class HiddenMark:
-    """At most `prompt_tokens` of source code with one of `MARKS` at a random place, and the question which one.
+    """Synthetic task: up to `prompt_tokens` of source code with one of `MARKS` at a random place; name the mark.
 
-    Lengths are spread evenly on a logarithmic scale, down to a sixteenth: a model finds out on short prompts what is
-    asked, and answers long ones soon after. The number of an example and the seed fix it. `wrong_answers` is the part
-    whose answer is wrong, as some of what people demonstrate is.
+    Prompt lengths are log-uniform down to a sixteenth of `prompt_tokens`: a model learns the task on short prompts
+    first. An example depends only on its index and the seed. A fraction `wrong_answers` of the examples has a wrong
+    answer, like noisy demonstrations.
     """
 
     units: Sequence[Unit]
@@ -68,7 +65,9 @@ class HiddenMark:
     prompt_tokens: int
     seed: int
     wrong_answers: float = 0.0
-    size: int = 2**31
+
+    def __len__(self) -> int:
+        return 2**31
 
     def __getitem__(self, index: int) -> Example:
         draw = np.random.default_rng((self.seed, index))
@@ -79,7 +78,7 @@ class HiddenMark:
         text = self._text(draw, tokens - len(hidden) - len(question))
         place = draw.integers(len(text) + 1)
         prompt = np.concatenate((text[:place], hidden, text[place:], question))
-        # Some are wrong in form, for a reward model that a policy cannot please with what it has never seen.
+        # Some are malformed, so that a policy cannot exploit the reward model with formats it has never seen.
         rejected = draw.choice([f"{other + 1}", f"{other + 1}", f"{mark + 1}{other + 1}", ""])
         answer = other if draw.random() < self.wrong_answers else mark
         return Example(prompt, str(answer + 1), str(rejected))
@@ -103,20 +102,6 @@ class HiddenMark:
         return self._ids(b"\n".join(self.units[number].read()).decode("utf-8", "replace"))
 
 
-@dataclass(frozen=True, eq=False)
-class FileExamples:
-    """The lines of a JSONL file."""
-
-    examples: Sequence[Example]
-
-    @property
-    def size(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[index]
-
-
 def open_examples(
     data: str,
     keys: Sequence[str],
@@ -128,21 +113,21 @@ def open_examples(
     wrong_answers: float = 0.0,
     whole: bool = False,
 ) -> Examples:
-    """The examples of `--data`: stdlib, or a JSONL file whose lines have `keys`, all of them text.
+    """Open `data`: stdlib, or a JSONL file whose lines have text under each of `keys`.
 
     Args:
-        prompt_tokens: of the longest built-in example.
-        longest: tokens that a prompt may have, so that the response fits the model's context.
-        wrong_answers: part of the built-in examples whose answer is wrong.
-        whole: whether prompts are trained on with what answers them, which must fit the context together then.
+        prompt_tokens: length of the longest built-in prompt.
+        longest: maximum tokens in a prompt, so that the response fits the model's context.
+        wrong_answers: fraction of built-in examples with a wrong answer.
+        whole: prompt and answer are trained on together, so together they must fit in `longest`.
 
     Raises:
-        ValueError: naming every line that cannot be used, and prompts that are too long.
+        ValueError: naming every invalid line, and prompts that are too long.
     """
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
             raise ValueError(
-                f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest}, what the model reads"
+                f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
             )
         return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
@@ -152,56 +137,56 @@ def open_examples(
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
-                examples.append(_parsed(line, keys, tokenizer, longest, whole))
+                examples.append(_parse(line, keys, tokenizer, longest, whole))
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
         more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
         raise ValueError(f"--data = {data}: {'; '.join(problems[:5])}{more}")
     if not examples:
-        raise ValueError(f"--data = {data} holds no line")
-    return FileExamples(examples)
+        raise ValueError(f"--data = {data} holds no lines")
+    return examples
 
 
-def _parsed(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool) -> Example:
+def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool) -> Example:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"it holds a {type(row).__name__}, and must hold the keys {', '.join(keys)}")
+        raise ValueError(f"expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
     for key in keys:
         if not isinstance(row.get(key), str):
             raise ValueError(f"no text under {key!r}{nearest(key, row)}")
     prompt = without_end(tokenizer, tokenizer.encode(row["prompt"].encode()))
     if not 1 <= len(prompt) <= longest:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens, and it must be 1 to {longest}, so that the response fits the model's "
-            f"context: shorten it, lower --max-new-tokens, or use a model with a longer context"
+            f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
+            f"shorten it, lower --max-new-tokens, or use a model with a longer context"
         )
     for key in keys[1:] if whole else ():
         tokens = len(tokenizer.encode(row[key].encode()))
         if len(prompt) + tokens > longest:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {tokens} under {key!r}, and the model reads {longest}: shorten "
-                f"them, or use a model with a longer context"
+                f"a prompt of {len(prompt)} tokens and {tokens} under {key!r} exceed the model's context of {longest}: "
+                f"shorten them, or use a model with a longer context"
             )
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, row[answer] if answer in keys else "", row[rejected] if rejected in keys else "")
 
 
 def without_end(tokenizer: Tokenizer, ids: Ids) -> Ids:
-    """Ids of a text that goes on."""
+    """Return `ids` without the end of sequence that the tokenizer appends."""
     return ids[:-1] if tokenizer.eos is not None and len(ids) and ids[-1] == tokenizer.eos else ids
 
 
-def chosen(begin: int, count: int, size: int, seed: int) -> list[int]:
-    """Which examples come at places begin to begin + count - 1 of an endless stream: each epoch in another order.
+def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:
+    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch.
 
-    A function of the place alone, so a stream can go on anywhere, with another number of examples a step.
+    Depends only on the position, so a run can resume anywhere and with another number of examples per step.
     """
     if size > _LARGE:
-        return [place % size for place in range(begin, begin + count)]
-    places = [divmod(place, size) for place in range(begin, begin + count)]
-    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(size) for epoch, _ in places}
-    return [int(orders[epoch][place]) for epoch, place in places]
+        return [position % size for position in range(begin, begin + count)]
+    positions = [divmod(position, size) for position in range(begin, begin + count)]
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(size) for epoch, _ in positions}
+    return [int(orders[epoch][offset]) for epoch, offset in positions]

@@ -1,4 +1,4 @@
-"""A short text that is the same on two ranks exactly if what they were configured with is."""
+"""Hash configurations, to compare them across ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def fingerprint(value: object) -> str:
-    """A hash of dataclasses, collections and plain values; of functions by their names, of objects by their fields."""
+    """Hash dataclasses, collections and plain values; functions by their names, other objects by their plain fields."""
     return hashlib.blake2b(repr(_plain(value)).encode(), digest_size=16).hexdigest()
 
 

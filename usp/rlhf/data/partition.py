@@ -1,29 +1,33 @@
-"""Which samples each data-parallel rank of a call gets."""
+"""Partition the samples of a call over its data-parallel ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from .mini_batches import mini_batch_ids
 
+# For each data-parallel index, the sample ids of each mini-batch.
+Partition: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
+
 
 def batch_violation(samples: int, mini_batches: int, unit: int) -> str:
-    """Why so many samples cannot be divided; "" if they can."""
+    """Return why `samples` cannot be split into mini-batches of whole units, or an empty string."""
     if samples % unit:
-        return f"{samples} samples must be a multiple of the {unit} that stay together"
+        return f"{samples} samples must be a multiple of {unit}, the samples that stay on one rank"
     if samples // unit < mini_batches:
         return (
-            f"mini_batches={mini_batches} of {samples} samples, of which {unit} stay together, would leave "
+            f"mini_batches={mini_batches} of {samples} samples in groups of {unit} would leave "
             f"{mini_batches - samples // unit} empty: use mini_batches={samples // unit} or fewer, or more samples"
         )
     return ""
 
 
 def balance(ids: Sequence[int], weights: Sequence[int], parts: int, unit: int = 1) -> tuple[tuple[int, ...], ...]:
-    """The ids of each part, ascending, so that the heaviest part is light: its weight is at most 4/3 of the best.
+    """Split ids into parts of similar weight, each ascending; the heaviest is at most 4/3 of the optimum.
 
     Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969), over units of `unit`
-    consecutive ids. There are parts without samples only where units are fewer than parts.
+    consecutive ids. A part is empty only if there are fewer units than parts.
 
     Args:
         weights: by id.
@@ -39,10 +43,8 @@ def balance(ids: Sequence[int], weights: Sequence[int], parts: int, unit: int = 
     return tuple(tuple(sorted(part)) for part in chosen)
 
 
-def partition(
-    weights: Sequence[int], parts: int, mini_batches: int = 1, unit: int = 1
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each part, its ids of each mini-batch; every mini-batch is balanced by itself.
+def partition(weights: Sequence[int], parts: int, mini_batches: int = 1, unit: int = 1) -> Partition:
+    """Balance every mini-batch over the parts separately.
 
     Args:
         weights: of every sample of the step, by id.

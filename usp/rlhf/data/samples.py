@@ -1,9 +1,9 @@
-"""What model calls exchange: values by sample and key, so that data moves between layouts by whole samples.
+"""The data that model calls exchange: values by sample and key, so that whole samples move between layouts.
 
-Per-token values have one entry per token of the sample, and entry t is about the prediction made AT token t, of token
+Per-token values have one entry per token of the sample. Entry t describes the prediction made AT token t, of token
 t + 1: its log-probability, the value of the state it is made in, its advantage, whether it counts (`mask`). The last
-token predicts nothing, and its entry is 0; of values it is that of the state behind the last token, where a response
-that was cut would go on. So log-probabilities, masks and advantages are sharded as the ids are.
+token predicts nothing, so its entry is 0, except for values, where it is the value of the final state, from which a
+truncated response would continue. So log-probabilities, masks and advantages are sharded in the same way as the ids.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Values of some samples of a step, on the CPU.
+    """Values of a subset of the samples of a step, on the CPU.
 
     Attributes:
-        ids: which samples of the step, ascending; the same id names the same sample in every call.
+        ids: sample ids, ascending; the same id names the same sample in every call.
         values: key -> one tensor per sample: (tokens,) for per-token values, 0-dim for one number per sample.
     """
 
@@ -33,7 +33,7 @@ class Samples:
             if len(values) != len(self.ids)
         ]
         if list(self.ids) != sorted(set(self.ids)):
-            violations.append(f"ids {self.ids} must ascend, each once")
+            violations.append(f"ids {self.ids} must be unique and ascending")
         if violations:
             raise ValueError("; ".join(violations))
 
@@ -44,17 +44,17 @@ class Samples:
         return self.values[key]
 
     def only(self, keys: Iterable[str]) -> Samples:
-        """The same samples with some keys. Raises KeyError for one that is missing."""
+        """Select keys. Raises KeyError for a missing one."""
         return Samples(self.ids, {key: self.values[key] for key in keys})
 
     def of(self, ids: Sequence[int]) -> Samples:
-        """Some of the samples, with all keys. Raises KeyError for one that is missing."""
+        """Select samples by id. Raises KeyError for a missing one."""
         place = {sample: index for index, sample in enumerate(self.ids)}
         chosen = [place[sample] for sample in sorted(ids)]
         return Samples(tuple(sorted(ids)), {key: [v[i] for i in chosen] for key, v in self.values.items()})
 
     def updated(self, other: Samples) -> Samples:
-        """These samples with `other`'s keys added or replaced; `other` must be of the same samples."""
+        """Add or replace the keys of `other`, which must hold the same samples."""
         if other.ids != self.ids:
-            raise ValueError(f"samples {other.ids} are not {self.ids}")
+            raise ValueError(f"expected samples {self.ids}, got {other.ids}")
         return Samples(self.ids, {**self.values, **other.values})

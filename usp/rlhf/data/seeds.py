@@ -1,4 +1,4 @@
-"""Seeds that follow from other seeds."""
+"""Derive seeds from other seeds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Continuous batching as data: which sequence is in which slot, what the next step is fed, and what came of it.
+"""Continuous batching: the sequence in each slot, and the inputs of the next decode step.
 
-    waiting --admit--> a free slot --prefill of all prompt tokens but the last--> steps --take--> done: the slot is free
+    waiting --admit--> slot --prefill of all prompt tokens but the last--> decode steps --append--> done, slot is free
 
-The last prompt token is fed in a step like every token after it: all sampling happens in steps. (Orca, Yu et al. 2022,
-section 3.1: scheduling by iteration.)
+The last prompt token is decoded like a generated one, so all sampling happens in decode steps. (Iteration-level
+scheduling: Orca, Yu et al. 2022, section 3.1.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Rollout:
     """A prompt and its response so far.
 
     Attributes:
-        limit: tokens at which the response ends without a stop id.
-        kept: prompt tokens that this rank's cache has from the prefill.
+        limit: maximum tokens in the response.
+        cached: prompt tokens in this rank's cache.
     """
 
     prompt: list[int]
@@ -30,7 +30,7 @@ class Rollout:
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: int = 0
+    cached: int = 0
     stopped: bool = False
 
     @property
@@ -39,12 +39,13 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Sequences that are prefilled in one call of `len(rows)` rows of `padded` tokens.
+class PrefillGroup:
+    """Sequences to prefill in one forward.
 
     Attributes:
-        slots: slots[i] gets row rows[i]. Equal prompts share a row.
-        prompts: the rows.
+        slots, rows: slots[i] is filled from row rows[i]. Equal prompts share a row.
+        prompts: one per row.
+        padded: tokens in each row, including padding.
     """
 
     slots: tuple[int, ...]
@@ -54,10 +55,10 @@ class Group:
 
 
 class Slots:
-    """The sequences under way, in at most `slots` places, and those that wait for one."""
+    """The active sequences, at most `slots`, and the waiting ones."""
 
     def __init__(self, rollouts: Sequence[Rollout], slots: int) -> None:
-        # Alike lengths are admitted together, and equal prompts as neighbours.
+        # Sorted, so that prompts of similar length are prefilled together and equal prompts are adjacent.
         self._waiting = deque(sorted(rollouts, key=lambda rollout: (-len(rollout.prompt), rollout.prompt)))
         self.active: list[Rollout | None] = [None] * min(slots, len(rollouts))
 
@@ -66,19 +67,19 @@ class Slots:
         return bool(self._waiting) or any(self.active)
 
     def admit(self) -> list[int]:
-        """Fill free slots; returns which."""
+        """Fill free slots; return them."""
         free = [slot for slot, rollout in enumerate(self.active) if rollout is None][: len(self._waiting)]
         for slot in free:
             self.active[slot] = self._waiting.popleft()
         return free
 
-    def groups(self, slots: Sequence[int], multiple: int, most_tokens: int) -> list[Group]:
-        """How to prefill newly filled slots: longest prompts first, as `admit` gives them.
+    def prefill_groups(self, slots: Sequence[int], multiple: int, max_tokens: int) -> list[PrefillGroup]:
+        """Group newly admitted slots, longest prompts first, for prefill.
 
-        A row is padded to a multiple of `multiple`, and by at most a third of its prompt beyond that. A call has at
-        most `most_tokens` tokens, unless one row has more.
+        A row is padded to a multiple of `multiple`, plus at most a third to match the longest row. A group has at most
+        `max_tokens` tokens, unless a single row is longer.
         """
-        groups: list[Group] = []
+        groups: list[PrefillGroup] = []
         for slot in slots:
             rollout = self.active[slot]
             assert rollout is not None
@@ -88,30 +89,30 @@ class Slots:
             padded = -(-len(prompt) // multiple) * multiple
             last = groups[-1] if groups else None
             if last is not None and prompt == last.prompts[-1]:
-                groups[-1] = Group((*last.slots, slot), (*last.rows, last.rows[-1]), last.prompts, last.padded)
-            elif last and 4 * padded >= 3 * last.padded and (len(last.prompts) + 1) * last.padded <= most_tokens:
+                groups[-1] = PrefillGroup((*last.slots, slot), (*last.rows, last.rows[-1]), last.prompts, last.padded)
+            elif last and 4 * padded >= 3 * last.padded and (len(last.prompts) + 1) * last.padded <= max_tokens:
                 rows = (*last.rows, len(last.prompts))
-                groups[-1] = Group((*last.slots, slot), rows, (*last.prompts, prompt), last.padded)
+                groups[-1] = PrefillGroup((*last.slots, slot), rows, (*last.prompts, prompt), last.padded)
             else:
-                groups.append(Group((slot,), (0,), (prompt,), padded))
+                groups.append(PrefillGroup((slot,), (0,), (prompt,), padded))
         return groups
 
-    def step(self, ranks: int, rank: int) -> Step:
-        """What the next step feeds. Token number n of those fed is kept by rank n % ranks."""
+    def decode_inputs(self, ranks: int, rank: int) -> DecodeInputs:
+        """Return the inputs of the next decode step. The n-th decoded token is cached on rank n % ranks."""
         columns, length = [], 1
         for rollout in self.active:
             if rollout is None:
                 columns.append((0, 0, 0, ranks == 1))
                 continue
-            fed = len(rollout.tokens)
-            token = rollout.tokens[-1] if fed else rollout.prompt[-1]
-            place, own = rollout.kept + fed // ranks, fed % ranks == rank
-            columns.append((token, len(rollout.prompt) - 1 + fed, place, own))
+            decoded = len(rollout.tokens)
+            token = rollout.tokens[-1] if decoded else rollout.prompt[-1]
+            place, own = rollout.cached + decoded // ranks, decoded % ranks == rank
+            columns.append((token, len(rollout.prompt) - 1 + decoded, place, own))
             length = max(length, place + 1)
-        return Step(torch.tensor(columns).T, length)
+        return DecodeInputs(torch.tensor(columns).T, length)
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float], stop_ids: frozenset[int]) -> None:
-        """Add a step's tokens; a sequence that they complete leaves its slot."""
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], stop_ids: frozenset[int]) -> None:
+        """Append a step's tokens; free the slots of completed sequences."""
         for slot, rollout in enumerate(self.active):
             if rollout is None:
                 continue
@@ -123,12 +124,12 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A token a slot, zeros for an empty one.
+class DecodeInputs:
+    """One token per slot, zeros for empty slots.
 
     Attributes:
-        columns: int64 (4, slots): token, position, place in this rank's cache, whether this rank keeps it.
-        length: places of the cache in use on this rank, this step's among them.
+        columns: int64 (4, slots): token, position, place in this rank's cache, whether this rank caches it.
+        length: places in use in this rank's cache, including this step's.
     """
 
     columns: Tensor
@@ -136,8 +137,8 @@ class Step:
 
 
 def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:
-    """Places that a slot needs on each rank, for any of the sequences. `ranks` divides `multiple`."""
-    # A row may be as long as the longest prompt of its call, and a contiguous layout then gives one rank all of a
-    # shorter one: its share is no bound.
+    """Return the cache places per slot and rank that fit any of the sequences. `ranks` divides `multiple`."""
+    # Rows are as long as the longest prompt of their group, and in a contiguous layout one rank may then hold all of a
+    # shorter prompt, so a sequence's own share is not a bound.
     longest = max(len(rollout.prompt) for rollout in rollouts) - 1
     return -(-longest // multiple) * multiple // ranks + -(-max(rollout.limit for rollout in rollouts) // ranks)

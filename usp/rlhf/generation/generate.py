@@ -1,16 +1,14 @@
-"""Generation by a causal LM that is spread over pp, ring, ulysses and tp ranks.
+"""Generation with a causal LM that is sharded over pp, ring, ulysses and tp ranks.
 
-prefill    the prompts, sharded over sp as in training; each rank keeps its own tokens' keys and values
-step       one token of every slot, the same on all sp ranks: stages hand hidden states down the pp axis, attention
-           merges what the sp ranks hold; then
-           logits -> gathered over tp -> one rank samples -> its tokens go to all ranks of the data-parallel group
+prefill    prompts, sharded over sp as in training; each rank caches the keys and values of its own tokens
+decode     one token per slot, replicated over sp: hidden states pass along the pp axis, attention merges the partial
+           results of the sp ranks; then
+           logits -> gathered over tp -> sampled on one rank -> broadcast to all ranks of the data-parallel group
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,40 +23,29 @@ from usp.hf.integrate import decode_stage, decoder_layers
 from usp.rlhf.graph.calls import Generate
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .batching import Group, Rollout, Slots, capacity
+from .batching import PrefillGroup, Rollout, Slots, capacity
+from .responses import GeneratedResponse
 from .sampling import noise, sample, work_violations
 
-_PREFILL_TOKENS = 16384  # of one call, on all ranks of a sequence together, unless one prompt has more
-_ROW_MULTIPLE = 16  # prompts are padded to a multiple of it: few shapes
-_READ_MULTIPLE = 64  # and so much of the cache is read: few shapes
-
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """A response.
-
-    Attributes:
-        tokens: int64, on the CPU.
-        logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
-        finished: whether it ends with a stop id.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    finished: bool
+_PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
+_ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
+_READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the number of shapes
 
 
 class Generator:
-    """Generates with this rank's stage of a model.
+    """Generates responses with this rank's stage of a model, with continuous batching.
 
     Args:
-        model: a transformers causal LM, or a pipeline stage of it, after `apply_unified_sp` and `apply_tp`, its weights
-            plain or DTensors over tp.
-        first, last: whether the stage takes ids, and whether it has the head.
-        slots: sequences that are decoded together.
+        model: a transformers causal LM, or a pipeline stage of it, after `apply_unified_sp` and `apply_tp`; its weights
+            are plain tensors or DTensors over tp.
+        first, last: the stage has the input embedding; the output head.
+        slots: maximum number of sequences to decode concurrently.
+
+    Attributes:
+        cache_bytes: size of this rank's KV cache in the last call.
 
     Raises:
-        ValueError: naming everything about the model or the mesh that forbids this.
+        ValueError: naming every property of the model or the mesh that generation does not support.
     """
 
     def __init__(
@@ -86,21 +73,21 @@ class Generator:
         self.cache_bytes = 0
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[Generated]:
-        """A response to each prompt, in their order, the same on every rank of the data-parallel group.
+    def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
+        """Return one response per prompt, the same on every rank of the data-parallel group.
 
-        Collective over that group (pp, ring, ulysses, tp), whose ranks must give the same arguments; other groups
-        generate on their own. Which sequences share a batch does not change what comes out, but for rounding.
-        `cache_bytes` is afterwards what keys and values took on this rank.
+        Collective over that group (pp, ring, ulysses, tp), whose ranks must pass the same arguments; groups are
+        independent. Which sequences share a batch does not change the responses, except for rounding.
 
         Args:
-            prompts: 1-D integers, each of at least one token. `group_size` is not read: repeat a prompt.
-            seeds: one per prompt: responses with equal prompts and seeds are equal.
+            prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
+            seeds: one per prompt; equal prompts with equal seeds get equal responses.
 
         Raises:
-            ValueError: before any communication, naming every prompt that leaves no room in the model's context, and
-                numbers that cannot be honoured.
-            RuntimeError: on every rank, if their arguments differ, or if the model's logits are not finite.
+            ValueError: before any communication, naming every prompt that does not fit the model's context, and
+                invalid sampling options.
+            RanksDisagree: on every rank, if their arguments differ.
+            RuntimeError: on every rank, if the model's logits are not finite.
         """
         context = self._model.config.max_position_embeddings
         violations = work_violations(work) + _prompt_violations(prompts, context)
@@ -110,17 +97,14 @@ class Generator:
             Rollout(prompt.tolist(), seed, min(work.max_new_tokens, context - len(prompt)))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        self._agree(rollouts, work)
+        arguments = (len(rollouts), work, self._slots, [(r.prompt, r.seed) for r in rollouts])
+        self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         if rollouts:
             self._run(rollouts, work)
         return [
-            Generated(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
+            GeneratedResponse(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
             for r in rollouts
         ]
-
-    def _agree(self, rollouts: Sequence[Rollout], work: Generate) -> None:
-        digest = hashlib.blake2b(repr([(r.prompt, r.seed) for r in rollouts]).encode(), digest_size=8).hexdigest()
-        self._mesh.agree((len(rollouts), digest, work, self._slots), "the call of generate", tuple(self._groups))
 
     def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
         config = self._model.config
@@ -139,14 +123,14 @@ class Generator:
             admitted = slots.admit()
             if admitted:
                 cache.clear(torch.tensor(admitted, device=self._device))
-            for group in slots.groups(admitted, self._multiple, _PREFILL_TOKENS):
+            for group in slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS):
                 self._prefill(cache, group, slots.active)
-            slots.take(*self._step(cache, slots, work), stop_ids)
+            slots.append(*self._decode(cache, slots, work), stop_ids)
 
-    def _prefill(self, cache: KVCache, group: Group, active: Sequence[Rollout | None]) -> None:
-        """Put the prompts of a group into the cache.
+    def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
+        """Write the keys and values of a group's prompts to the cache.
 
-        Padding stands behind each prompt, where causal attention hides it from the prompt's tokens.
+        Prompts are padded on the right, where the causal mask hides the padding from them.
         """
         ids = torch.zeros(len(group.prompts), group.padded, dtype=torch.int64)
         for row, prompt in enumerate(group.prompts):
@@ -154,44 +138,46 @@ class Generator:
         axes = self._attention.axes
         own = axes.positions(axes.layout(self._attention.layout, group.padded))
         lengths = torch.tensor([len(group.prompts[row]) for row in group.rows])
-        for slot, kept in zip(group.slots, (own < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
+        for slot, cached in zip(group.slots, (own < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
             rollout = active[slot]
             assert rollout is not None
-            rollout.kept = kept
+            rollout.cached = cached
         slots, rows, lengths, own_there = (
             x.to(self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, own)
         )
         prefill = Prefill(cache, own_there, slots, rows, lengths)
         self._forward(ids[:, own].to(self._device), own_there.expand(len(ids), -1), prefill)
 
-    def _step(self, cache: KVCache, slots: Slots, work: Generate) -> tuple[list[int], list[float]]:
-        """Feed every slot its token: the next tokens and their log-probabilities."""
-        step = slots.step(self._sp, self._sp_rank)
-        token, position, place, own = step.columns.to(self._device)
-        length = min(-(-step.length // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
+    def _decode(self, cache: KVCache, slots: Slots, work: Generate) -> tuple[list[int], list[float]]:
+        """Decode one step of every slot; return the next tokens and their log-probabilities."""
+        inputs = slots.decode_inputs(self._sp, self._sp_rank)
+        token, position, place, own = inputs.columns.to(self._device)
+        length = min(-(-inputs.length // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
         group = self._groups.get("sp")
-        kept = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
-        hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), kept)
+        step = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
+        hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), step)
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
-        chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
+        chosen = torch.zeros(
+            2, len(slots.active), dtype=torch.float64, device=self._device
+        )  # represents every id exactly
         if logits is not None and self._samples:
             drawn = [noise(r.seed, len(r.tokens)) if r is not None and work.temperature else 0.0 for r in slots.active]
             noise_B = torch.tensor(drawn, dtype=torch.float64, device=self._device)
             chosen[0], chosen[1] = sample(logits, noise_B, work)
-        # From the one rank that sampled, over one axis after the other: no rank can drift away from the others.
+        # Broadcast from the rank that sampled, axis by axis, so that ranks cannot diverge.
         for axis, group in self._groups.items():
             dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)
         ids, logprobs = chosen.tolist()
         for rollout, logprob in zip(slots.active, logprobs, strict=True):
             if rollout is not None and logprob != logprob:
                 raise RuntimeError(
-                    f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens of a "
-                    f"sequence: its weights, or its numbers in {self._dtype}, have overflowed"
+                    f"the model's logits are not finite after {len(rollout.prompt) + len(rollout.tokens)} tokens: "
+                    f"its weights, or its activations in {self._dtype}, are nan or infinite"
                 )
         return [int(token) for token in ids], logprobs
 
     def _forward(self, ids: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep) -> Tensor:
-        """Hidden states of this stage (rows, tokens, hidden); those of the stage before come in over the pp axis."""
+        """Return this stage's hidden states (rows, tokens, hidden); receive the previous stage's over the pp axis."""
         pp, x = self._groups.get("pp"), ids
         if not self._first:
             x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
@@ -209,7 +195,7 @@ class Generator:
         return hidden
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
-        """(B, V). Collective over tp, whose ranks have rows of the vocabulary each."""
+        """Return (B, V) logits. Collective over tp, which shards the vocabulary."""
         weight, bias = (local_tensor(x) for x in (self._head.weight, self._head.bias))
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
@@ -224,13 +210,11 @@ def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
     violations = []
     for index, prompt in enumerate(prompts):
         if prompt.dim() != 1 or prompt.dtype == torch.bool or prompt.is_floating_point():
-            violations.append(
-                f"prompt {index} is {prompt.dtype} of shape {tuple(prompt.shape)}, and must be 1-D integers"
-            )
+            violations.append(f"prompt {index} must be 1-D integers, got {prompt.dtype} of shape {tuple(prompt.shape)}")
         elif not 0 < len(prompt) < context:
             violations.append(
-                f"prompt {index} has {len(prompt)} tokens, and must have at least 1 and leave room for one more in the "
-                f"model's context of {context}"
+                f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in "
+                f"the model's context of {context}"
             )
     return violations
 
@@ -240,15 +224,16 @@ def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
         violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        violations.append("the weights are sharded by FSDP, and would be gathered for every token: leave FSDP out")
+        violations.append("the weights are sharded with FSDP, which would gather them for every token: use zero=0")
     if mesh.dims.ep > 1:
         violations.append(
-            f"ep={mesh.dims.ep} lets tokens of different data-parallel ranks meet, which generate at their own pace: "
-            f"use ep=1"
+            f"ep={mesh.dims.ep} would exchange tokens between data-parallel ranks, which decode independently: use ep=1"
         )
     if mesh.size("tp") > 1 and expert_modules(model):
-        violations.append(f"tp={mesh.size('tp')} shards the tokens of experts, and a step has one a sequence: use tp=1")
+        violations.append(
+            f"tp={mesh.size('tp')} would shard the tokens of experts, but decoding has one per sequence: use tp=1"
+        )
     rope = (getattr(getattr(model, "config", None), "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
-        violations.append(f"rope_type={rope!r} turns keys by the longest position of a call, and kept ones stay behind")
+        violations.append(f"rope_type={rope!r} depends on the sequence length, so cached keys would be wrong")
     return violations

@@ -1,8 +1,9 @@
-"""Between prompts as `Samples`, what a generator takes and gives, and responses as `Samples`."""
+"""Generate responses to prompts, and convert them to `Samples`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,41 +14,48 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Generate
 
 
-class Generated(Protocol):
-    """One response: its tokens (int64) and their log-probabilities (float32), and whether it ended with a stop id."""
+@dataclass(frozen=True, eq=False)
+class GeneratedResponse:
+    """One generated response.
 
-    @property
-    def tokens(self) -> Tensor: ...
+    Attributes:
+        tokens: int64, on the CPU.
+        logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
+        finished: whether it ends with a stop id.
+    """
 
-    @property
-    def logprobs(self) -> Tensor: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-
-class Generates(Protocol):
-    """Makes a response to each prompt; collective over a data-parallel group, whose ranks all give the same."""
-
-    def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> Sequence[Generated]: ...
+    tokens: Tensor
+    logprobs: Tensor
+    finished: bool
 
 
-def responses(prompts: Samples, work: Generate, seed: int, generator: Generates) -> Samples:
-    """`work.group_size` samples for each prompt p, with the ids p * group_size + k.
+class SupportsGenerate(Protocol):
+    """A generator of one response per prompt.
 
-    Gives tokens (prompt and response), mask (1 where the next token is of the response), logprobs (of those, at
-    sampling), finished and prompt_length. What is drawn for a sample follows from `seed` and its id alone.
+    Collective over a data-parallel group, all of whose ranks return the same responses.
+    """
+
+    def generate(
+        self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]
+    ) -> Sequence[GeneratedResponse]: ...
+
+
+def generate_samples(prompts: Samples, work: Generate, seed: int, generator: SupportsGenerate) -> Samples:
+    """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
+
+    Returns tokens (prompt and response), mask (1 where the next token is in the response), logprobs (of the response,
+    at sampling), finished and prompt_length. A sample depends only on `seed` and its id.
     """
     group = range(work.group_size)
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
-    asked = [ids_ for ids_ in prompts["prompt_ids"] for _ in group] if prompts.ids else []
-    made = generator.generate(asked, work, [derived_seed(seed, sample) for sample in ids]) if asked else []
-    whole = [_sample(prompt, response) for prompt, response in zip(asked, made, strict=True)]
+    repeated = [prompt for prompt in prompts["prompt_ids"] for _ in group] if prompts.ids else []
+    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids]) if repeated else []
+    samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
     keys = ("tokens", "mask", "logprobs", "finished", "prompt_length")
-    return Samples(tuple(ids), {key: [sample[key] for sample in whole] for key in keys})
+    return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in keys})
 
 
-def _sample(prompt: Tensor, response: Generated) -> dict[str, Tensor]:
+def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
     tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
     # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
     predicted = slice(len(prompt) - 1, len(tokens) - 1)

@@ -1,6 +1,6 @@
-"""Tokens from logits. Noise is a function of a sequence's seed and the token's number alone, whatever the layout.
+"""Sample tokens from logits. Noise depends only on a sequence's seed and the token's index, not on the layout.
 
-B sequences, V vocabulary.
+Shapes: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from usp.rlhf.graph.calls import Generate
 
-_NOISE_BYTES = 6  # 48 bits: all their fractions are float64, and none times a sum of probabilities rounds to the sum
+_NOISE_BYTES = 6  # 48 bits: exact in float64, and noise times a sum of probabilities never rounds up to the sum
 
 
 def noise(seed: int, number: int) -> float:
-    """Uniform in [0, 1): the noise of token `number` of a sequence."""
+    """Return the noise of token `number` of a sequence, uniform in [0, 1)."""
     digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=_NOISE_BYTES).digest()
     return int.from_bytes(digest, "big") / 256**_NOISE_BYTES
 
 
 def sample(logits_BV: Tensor, noise_B: Tensor, work: Generate) -> tuple[Tensor, Tensor]:
-    """The next token of each sequence, int64 (B,), and its log-probability before top-k and top-p, float32 (B,).
+    """Return the next tokens, int64 (B,), and their log-probabilities before top-k and top-p, float32 (B,).
 
-    The token is where the cumulative probability, by ascending id and in float64, passes the noise: logits that differ
-    by rounding give the same token, unless the noise is as close to a border. Where logits are not finite the
-    log-probability is nan and the token of no meaning.
+    Inverse transform sampling in float64, over ascending ids: logits that differ by rounding give the same token unless
+    the noise is equally close to a boundary. Logits that are not finite give a nan log-probability and an arbitrary
+    token.
 
     Args:
-        noise_B: float64 in [0, 1); not read at temperature 0, where the likeliest token is taken.
+        noise_B: float64 in [0, 1); unused at temperature 0, which takes the most likely token.
     """
     if work.temperature == 0:
         logits = logits_BV.float()
@@ -43,10 +43,10 @@ def sample(logits_BV: Tensor, noise_B: Tensor, work: Generate) -> tuple[Tensor, 
 
 
 def probabilities(logprobs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """What is drawn from, not normalised: zero outside of the `top_k` likeliest tokens and of the nucleus.
+    """Return unnormalized probabilities: zero outside of the `top_k` most likely tokens and the nucleus.
 
-    The nucleus is the smallest set of likeliest tokens with at least `top_p` of what top-k leaves (Holtzman et al.
-    2020, "The Curious Case of Neural Text Degeneration", section 3.1). Tokens as likely as the k-th stay.
+    The nucleus is the smallest set of most likely tokens with at least `top_p` of the mass after top-k (Holtzman et al.
+    2020, "The Curious Case of Neural Text Degeneration", section 3.1). Ties with the k-th token stay.
     """
     if 0 < top_k < logprobs_BV.shape[1]:
         lowest = logprobs_BV.topk(top_k).values[:, -1:]
@@ -60,11 +60,11 @@ def probabilities(logprobs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def work_violations(work: Generate) -> list[str]:
-    """What about the numbers of a call cannot be honoured, one message each."""
+    """Return one message for each invalid sampling option."""
     rules = {
         f"max_new_tokens={work.max_new_tokens} must be at least 1": work.max_new_tokens >= 1,
-        f"temperature={work.temperature} must be positive, or 0 for the likeliest token": work.temperature >= 0,
-        f"top_k={work.top_k} must be positive, or 0 for all tokens": work.top_k >= 0,
+        f"temperature={work.temperature} must be positive, or 0 for greedy decoding": work.temperature >= 0,
+        f"top_k={work.top_k} must be positive, or 0 to disable": work.top_k >= 0,
         f"top_p={work.top_p} must be above 0 and at most 1": 0 < work.top_p <= 1,
     }
     return [message for message, holds in rules.items() if not holds]

@@ -1,4 +1,4 @@
-"""What a step calls, and how outputs of one call are inputs of another. Each file imports only earlier ones:
+"""The dataflow graph of a step: its calls, and the values that they exchange. Each file imports only earlier ones:
 
 calls, dataflow, keys.
 """

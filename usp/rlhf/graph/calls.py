@@ -1,4 +1,4 @@
-"""The calls of an RLHF step: of models and of functions, and the keys of `Samples` that they take and give."""
+"""The calls of an RLHF step, to models and functions, with the keys of `Samples` that they read and write."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
 
-Reduce: TypeAlias = Callable[[Tensor], Tensor]  # the sum of a tensor over all ranks that share a call's samples
+Reduce: TypeAlias = Callable[[Tensor], Tensor]  # sums a tensor over all ranks of a call
 
 
 class Sequences(Protocol):
-    """The sequences of a micro-batch, whose tokens may lie on several sequence-parallel ranks."""
+    """The sequences of a micro-batch, whose tokens may be sharded over sequence-parallel ranks."""
 
     def sums(self, x_BS: Tensor) -> Tensor:
-        """(sequences,): the sum of x over ALL tokens of each sequence, in the order of sample ids; differentiable.
+        """Sum x over ALL tokens of each sequence: (sequences,), in the order of sample ids; differentiable.
 
         Every sequence-parallel rank gets the same sums.
         """
 
     def share(self, loss: Tensor) -> Tensor:
-        """This rank's share of a loss that all sequence-parallel ranks compute alike from `sums`."""
+        """Return this rank's share of a loss that every sequence-parallel rank computes from `sums`."""
 
 
 class Objective(Protocol):
-    """What a train step minimises: a function of what the model says about this rank's tokens.
+    """The loss that a train step minimizes, computed from the model's output for this rank's tokens.
 
     Attributes:
         head: "logprobs": log-probabilities of the next tokens; "values": the scalar head's output.
-        entropy: whether entropies are wanted beside log-probabilities.
-        keys: the per-token keys of `Samples` it is given, as float32 (B, S) sharded like the tokens, 0 in padding.
-        unit: samples that must stay together in a micro-batch (2 for pairs), with consecutive ids.
+        entropy: also compute entropies, for "logprobs".
+        keys: per-token keys of `Samples` to pass in, as float32 (B, S) sharded like the tokens, 0 in padding.
+        unit: number of samples with consecutive ids that must share a micro-batch (2 for pairs).
         temperature: of the log-probabilities.
     """
 
@@ -51,21 +51,21 @@ class Objective(Protocol):
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's share of the loss (0-dim), and detached 0-dim sums to be added over ranks and micro-batches.
+        """Return this rank's share of the loss (0-dim), and detached 0-dim metrics.
 
-        The normalisation is in the given weights, which are made for the whole mini-batch beforehand: the sum of all
-        shares over ranks and micro-batches is the loss, whatever the layout.
+        Both are summed over ranks and micro-batches. The given weights carry the normalization, computed over the whole
+        mini-batch beforehand, so the sum is the same loss in every layout.
         """
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample `group_size` responses to each prompt. Takes prompt_ids, gives tokens, mask, logprobs, finished.
+    """Sample `group_size` responses to each prompt. Reads prompt_ids, writes tokens, mask, logprobs, finished.
 
     Attributes:
-        max_new_tokens: stop there without a stop id.
-        temperature: 0 is greedy. top_k: 0 is all. top_p: 1 is all.
-        stop_ids: a response ends with the first of these, which belongs to it.
+        max_new_tokens: maximum length of a response.
+        temperature: 0 decodes greedily. top_k: 0 disables. top_p: 1 disables.
+        stop_ids: a response ends with the first of these, which it includes.
     """
 
     group_size: int = 1
@@ -78,7 +78,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class Inference:
-    """One forward over whole sequences. Takes tokens; its one output key holds what `head` names.
+    """One forward over whole sequences. Reads tokens; writes the output of `head` under its one output key.
 
     logprobs: (tokens,) of the next token, at `temperature`. values: (tokens,) of the scalar head. score: 0-dim, the
     scalar head at the last token.
@@ -90,12 +90,12 @@ class Inference:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Optimiser steps on the samples of a step, `mini_batches` of them, `epochs` times over.
+    """Optimizer steps on the samples of a step: `epochs` passes over `mini_batches` mini-batches.
 
-    Mini-batches are made of consecutive sample ids, so that they are the same in every layout.
+    A mini-batch has consecutive sample ids, so it is the same in every layout.
 
     Attributes:
-        stop_above: (metric, bound): before an optimiser step, leave the call when the mini-batch's metric is above.
+        stop_above: (metric, bound): end the call before an optimizer step whose mini-batch metric exceeds the bound.
     """
 
     objective: Objective
@@ -106,14 +106,14 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class Compute:
-    """A function of samples without a model: rewards, advantages. Its ranks share the samples, groups kept whole.
+    """A function of samples without a model, such as rewards or advantages. The samples are split over its ranks.
 
-    function(samples, reduce) -> the output keys of the same samples. `reduce` sums over all of the call's ranks, for
-    statistics of the whole step, and is called equally often on every rank, samples or none.
+    function(samples, reduce) -> the same samples with the output keys. `reduce` sums over all of the call's ranks, for
+    statistics of the whole step; every rank must call it equally often, even without samples.
 
     Attributes:
-        unit: samples that must stay together, with consecutive ids.
-        scalars: output keys that are one number per sample; the others have one per token. All are float32.
+        unit: number of samples with consecutive ids that must share a rank.
+        scalars: output keys with one number per sample; the others have one per token. All are float32.
     """
 
     function: Callable[[Samples, Reduce], Samples]
@@ -129,7 +129,7 @@ class ModelCall:
     """One call of a step.
 
     Attributes:
-        role: whose model it is (actor, critic, ref, reward); "" for `Compute`.
+        role: the model (actor, critic, ref, reward); "" for `Compute`.
         inputs, outputs: keys of `Samples`.
     """
 
@@ -141,6 +141,6 @@ class ModelCall:
 
     @property
     def kind(self) -> str:
-        """generate, inference, train_step or compute."""
+        """Return generate, inference, train_step or compute."""
         kinds = {Generate: "generate", Inference: "inference", TrainStep: "train_step", Compute: "compute"}
         return kinds[type(self.work)]

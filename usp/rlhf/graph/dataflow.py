@@ -1,7 +1,7 @@
-"""The calls of a step as a graph, whose edges follow from keys: who produces a key comes before who takes it.
+"""The dataflow graph of a step. Its edges follow from keys: the producer of a key runs before its consumers.
 
-ReaL (arXiv 2406.14088, section 4). A step reads the weights that the step before it left: every call of a role comes
-before the role's train step, and after the train step of the last step.
+ReaL (arXiv 2406.14088, section 4). A step uses the weights of the previous step: every call of a role runs before the
+role's train step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 from .calls import Compute, Generate, Inference, ModelCall, TrainStep
 
@@ -18,15 +19,15 @@ ROLES = ("actor", "critic", "ref", "reward")
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """What a step does.
+    """The calls of a step and the keys that it begins with.
 
     Attributes:
         calls: in any order.
-        given: the keys that each step begins with, known to every rank.
+        given: keys of the samples that every rank passes to each step.
 
     Raises:
-        ValueError: naming everything that is wrong: names and keys that occur twice, keys that nobody gives, cycles,
-            unknown roles and kinds, and what a call's kind does not allow.
+        ValueError: naming every violation: duplicate names and keys, inputs without a producer, cycles, unknown roles
+            and kinds, and inputs or outputs that a call's kind does not support.
     """
 
     calls: tuple[ModelCall, ...]
@@ -36,50 +37,36 @@ class DataflowGraph:
         violations = [*self._key_violations(), *(text for call in self.calls for text in _call_violations(call))]
         trained = Counter(call.role for call in self.calls if isinstance(call.work, TrainStep))
         violations += [
-            f"role {role} has {number} train steps, but a step trains a role once: use epochs and mini_batches"
+            f"role {role} has {number} train steps, expected at most one: use epochs and mini_batches"
             for role, number in trained.items()
             if number > 1
         ]
         sizes = sorted({call.work.group_size for call in self.calls if isinstance(call.work, Generate)})
         if len(sizes) > 1:
-            violations.append(f"generate calls of one graph need the same group_size, but have {sizes}")
+            violations.append(f"all generate calls must have the same group_size, got {sizes}")
         if not self.calls:
-            violations.append("a graph needs at least one call")
+            violations.append("a graph must have at least one call")
         if violations:
             raise ValueError("; ".join(violations))
 
     def _key_violations(self) -> Iterator[str]:
         names = Counter(call.name for call in self.calls)
         yield from (f"{number} calls are named {name!r}" for name, number in names.items() if number > 1)
-        givers: dict[str, list[str]] = {key: ["the step's given keys"] for key in self.given}
+        producers: dict[str, list[str]] = {key: ["the step's given keys"] for key in self.given}
         for call in self.calls:
             for key in call.outputs:
-                givers.setdefault(key, []).append(call.name)
-        yield from (f"key {key!r} comes from {' and '.join(by)}" for key, by in givers.items() if len(by) > 1)
-        known = ", ".join(sorted(givers)) or "none"
+                producers.setdefault(key, []).append(call.name)
+        yield from (f"key {key!r} comes from {' and '.join(by)}" for key, by in producers.items() if len(by) > 1)
+        known = ", ".join(sorted(producers)) or "none"
         for call in self.calls:
             for key in call.inputs:
-                if key not in givers:
-                    yield f"call {call.name!r} takes {key!r}, which nobody gives (keys: {known})"
-        if all(number == 1 for number in names.values()) and (cycle := self._cycle()):
-            yield f"calls wait for each other: {' -> '.join(cycle)}"
-
-    def _cycle(self) -> list[str]:
-        """The names along a cycle, the first one again at its end; [] without one."""
-        done: set[str] = set()
-
-        def visit(name: str, path: list[str]) -> list[str]:
-            if name in path:
-                return [*path[path.index(name) :], name]
-            if name in done:
-                return []
-            for follower in self.consumers(name):
-                if cycle := visit(follower, [*path, name]):
-                    return cycle
-            done.add(name)
-            return []
-
-        return next((cycle for call in self.calls if (cycle := visit(call.name, []))), [])
+                if key not in producers:
+                    yield f"call {call.name!r} reads {key!r}, which no call produces (keys: {known})"
+        if len(names) == len(self.calls):
+            try:
+                TopologicalSorter({call.name: self.consumers(call.name) for call in self.calls}).prepare()
+            except CycleError as error:
+                yield f"calls wait for each other: {' -> '.join(reversed(error.args[1]))}"
 
     def __getitem__(self, name: str) -> ModelCall:
         return self._calls[name]
@@ -90,16 +77,16 @@ class DataflowGraph:
 
     @cached_property
     def producers(self) -> dict[str, str]:
-        """Key -> the call that gives it. Given keys have none."""
+        """Map each key to the call that produces it. Given keys are left out."""
         return {key: call.name for call in self.calls for key in call.outputs}
 
     def consumers(self, name: str) -> tuple[str, ...]:
-        """The calls that take an output of a call."""
+        """Return the calls that read an output of the call `name`."""
         outputs = set(self[name].outputs)
         return tuple(call.name for call in self.calls if outputs & set(call.inputs))
 
     def before(self, name: str) -> tuple[str, ...]:
-        """The calls of the same step that must have ended: who gives its inputs, and who reads what it trains."""
+        """Return the calls of the same step that must end first: its producers, and for a train step its role's."""
         call = self[name]
         trains = isinstance(call.work, TrainStep)
         producers = {self.producers.get(key) for key in call.inputs}
@@ -110,32 +97,24 @@ class DataflowGraph:
         )
 
     @cached_property
-    def carried(self) -> tuple[tuple[str, str], ...]:
-        """(a, b): call b of each step reads weights that call a of the step before has made."""
-        trains = {call.role: call.name for call in self.calls if isinstance(call.work, TrainStep)}
-        return tuple((trains[call.role], call.name) for call in self.calls if call.role in trains)
-
-    @cached_property
     def levels(self) -> tuple[tuple[ModelCall, ...], ...]:
-        """The calls by the earliest time they could start, were each to last as long as the others."""
-        level: dict[str, int] = {}
-
-        def of(name: str) -> int:
-            if name not in level:
-                level[name] = 1 + max((of(other) for other in self.before(name)), default=-1)
-            return level[name]
-
-        depth = 1 + max(of(call.name) for call in self.calls)
-        return tuple(tuple(call for call in self.calls if level[call.name] == number) for number in range(depth))
+        """Group the calls by the earliest time at which they could start, if all took equally long."""
+        sorter = TopologicalSorter({call.name: self.before(call.name) for call in self.calls})
+        sorter.prepare()
+        levels = []
+        while ready := sorter.get_ready():
+            levels.append(tuple(call for call in self.calls if call.name in ready))
+            sorter.done(*ready)
+        return tuple(levels)
 
     @property
     def order(self) -> tuple[ModelCall, ...]:
-        """The calls so that each comes after what it waits for, and early."""
+        """The calls in topological order, each as early as possible."""
         return tuple(call for level in self.levels for call in level)
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The roles of the graph, in the order of `ROLES`."""
+        """The roles that have calls, in the order of `ROLES`."""
         return tuple(role for role in ROLES if any(call.role == role for call in self.calls))
 
     @cached_property
@@ -144,17 +123,17 @@ class DataflowGraph:
         return tuple(role for role in self.roles if self.train_call(role))
 
     def train_call(self, role: str) -> ModelCall | None:
-        """The train step of a role, if it has one."""
+        """Return the train step of a role, if it has one."""
         return next((c for c in self.calls if c.role == role and isinstance(c.work, TrainStep)), None)
 
     @property
     def group_size(self) -> int:
-        """Samples made of each prompt. Prompt p becomes samples p * group_size up to (p + 1) * group_size - 1."""
+        """Samples per prompt. Prompt p becomes samples p * group_size to (p + 1) * group_size - 1."""
         return next((call.work.group_size for call in self.calls if isinstance(call.work, Generate)), 1)
 
 
 def unit(call: ModelCall) -> int:
-    """How many samples with consecutive ids stay on one data-parallel rank of a call."""
+    """Return how many samples with consecutive ids must stay on one data-parallel rank of a call."""
     work = call.work
     if isinstance(work, Generate):
         return work.group_size
@@ -169,16 +148,16 @@ def _call_violations(call: ModelCall) -> Iterator[str]:
         return
     who = f"{call.kind} call {call.name!r}"
     if isinstance(call.work, Compute) and call.role:
-        yield f"{who} has role {call.role!r}, but functions have no model: use role=''"
+        yield f"{who} has role {call.role!r}, but a function has no model: use role=''"
     if not isinstance(call.work, Compute) and call.role not in ROLES:
         yield f"{who} has the unknown role {call.role!r}: use {', '.join(ROLES)}"
-    for what, keys in (("takes", call.inputs), ("gives", call.outputs)):
+    for what, keys in (("reads", call.inputs), ("produces", call.outputs)):
         yield from (f"{who} {what} {key!r} {n} times" for key, n in Counter(keys).items() if n > 1)
     if isinstance(call.work, Inference) and len(call.outputs) != 1:
-        yield f"{who} gives {call.outputs}, but must give exactly one key"
+        yield f"{who} must produce exactly one key, got {call.outputs}"
     if isinstance(call.work, TrainStep) and call.outputs:
-        yield f"{who} gives {call.outputs}, but a train step changes weights alone: give no outputs"
+        yield f"{who} must not have outputs, got {call.outputs}: a train step only changes weights"
     if isinstance(call.work, Generate) and call.work.group_size < 1:
-        yield f"{who} has group_size={call.work.group_size}, which must be at least 1"
+        yield f"{who}: group_size={call.work.group_size} must be at least 1"
     if isinstance(call.work, TrainStep) and min(call.work.mini_batches, call.work.epochs) < 1:
-        yield f"{who} has mini_batches={call.work.mini_batches}, epochs={call.work.epochs}: both must be at least 1"
+        yield f"{who}: mini_batches={call.work.mini_batches} and epochs={call.work.epochs} must be at least 1"

@@ -1,6 +1,6 @@
-"""What the value of a key looks like, known before it is made: ranks post what they will receive.
+"""The dtype and shape of every key, known before its values exist, so that receives can be posted in advance.
 
-A generate call's keys, and the tokens that an inference call reads, may have a prefix ("greedy_tokens"), so that a
+The keys of a generate call, and the tokens that an inference call reads, may have a prefix ("greedy_tokens"), so that a
 graph can generate twice.
 """
 
@@ -17,9 +17,11 @@ from .dataflow import DataflowGraph
 
 @dataclass(frozen=True)
 class KeyKind:
-    """Attributes:
-    dtype: of its values.
-    tokens: the key whose values have as many entries; "": its values are single numbers.
+    """The dtype and shape of a key's values.
+
+    Attributes:
+        dtype: of the values.
+        tokens: the key of the sequences that the values have one entry per token of; "" for one number per sample.
     """
 
     dtype: torch.dtype
@@ -37,21 +39,21 @@ _GENERATED_SCALARS = ("finished", "prompt_length")
 
 
 def canonical(key: str) -> str:
-    """The name of `GENERATED` that a key has behind its prefix; "" if it has none."""
+    """Strip the prefix from a key of `GENERATED`; "" for any other key."""
     return next((name for name in GENERATED if key == name or key.endswith(f"_{name}")), "")
 
 
 def tokens_key(call: ModelCall) -> str:
-    """The key of the sequences that a call reads or makes; "" if it has none."""
+    """Return the key of the sequences that a call reads or generates; "" if there is none."""
     keys = call.outputs if isinstance(call.work, Generate) else call.inputs
     return next((key for key in keys if canonical(key) == "tokens"), "")
 
 
 def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
-    """The kind of every key that a call of the graph gives.
+    """Return the kind of every key that a call of the graph produces.
 
     Raises:
-        ValueError: naming the calls whose outputs no value can be foreseen for.
+        ValueError: naming the calls whose outputs have no known dtype and shape.
     """
     if violations := [text for call in graph.calls for text in _violations(call)]:
         raise ValueError("; ".join(violations))
@@ -70,7 +72,9 @@ def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
                 kinds[key] = KeyKind(torch.float32, "" if key in call.work.scalars else own)
     known = {*graph.given, *kinds}
     if lost := [key for key, kind in kinds.items() if kind.tokens and kind.tokens not in known]:
-        raise ValueError(f"{', '.join(lost)}: one entry per token, but of no tokens; name single numbers in `scalars`")
+        raise ValueError(
+            f"{', '.join(lost)}: per-token keys without tokens; list keys with one number per sample in `scalars`"
+        )
     return kinds
 
 
@@ -79,8 +83,8 @@ def _violations(call: ModelCall) -> Iterator[str]:
     if isinstance(call.work, Generate):
         wrong = [key for key in call.outputs if not canonical(key)]
         if wrong:
-            yield f"generate call {call.name!r} gives {wrong}, but can give only {known}, with or without a prefix"
+            yield f"generate call {call.name!r} produces {wrong}, expected {known}, with or without a prefix"
         if not tokens_key(call):
-            yield f"generate call {call.name!r} must give tokens"
+            yield f"generate call {call.name!r} must produce tokens"
     elif isinstance(call.work, Inference) and not tokens_key(call):
-        yield f"inference call {call.name!r} takes {call.inputs}, but needs tokens"
+        yield f"inference call {call.name!r} must read tokens, got {call.inputs}"

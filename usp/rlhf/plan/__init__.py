@@ -1,5 +1,4 @@
-"""Where each call runs: layouts, plans by name, and the order of operations that follows. Each file imports only
-earlier ones:
+"""Execution plans: the layout of each call, and the schedule of operations. Each file imports only earlier ones:
 
 plan, named_plans, operations, plan_text.
 """

@@ -1,13 +1,13 @@
-"""Plans that have a name, as functions of the graph, the machine and the model.
+"""Named plans, built from the graph, the cluster and the models.
 
-    heuristic      every call on all ranks: tensor parallel within a host, pipeline between hosts; what the comparison
-                   of ReaL (arXiv 2406.14088) calls heuristic. Identical layouts, so no parameter ever moves
+    heuristic      every call on all ranks: tp within a host, pp between hosts; the baseline of ReaL (arXiv
+                   2406.14088). All layouts are the same, so weights never move
     flattening     every call on all ranks, with the degrees that the user gives
-    interleaving   inference calls that could run at the same time share the ranks; the rest as in flattening
-    separation     generation and inference on one half of the ranks, training on the other; weights cross over
+    interleaving   inference calls that can run concurrently split the ranks; otherwise as flattening
+    separation     generation and inference on one half of the ranks, training on the other; weights move between them
 
 The last three: "An Adaptive Placement and Parallelism Framework for Accelerating RLHF Training" (arXiv 2312.11819).
-Functions are data-parallel over the ranks of the calls around them.
+Functions are data-parallel over all ranks of their plan, or over the first half under `separation`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from parallel import ParallelDims, divisors
 from usp.rlhf.graph.calls import ModelCall
@@ -22,19 +23,19 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 
 from .plan import CallLayout, ExecutionPlan
 
-_MOST_TP = 8  # ReaL's heuristic: a host of its experiments
+_MAX_TP = 8  # of ReaL's heuristic: the ranks of a host in its experiments
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a named plan is made of beside the graph.
+    """The cluster, model and configuration values that named plans depend on.
 
     Attributes:
         world_size, ranks_per_host: of the run.
-        heads: what tp must divide: the greatest common divisor of all models' attention and key-value heads.
+        heads: greatest common divisor of all models' attention and key-value heads; tp must divide it.
         layers: of the shallowest model, which bounds pp.
-        dims: degrees of every call; dp_shard is filled in for the ranks that a call gets.
-        rollout_dims: degrees of generation and inference under `separation`; None: as `dims`.
+        dims: degrees of every call; dp_shard is resolved for the ranks of a call.
+        rollout_dims: degrees of generation and inference under `separation`; None: same as `dims`.
         zero, tp_sequence_parallel: of train and inference calls.
         micro_batch_tokens, sp_layout: of every call of a model.
     """
@@ -52,13 +53,12 @@ class Facts:
 
 
 def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Every call on all ranks: tp a host's ranks (at most 8), pp the hosts; Megatron's sequence parallelism in
-    training, untrained roles offloaded.
+    """Place every call on all ranks: tp within a host (at most 8), pp over hosts; untrained roles offloaded.
 
-    What heads or layers do not allow goes to dp_replicate, of which ReaL's has 1.
+    Training uses Megatron's sequence parallelism. Ranks that tp and pp cannot use go to dp_replicate (1 in ReaL).
     """
     hosts = max(1, facts.world_size // facts.ranks_per_host)
-    tp = math.gcd(divisors(facts.world_size // hosts, _MOST_TP)[-1], facts.heads)
+    tp = math.gcd(divisors(facts.world_size // hosts, _MAX_TP)[-1], facts.heads)
     pp = divisors(hosts, facts.layers)[-1]
     dims = ParallelDims(pp=pp, tp=tp, dp_replicate=facts.world_size // (pp * tp), dp_shard=1)
     facts = replace(facts, dims=dims, zero=0, tp_sequence_parallel=False)
@@ -73,40 +73,41 @@ def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
 
 def flattening(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Every call on all ranks, with `facts.dims`."""
+    """Place every call on all ranks, with `facts.dims`."""
     everything = tuple(range(facts.world_size))
     return ExecutionPlan("flattening", {c.name: _layout(c, facts, everything, facts.dims) for c in graph.calls})
 
 
 def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Inference calls that wait for the same calls divide the ranks; everything else is on all ranks.
+    """Split the ranks between the inference calls of a level; place everything else on all ranks.
 
-    Each gets a multiple of the ranks that the degrees beside data parallelism need; where there are too few, several
-    calls have the same ranks, one after another.
+    Each call gets a multiple of pp x sp x tp ranks; where there are too few, several calls share ranks and run one
+    after another.
     """
     layouts = dict(flattening(graph, facts).calls)
-    needed = _least_ranks(facts.dims)
-    replicas = facts.world_size // needed
+    replica = facts.dims.pp * facts.dims.sp * facts.dims.tp
+    replicas = facts.world_size // replica
     for level in graph.levels:
-        together = [call for call in level if call.kind == "inference"]
-        shares = _shares(replicas, min(len(together), replicas))
-        starts = [sum(shares[:number]) for number in range(len(shares))]
-        for number, call in enumerate(together):
-            start, share = starts[number % len(shares)], shares[number % len(shares)]
-            ranks = tuple(range(start * needed, (start + share) * needed))
+        concurrent = [call for call in level if call.kind == "inference"]
+        parts = min(len(concurrent), replicas)
+        sizes = [replicas // parts + (part < replicas % parts) for part in range(parts)]
+        bounds = list(accumulate(sizes, initial=0))
+        for number, call in enumerate(concurrent):
+            part = number % parts
+            ranks = tuple(range(bounds[part] * replica, bounds[part + 1] * replica))
             layouts[call.name] = _layout(call, facts, ranks, replace(facts.dims, dp_replicate=1, dp_shard=-1))
     return ExecutionPlan("interleaving", layouts)
 
 
 def separation(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Training on the second half of the ranks, everything else on the first.
+    """Place training on the second half of the ranks, everything else on the first.
 
     Raises:
-        ValueError: for an odd world.
+        ValueError: for an odd world size.
     """
     half, rest = divmod(facts.world_size, 2)
     if rest:
-        raise ValueError(f"separation divides the ranks in two halves, but there are {facts.world_size}: use an even")
+        raise ValueError(f"separation requires an even number of ranks, got {facts.world_size}")
     rollout, training = tuple(range(half)), tuple(range(half, 2 * half))
 
     def layout(call: ModelCall) -> CallLayout:
@@ -118,15 +119,12 @@ def separation(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
 
 NAMED_PLANS: dict[str, Callable[[DataflowGraph, Facts], ExecutionPlan]] = {
-    "heuristic": heuristic,
-    "flattening": flattening,
-    "interleaving": interleaving,
-    "separation": separation,
+    plan.__name__: plan for plan in (heuristic, flattening, interleaving, separation)
 }
 
 
 def named_plan(name: str, graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """The plan of a name, checked.
+    """Build and check a named plan.
 
     Raises:
         ValueError: for an unknown name, and for degrees that do not fit the ranks.
@@ -139,26 +137,16 @@ def named_plan(name: str, graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
 
 def _layout(call: ModelCall, facts: Facts, ranks: tuple[int, ...], dims: ParallelDims) -> CallLayout:
-    """The layout of a call with the user's degrees, as far as its kind has them."""
+    """Return the layout of a call with the degrees and options that its kind supports."""
     if call.kind == "compute":
         return CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
-    whole = call.kind == "generate"
-    dims = replace(dims, ep=1) if whole else dims
+    generates = call.kind == "generate"
+    dims = replace(dims, ep=1) if generates else dims
     return CallLayout(
         ranks,
         dims.resolve(len(ranks)),
-        zero=0 if whole else facts.zero,
+        zero=0 if generates else facts.zero,
         micro_batch_tokens=facts.micro_batch_tokens,
-        tp_sequence_parallel=facts.tp_sequence_parallel and not whole,
+        tp_sequence_parallel=facts.tp_sequence_parallel and not generates,
         sp_layout=facts.sp_layout,
     )
-
-
-def _least_ranks(dims: ParallelDims) -> int:
-    """Ranks of one data-parallel replica."""
-    return dims.pp * dims.sp * dims.tp
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    """`total` in `parts` nearly equal shares."""
-    return [total // parts + (number < total % parts) for number in range(parts)] if parts else []

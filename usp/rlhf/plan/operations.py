@@ -1,7 +1,7 @@
-"""The one order of operations that every rank walks, taking part in those that name it.
+"""The schedule of a step: one global order of operations, of which each rank executes those that it takes part in.
 
-Operations without a rank in common overlap, for no rank waits for what it has no part in. Messages between ranks are
-posted in this order and waited for where their values are needed, so it cannot deadlock.
+Operations without a common rank overlap, because a rank only waits for its own. Messages are posted in this order and
+waited for where their values are needed, so it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from .plan import CallLayout, ExecutionPlan
 
 
 @dataclass(frozen=True)
-class Copy:
+class WeightCopy:
     """The weights of a role in one layout. Calls with equal layouts share them.
 
     Attributes:
-        apart: it generates, beside the trained copy of the same layout: a generate call takes weights that are not
+        for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
             wrapped for training.
     """
 
     role: str
     layout: CallLayout
-    apart: bool = False
+    for_generation: bool = False
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that some ranks do together.
+    """A collective step of the schedule.
 
     Attributes:
-        kind: reallocate: give `copy` memory, and the weights of the role's trained copy; release: take it away.
-            load, offload: bring `copy` from the host and back. call: run `call`. announce: tell every rank how long
-            the sequences are that `calls` have generated. transfer: send outputs of `call` to `calls`.
-        ranks: who takes part, ascending.
-            Of weights: the calls that they are for.
-        served: of a transfer: calls that have had outputs of `call` in earlier transfers.
+        kind: reallocate: allocate `copy` and fill it from the role's trained copy. release: free it. load, offload:
+            move `copy` to the device or to the host. call: run `call`. announce: tell every rank the lengths of the
+            sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
+        ranks: participants, ascending.
+        calls: for weights: the calls that use them.
+        served: for a transfer: calls that received the outputs of `call` in earlier transfers.
     """
 
     kind: str
@@ -48,11 +48,11 @@ class Operation:
     call: str = ""
     calls: tuple[str, ...] = ()
     served: tuple[str, ...] = ()
-    copy: Copy | None = None
+    copy: WeightCopy | None = None
 
     @property
     def name(self) -> str:
-        """What a timeline calls it."""
+        """The name in a timeline."""
         if self.copy:
             return f"{self.copy.role} for {', '.join(self.calls)}"
         if self.kind == "transfer":
@@ -61,15 +61,17 @@ class Operation:
         return self.call or "lengths"
 
 
-def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> Copy:
-    """The copy that a model's call runs on."""
-    copy = Copy(call.role, plan[call.name])
-    return replace(copy, apart=isinstance(call.work, Generate) and copy == home(graph, plan, call.role))
+def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
+    """Return the copy of the weights that a call uses."""
+    copy = WeightCopy(call.role, plan[call.name])
+    return replace(
+        copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
+    )
 
 
-def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelCall, ...]]:
-    """The copies that a plan needs, and the calls that each serves, in the order of their first use."""
-    found: dict[Copy, tuple[ModelCall, ...]] = {}
+def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
+    """Return the copies that a plan needs, in the order of first use, each with the calls that use it."""
+    found: dict[WeightCopy, tuple[ModelCall, ...]] = {}
     for call in graph.order:
         if call.role:
             copy = copy_of(graph, plan, call)
@@ -77,30 +79,32 @@ def copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[Copy, tuple[ModelC
     return found
 
 
-def home(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> Copy | None:
-    """The copy that an optimiser changes and others are made of; None for an untrained role, whose copies all stay."""
+def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
+    """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
     call = graph.train_call(role)
-    return Copy(role, plan[call.name]) if call else None
+    return WeightCopy(role, plan[call.name]) if call else None
 
 
 def schedule(
-    graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[Copy] = frozenset()
+    graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[WeightCopy] = frozenset()
 ) -> tuple[Operation, ...]:
-    """The operations of a step.
+    """Return the operations of a step.
 
-    What a level of the graph needs comes before its calls: else a rank that has a call of the level would make those
-    that want its weights wait for that call. A copy is released after its last call of the step.
+    All weights that a level of the graph needs move before its calls; otherwise ranks would wait for weights until the
+    calls of their owners end. A copy is released after its last call of the step.
 
     Args:
-        aliases: copies that live in the memory of their role's trained copy, and need no reallocation.
+        aliases: copies that share the memory of their role's trained copy, and need no reallocation.
     """
     return tuple(_Scheduler(graph, plan, world_size, aliases).operations())
 
 
 class _Scheduler:
-    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[Copy]) -> None:
+    def __init__(
+        self, graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[WeightCopy]
+    ) -> None:
         self._graph, self._plan, self._world, self._aliases = graph, plan, tuple(range(world_size)), aliases
-        self._uses = copies(graph, plan)
+        self._uses = weight_copies(graph, plan)
         self._kinds = key_kinds(graph)
         self._done: list[str] = []
         self._known = set(graph.given)  # keys of sequences whose lengths every rank knows
@@ -121,11 +125,11 @@ class _Scheduler:
                 yield from self._weights(call, first=False)
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
-        """What a call's copy of the weights needs before its first and after its last call of a step."""
+        """Yield the weight operations before the first (or after the last) call of a step that uses a copy."""
         copy = copy_of(self._graph, self._plan, call)
         if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
             return
-        source, names = home(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])
+        source, names = trained_copy(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])
         if source is None:
             if call.role in self._plan.offload:
                 yield Operation("load" if first else "offload", copy.layout.ranks, calls=names, copy=copy)
@@ -136,13 +140,13 @@ class _Scheduler:
             yield Operation("release", copy.layout.ranks, calls=names, copy=copy)
 
     def _unannounced(self, level: tuple[ModelCall, ...]) -> tuple[str, ...]:
-        """The generate calls whose lengths a level is the first to need."""
+        """Return the generate calls whose lengths this level is the first to need."""
         waiting = {key for call in level for key in call.inputs} - self._known
         producers = {self._graph.producers[key] for key in waiting}
         return tuple(c for c in self._done if c in producers and isinstance(self._graph[c].work, Generate))
 
     def _transfers(self) -> Iterator[Operation]:
-        """Outputs to everyone who takes them, from every call that has ended, as soon as all lengths are known."""
+        """Send the outputs of every completed call to their consumers, as soon as all lengths are known."""
         for name in self._done:
             call, served = self._graph[name], self._served.get(name, ())
             ready = tuple(
@@ -160,6 +164,6 @@ class _Scheduler:
 
 
 def lengths_needed(producer: ModelCall, consumer: ModelCall, kinds: Mapping[str, KeyKind]) -> set[str]:
-    """The sequences whose lengths a transfer needs: for its sizes, and to know who has the consumer's samples."""
+    """Return the keys of the sequences whose lengths a transfer needs: for message sizes and to partition samples."""
     moved = {kinds[key].tokens for key in producer.outputs if key in consumer.inputs}
     return {key for key in moved if key} | {key for key in consumer.inputs if canonical(key) == "tokens"}

@@ -1,4 +1,4 @@
-"""Which ranks and which layout each call of a graph has."""
+"""Execution plans: the ranks and the layout of each call of a graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where a call runs.
+    """The ranks and parallel layout of a call.
 
     Attributes:
-        ranks: global ranks, ascending; rank ranks[i] is number i of the grid `dims`.
-        dims: resolved degrees, whose product is len(ranks). A function has data-parallel ranks alone.
-        zero: what dp x sp ranks share between calls: 0, each holds all that tp and pp leave it; 3, parameters too.
-            A generate call has 0.
-        micro_batch_tokens: at most this many tokens of a data-parallel rank pass at a time, unless one sample is
-            longer; 0: as few micro-batches as the pipeline needs to be full.
-        tp_sequence_parallel, sp_layout: as train.py's flags of these names.
+        ranks: global ranks, ascending; ranks[i] is rank i of the mesh `dims`.
+        dims: resolved degrees, whose product is len(ranks). A function has only data-parallel degrees.
+        zero: ZeRO stage over the dp x sp ranks; 0 for a generate call.
+        micro_batch_tokens: maximum tokens per micro-batch and data-parallel rank, unless one sample is longer; 0: the
+            fewest micro-batches that fill the pipeline.
+        tp_sequence_parallel: shard activations over tp outside of the matrix multiplications.
+        sp_layout: how sequences are divided over sp: contiguous, zigzag or striped.
     """
 
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class CallLayout:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each data-parallel index, the ranks that share its samples, ascending."""
+        """The ranks of each data-parallel index, ascending; they share its samples."""
         groups: list[list[int]] = [[] for _ in range(self.dims.batch)]
         for index, rank in enumerate(self.ranks):
             groups[self.dims.coordinates(index)["batch"]].append(rank)
@@ -43,7 +43,7 @@ class CallLayout:
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
-        """For each data-parallel index, the rank that has the results: of the last stage, the first of sp and tp."""
+        """The rank of each data-parallel index that returns results: last pipeline stage, first of sp and tp."""
         place = {"pp": self.dims.pp - 1, "sp": 0, "tp": 0}
         found = {
             at["batch"]: rank
@@ -53,7 +53,7 @@ class CallLayout:
         return tuple(found[number] for number in range(self.dims.batch))
 
     def number_of(self, rank: int) -> int:
-        """The data-parallel index of one of the ranks."""
+        """Return the data-parallel index of a global rank."""
         return self.dims.coordinates(self.ranks.index(rank))["batch"]
 
     def __str__(self) -> str:
@@ -63,7 +63,12 @@ class CallLayout:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """A layout for each call of a graph, by the call's name; roles whose weights wait on the host between calls."""
+    """The layout of each call of a graph.
+
+    Attributes:
+        calls: layouts by the name of the call.
+        offload: untrained roles whose weights are offloaded to host memory between calls.
+    """
 
     name: str
     calls: Mapping[str, CallLayout]
@@ -73,17 +78,17 @@ class ExecutionPlan:
         return self.calls[call]
 
     def check(self, graph: DataflowGraph, world_size: int) -> None:
-        """Raise ValueError, naming everything that is wrong, if the plan does not fit the graph and the world."""
+        """Raise ValueError, naming every violation, if the plan does not fit the graph and the world size."""
         if violations := list(self.violations(graph, world_size)):
             raise ValueError(f"plan {self.name!r}: " + "; ".join(violations))
 
     def violations(self, graph: DataflowGraph, world_size: int) -> Iterator[str]:
-        """Everything in which the plan does not fit the graph and the world."""
+        """Yield every way in which the plan does not fit the graph and the world size."""
         names = [call.name for call in graph.calls]
         if missing := [name for name in names if name not in self.calls]:
             yield f"no layout for {', '.join(missing)}"
         if unknown := [name for name in self.calls if name not in names]:
-            yield f"layouts for {', '.join(unknown)}, which are no calls: the calls are {', '.join(names)}"
+            yield f"layouts for unknown calls {', '.join(unknown)}: the calls are {', '.join(names)}"
         for call in graph.calls:
             if call.name in self.calls:
                 layout = self.calls[call.name]
@@ -91,9 +96,9 @@ class ExecutionPlan:
                 yield from (f"{call.name}: {text}" for text in violations)
         for role in sorted(self.offload):
             if role not in graph.roles:
-                yield f"offload names {role!r}: the roles are {', '.join(graph.roles)}"
+                yield f"offload names unknown role {role!r}: the roles are {', '.join(graph.roles)}"
             elif role in graph.trained_roles:
-                yield f"offload names {role!r}, which is trained: its optimiser keeps the weights in place"
+                yield f"offload names {role!r}, which is trained: only untrained roles can be offloaded"
 
 
 def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
@@ -101,12 +106,12 @@ def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         yield (
             f"ranks {format_ranks(outside)} are missing from the world of {world_size} ranks "
-            f"(0-{world_size - 1}): start more ranks, or name others"
+            f"(0-{world_size - 1}): launch more ranks, or use others"
         )
     if list(ranks) != sorted(set(ranks)):
-        yield f"ranks {list(ranks)} must ascend, each once"
+        yield f"ranks {list(ranks)} must be unique and ascending"
     if not ranks:
-        yield "no ranks"
+        yield "must have at least one rank"
         return
     try:
         if dims.resolve(len(ranks)) != dims:
@@ -126,10 +131,10 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     if kind == "generate":
         refused = {"zero": layout.zero, "ep": dims.ep - 1, "tp_sequence_parallel": layout.tp_sequence_parallel}
         if asked := [name for name, value in refused.items() if value]:
-            yield f"a generate call keeps whole weights and no sequence: leave out {', '.join(asked)}"
+            yield f"a generate call does not support {', '.join(asked)}: remove them"
     if layout.tp_sequence_parallel and dims.tp == 1:
-        yield "tp_sequence_parallel needs tp of at least 2"
+        yield f"tp_sequence_parallel requires tp >= 2, got tp={dims.tp}"
     if kind == "compute" and (dims.pp, dims.sp, dims.tp, dims.ep) != (1, 1, 1, 1):
-        yield f"a function has no model to divide, but {dims} was asked: leave only data-parallel degrees"
+        yield f"a function supports only data-parallel degrees, got {dims}"
     if kind == "compute" and (layout.zero or layout.micro_batch_tokens):
-        yield "a function has no weights and no micro-batches: leave out zero and micro_batch_tokens"
+        yield "a function does not support zero and micro_batch_tokens: remove them"

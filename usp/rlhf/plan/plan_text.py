@@ -1,10 +1,10 @@
-"""Plans as text: what a YAML file says, and back.
+"""Convert plans to and from YAML.
 
 name: mine
 offload: [ref, reward]
 calls:
   actor_generate: {ranks: 0-3, tp: 4}
-  actor_train: {ranks: 0-7, ulysses: 2, zero: 3}     # dp_shard takes the ranks that the others leave
+  actor_train: {ranks: 0-7, ulysses: 2, zero: 3}     # dp_shard defaults to the remaining ranks
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from parallel import ParallelDims, format_ranks
 from .plan import CallLayout, ExecutionPlan
 
 _DEGREES = tuple(field.name for field in fields(ParallelDims))
-_OPTIONS = ("zero", "micro_batch_tokens", "tp_sequence_parallel", "sp_layout")
-_TYPES: dict[str, type] = {
-    **dict.fromkeys((*_DEGREES, *_OPTIONS), int),
-    "sp_order": str,
-    "tp_sequence_parallel": bool,
-    "sp_layout": str,
-}
+_OPTIONS = tuple(field.name for field in fields(CallLayout) if field.name not in ("ranks", "dims"))
+
+
+def _values(layout: CallLayout) -> dict[str, Any]:
+    degrees = {key: getattr(layout.dims, key) for key in _DEGREES}
+    return degrees | {key: getattr(layout, key) for key in _OPTIONS}
+
+
+_DEFAULTS = _values(CallLayout((), ParallelDims(dp_shard=1)))
 
 
 def parse_ranks(value: object) -> tuple[int, ...]:
-    """3, "0-3,6" or [0, 1, 2, 3, 6] as ranks, in that order. Raises ValueError for anything else."""
+    """Parse 3, "0-3,6" or [0, 1, 2, 3, 6]. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
     if isinstance(value, list) and all(type(rank) is int for rank in value):
@@ -36,20 +38,16 @@ def parse_ranks(value: object) -> tuple[int, ...]:
     for part in str(value).split(","):
         ends = [end.strip() for end in part.split("-")]
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
-            raise ValueError(f"ranks: {value!r} must be ranks and ranges of them, such as 0-3,6")
+            raise ValueError(f"ranks: {value!r} must be ranks and ranges, such as 0-3,6")
         ranks += range(int(ends[0]), int(ends[-1]) + 1)
     return tuple(ranks)
 
 
 def to_mapping(plan: ExecutionPlan) -> dict[str, Any]:
-    """The plan as plain values for YAML, without what is default; the inverse of `from_mapping`."""
-    default = CallLayout((), ParallelDims(dp_shard=1))
+    """Convert a plan to plain values for YAML, without defaults; the inverse of `from_mapping`."""
 
     def entry(layout: CallLayout) -> dict[str, Any]:
-        degrees = {key: getattr(layout.dims, key) for key in _DEGREES}
-        options = {key: getattr(layout, key) for key in _OPTIONS}
-        known = {key: getattr(default.dims, key) for key in _DEGREES} | {key: getattr(default, key) for key in _OPTIONS}
-        changed = {key: value for key, value in (degrees | options).items() if value != known[key]}
+        changed = {key: value for key, value in _values(layout).items() if value != _DEFAULTS[key]}
         return {"ranks": format_ranks(layout.ranks), **changed}
 
     calls = {name: entry(layout) for name, layout in plan.calls.items()}
@@ -57,13 +55,13 @@ def to_mapping(plan: ExecutionPlan) -> dict[str, Any]:
 
 
 def from_mapping(mapping: object) -> ExecutionPlan:
-    """The plan that YAML describes (module docstring); dp_shard is filled in.
+    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved.
 
     Raises:
-        ValueError: naming every key that is unknown and every value that is wrong.
+        ValueError: naming every unknown key and every invalid value.
     """
     if not isinstance(mapping, dict) or not isinstance(mapping.get("calls"), dict):
-        raise ValueError("a plan must be a mapping with `calls`: the layout of each call by its name")
+        raise ValueError("a plan must be a mapping with `calls`, the layout of each call by name")
     violations = [f"unknown key {key!r}" for key in mapping if key not in ("name", "offload", "calls")]
     offload = mapping.get("offload") or []
     if not isinstance(offload, list) or not all(isinstance(role, str) for role in offload):
@@ -82,18 +80,18 @@ def from_mapping(mapping: object) -> ExecutionPlan:
 def _layout(entry: object) -> CallLayout:
     if not isinstance(entry, dict) or "ranks" not in entry:
         raise ValueError(f"{entry!r} must be a mapping with `ranks`")
-    violations = [f"unknown key {key!r}" for key in entry if key != "ranks" and key not in _TYPES]
-    values = {key: value for key, value in entry.items() if key in _TYPES}
+    violations = [f"unknown key {key!r}" for key in entry if key != "ranks" and key not in _DEFAULTS]
+    values = {key: value for key, value in entry.items() if key in _DEFAULTS}
     violations += [
-        f"{key}: {value!r} must be {_TYPES[key].__name__}"
+        f"{key}: {value!r} must be {type(_DEFAULTS[key]).__name__}"
         for key, value in values.items()
-        if type(value) is not _TYPES[key]
+        if type(value) is not type(_DEFAULTS[key])
     ]
     if violations:
         raise ValueError("; ".join(violations))
     ranks = parse_ranks(entry["ranks"])
     dims = ParallelDims(**{key: value for key, value in values.items() if key in _DEGREES})
-    # What does not fit stays as it was asked: `violations` names it together with everything else.
+    # Degrees that do not fit stay unresolved: `ExecutionPlan.violations` reports them with everything else.
     fits = dims.dp_shard == -1 and ranks and len(ranks) % (dims.pp * dims.dp_replicate * dims.sp * dims.tp) == 0
     dims = dims.resolve(len(ranks)) if fits else dims
     return CallLayout(ranks, dims, **{key: value for key, value in values.items() if key in _OPTIONS})

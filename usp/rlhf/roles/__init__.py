@@ -1,4 +1,4 @@
-"""A role's model on its ranks: how it is built, what it reads, how it trains. Each file imports only earlier ones:
+"""The models of roles: building, inference, training, memory. Each file imports only earlier ones:
 
 role, forward, weight_memory, rows, spec, readers, role_model.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches forward through pipeline stages, without gradients."""
+"""Forward micro-batches through pipeline stages, without gradients."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ def forward_stages(
     dtype: torch.dtype,
     token_parts: int = 1,
 ) -> list[Tensor]:
-    """What `head` gives for each micro-batch on the last stage; nothing on the others.
+    """Return the output of `head` for each micro-batch on the last stage; an empty list on the others.
 
-    Collective over the mesh; hidden states go from stage to stage along the pp axis in the order of micro-batches, so
-    that stages work at the same time.
+    Collective over the mesh. Stages work concurrently: hidden states pass along the pp axis in micro-batch order.
 
     Args:
-        stage: the one of this rank.
+        stage: of this rank.
         dtype: of hidden states.
-        token_parts: ranks over which a sequence-parallel rank's tokens are shared: tp under tp_sequence_parallel.
+        token_parts: ranks that hidden states are sharded over within an sp rank: tp under tp_sequence_parallel.
     """
     group, rank = mesh.group("pp"), mesh.rank("pp")
     outputs: list[Tensor] = []
@@ -54,8 +53,8 @@ def forward_stages(
         sending = dist.isend(sent := output.contiguous(), group=group, group_dst=rank + 1)
     if sending is not None:
         sending.wait()
-        del sent  # which had to live until here
+        del sent  # keeps the buffer alive until it is sent
     if isinstance(stage, FSDPModule):
-        # FSDP2 waits for a backward: what it keeps gathered until then would hide weights that change meanwhile.
+        # FSDP2 keeps weights gathered for a backward that never comes, and would miss later changes to them.
         stage.reset_iter_state()
     return outputs

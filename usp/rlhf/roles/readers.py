@@ -1,4 +1,4 @@
-"""What a call wants of a model's last stage, as a `Head`: something about each token, or an objective."""
+"""Heads for a model's last pipeline stage: per-token outputs for inference, an objective's loss for training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .rows import SEQUENCE
 
 
 @dataclass(frozen=True)
-class Say:
-    """(B, S) log-probabilities of the next tokens at `temperature`, or values of the scalar head."""
+class TokenOutputs:
+    """A head that returns (B, S) log-probabilities of the next tokens at `temperature`, or values."""
 
     head: Literal["logprobs", "values"]
     temperature: float = 1.0
@@ -30,11 +30,12 @@ class Say:
 
 
 @dataclass(frozen=True, eq=False)
-class Minimise:
-    """An objective's share of the loss, and in `metrics` what it says of each micro-batch.
+class ObjectiveLoss:
+    """A head that returns this rank's share of an objective's loss.
 
     Attributes:
-        sp_group: the ranks that share a sequence.
+        sp_group: the sp axis.
+        metrics: of each micro-batch so far.
     """
 
     objective: Objective
@@ -55,25 +56,25 @@ class Minimise:
 
 @dataclass(frozen=True, eq=False)
 class RowSequences:
-    """`graph.Sequences` of one row.
+    """`Sequences` of one row.
 
     Attributes:
-        number_BS: which of the row's `count` sequences each of this rank's tokens is of; `count` for padding.
+        sequence_BS: index of the sequence that each of this rank's tokens belongs to; `count` for padding.
+        count: sequences in the row.
     """
 
-    number_BS: Tensor
+    sequence_BS: Tensor
     count: int
     group: dist.ProcessGroup
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor], group: dist.ProcessGroup) -> RowSequences:
-        """Those of a micro-batch that `rows.micro_batches` made."""
-        borders = inputs["cu_seqlens"]
-        # A pipeline pads borders by repeating the last.
-        return RowSequences(inputs[SEQUENCE], int((borders[:, 1:] > borders[:, :-1]).sum()), group)
+        """Read the sequences from a micro-batch of `rows.micro_batches`."""
+        # A pipeline pads cu_seqlens by repeating the last boundary.
+        return RowSequences(inputs[SEQUENCE], int((inputs["cu_seqlens"].diff() > 0).sum()), group)
 
     def sums(self, x_BS: Tensor) -> Tensor:
-        own = x_BS.new_zeros(self.count + 1).index_add(0, self.number_BS.flatten(), x_BS.flatten())
+        own = x_BS.new_zeros(self.count + 1).index_add(0, self.sequence_BS.flatten(), x_BS.flatten())
         return _SumOverRanks.apply(own[:-1], self.group)
 
     def share(self, loss: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class RowSequences:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over a group. What is made of it on every rank counts, so the gradient is summed too."""
+    """Sum over a group. Every rank's use of the sum contributes to the loss, so the gradient is summed too."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup):

@@ -1,4 +1,4 @@
-"""What the executor asks of a model: a role's weights in the layout of a call, on one rank of its mesh."""
+"""The interface between the executor and a role's model."""
 
 from __future__ import annotations
 
@@ -13,53 +13,50 @@ from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 
 
-class RoleModel(Protocol):
-    """One copy of a role's weights, which has no memory at first, and what can be done with them.
+class Role(Protocol):
+    """One copy of a role's weights in the layout of a call, without memory at first.
 
-    Every rank of the mesh makes the same calls.
-
-    The leader of a data-parallel index is the rank that `CallLayout.leaders` names; the others of its group return no
-    samples.
+    Every rank of the mesh makes the same calls. Only the ranks in `CallLayout.leaders` return samples.
     """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The parameters by their global names, DTensors or plain; with memory or without."""
+        """Return the parameters by their global names, DTensors or plain, with or without memory."""
 
     def fill(self) -> None:
-        """Give the weights memory and their first values, for the copy that others are made of."""
+        """Allocate and initialize the weights."""
 
     def allocate(self) -> None:
-        """Give the weights memory, with any content."""
+        """Allocate the weights without initializing them."""
 
     def release(self) -> None:
-        """Take their memory away."""
+        """Free the memory of the weights."""
 
     def offload(self) -> None:
-        """Move them to the host."""
+        """Move the weights to the host."""
 
     def load(self) -> None:
-        """Bring them back from the host."""
+        """Move the weights back to the device."""
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Responses to prompts (ids: of prompts): samples p * group_size + k, with the keys of `keys.GENERATED`."""
+        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `keys.GENERATED`."""
 
     def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
-        """The samples with `output` alone. Their sequences are under the key "tokens"."""
+        """Return the samples with only the key `output`. Their sequences are under the key "tokens"."""
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
-        """Train on this group's part of each mini-batch; the same metrics on every rank."""
+        """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
 
 
 @runtime_checkable
-class Sharing(Protocol):
-    """A model whose weights can live in another's memory."""
+class SupportsSharing(Protocol):
+    """A model whose weights can share the memory of another copy."""
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these tensors, of the same names and boxes, from now on, instead of memory of its own.
+        """Use these tensors, with the same names and boxes, instead of allocating memory.
 
-        Asked of copies with zero=0 that never had memory.
+        Called only for copies with zero=0 that never had memory.
         """
 
 
-# The call is the role's train step where the copy is the one that an optimiser changes, else the copy's first call.
-BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], RoleModel]
+# The call is the role's train step for the copy that the optimizer updates, else the first call that uses the copy.
+BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]

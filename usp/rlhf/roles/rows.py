@@ -1,10 +1,9 @@
-"""A data-parallel rank's samples as micro-batches: rows of packed sequences, alike in number and length on every rank.
+"""Pack a data-parallel rank's samples into micro-batches: rows of sequences, equally many and long on every rank.
 
-    samples  --pack-->  which of them make up each row  --agree-->  RowPlan  --micro_batches-->  this rank's tokens
-    what the model says of this rank's tokens  --unpack-->  one tensor per sample, on the CPU
+    samples  --plan_rows-->  RowPlan  --micro_batches-->  this rank's tokens of each row
+    the model's output for this rank's tokens  --unpack-->  one tensor per sample, on the CPU
 
-A micro-batch is one row. Behind a row's sequences is padding: tokens behind the last border of `cu_seqlens`, which see
-nothing and are seen by nothing.
+A micro-batch is one row. Padding follows the last boundary of `cu_seqlens`, and neither attends nor is attended to.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.sp.batch import IGNORED_LABEL, shard_batch
 from usp.sp.sequence import shard_sequence, unshard_sequence
 
-SEQUENCE = "sequence"  # the key of a micro-batch that says which sequence of its row each token is of
+SEQUENCE = "sequence"  # key in a micro-batch: the index, within the row, of each token's sequence
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which samples make up each row.
+    """The samples in each row.
 
     Attributes:
-        rows: for each micro-batch the indices of its samples, ascending, maybe none.
-        row_len: tokens of a row, padding included, over all sequence-parallel ranks.
+        rows: indices of the samples in each micro-batch, ascending, possibly none.
+        row_len: tokens in a row, including padding, over all sequence-parallel ranks.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -40,26 +39,29 @@ class RowPlan:
 
 
 def pack(samples: Samples, *, unit: int = 1, budget: int = 0, at_least: int = 1) -> tuple[tuple[int, ...], ...]:
-    """The indices of the samples of each row: `at_least` rows, and more where they would exceed `budget` tokens.
+    """Return the indices of the samples in each row: `at_least` rows, more if they would exceed `budget` tokens.
 
-    The longest unit first, each into the emptiest row (worst-fit decreasing). A unit longer than the budget has a row
-    of its own; budget 0 is no limit. Pure.
+    Worst-fit decreasing: the longest unit first, each into the shortest row. A unit longer than the budget gets a
+    separate row.
 
-    unit: so many samples with consecutive ids, the first one's a multiple of it, share a row.
+    Args:
+        unit: number of samples with consecutive ids, starting at a multiple of it, that share a row.
+        budget: 0: no limit.
 
     Raises:
-        ValueError: naming samples without tokens, and units of which some are missing.
+        ValueError: naming samples without tokens, and incomplete units.
     """
     lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
     empty = [sample for sample, length in zip(samples.ids, lengths, strict=True) if not length]
     units: dict[int, list[int]] = {}
     for index, sample in enumerate(samples.ids):
         units.setdefault(sample // unit, []).append(index)
-    broken = [samples.ids[members[0]] for members in units.values() if len(members) != unit]
-    if empty or broken:
-        without = [f"samples {empty} have no tokens"] if empty else []
-        alone = [f"samples {broken} lack others of their {unit} consecutive ones"] if broken else []
-        raise ValueError("; ".join(without + alone))
+    incomplete = [samples.ids[members[0]] for members in units.values() if len(members) != unit]
+    violations = [f"samples {empty} have no tokens"] if empty else []
+    if incomplete:
+        violations.append(f"samples {incomplete} are in incomplete units, expected {unit} consecutive samples")
+    if violations:
+        raise ValueError("; ".join(violations))
     rows: list[list[int]] = [[] for _ in range(at_least)]
     loads = [0] * at_least
     sizes = {number: sum(lengths[index] for index in members) for number, members in units.items()}
@@ -75,9 +77,9 @@ def pack(samples: Samples, *, unit: int = 1, budget: int = 0, at_least: int = 1)
 
 
 def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: int = 1) -> RowPlan | None:
-    """Pack this data-parallel rank's samples, and agree with the others on the number of rows and their length.
+    """Pack this data-parallel rank's samples, with the same number and length of rows on every rank.
 
-    Collective over the batch axis, on every rank of the mesh. None where no rank has a sample.
+    Collective over the batch axis, on every rank of the mesh. Returns None if no rank has a sample.
     """
     rows = pack(samples, unit=unit, budget=layout.micro_batch_tokens, at_least=mesh.size("pp"))
     longest = max(sum(len(samples["tokens"][index]) for index in row) for row in rows)
@@ -95,14 +97,14 @@ def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: in
 def micro_batches(
     samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Iterable[str] = ()
 ) -> list[dict[str, Tensor]]:
-    """This rank's tokens of each row, on the mesh's device; no communication.
+    """Return this rank's tokens of each row, on the mesh's device; no communication.
 
-    Gives `input_ids`, `position_ids`, `shift_labels` and `cu_seqlens` as `shard_batch`; `SEQUENCE`: the number, in its
-    row, of the sequence that a token is of, their count for padding; and each of `keys` as float32, 0 in padding. All
-    but `cu_seqlens` are (1, this rank's tokens).
+    Has `input_ids`, `position_ids`, `shift_labels` and `cu_seqlens` as `shard_batch`; `SEQUENCE`: the index of each
+    token's sequence in the row, or the number of sequences for padding; and each of `keys` as float32, 0 in padding.
+    All but `cu_seqlens` are (1, this rank's tokens).
 
     Raises:
-        ValueError: naming a value that is not one number per token of its sample.
+        ValueError: naming values that do not have one number per token of their sample.
     """
     keys = tuple(keys)
     _check(samples, keys)
@@ -112,9 +114,9 @@ def micro_batches(
 def unpack(
     parts: Sequence[Tensor], plan: RowPlan, samples: Samples, layout: CallLayout, mesh: ParallelMesh
 ) -> list[Tensor]:
-    """For each sample its tokens' values, on the CPU, from the (1, this rank's tokens) of each micro-batch.
+    """Return each sample's per-token values, on the CPU, from the (1, this rank's tokens) of each micro-batch.
 
-    Collective over the sp axis; every rank of it gets all.
+    Collective over the sp axis, all of whose ranks get all values.
     """
     whole = unshard_sequence(torch.cat(list(parts)), mesh, layout.sp_layout).cpu()
     values: dict[int, Tensor] = {}
@@ -136,11 +138,11 @@ def _micro_batch(
         return whole.to(mesh.device_type)
 
     tokens = [samples["tokens"][index] for index in row]
-    borders = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32)
     whole = {
         "input_ids": joined(tokens, 0, torch.int64),
         "labels": joined(tokens, IGNORED_LABEL, torch.int64),
-        "cu_seqlens": borders.unsqueeze(0),
+        "cu_seqlens": lengths.cumsum(0, dtype=torch.int32).unsqueeze(0),
     }
     batch = shard_batch(whole, mesh, layout.sp_layout)
     numbers = joined([torch.full((len(ids),), n) for n, ids in enumerate(tokens)], len(tokens), torch.int64)
@@ -151,13 +153,13 @@ def _micro_batch(
 
 
 def _check(samples: Samples, keys: Sequence[str]) -> None:
-    if not samples.ids:  # then keys may be missing
+    if not samples.ids:  # empty samples may lack keys
         return
     violations = [
-        f"{key} of sample {sample} is {tuple(value.shape)}"
+        f"{key} of sample {sample} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)}"
         for key in keys
         for sample, tokens, value in zip(samples.ids, samples["tokens"], samples[key], strict=True)
         if value.shape != tokens.shape
     ]
     if violations:
-        raise ValueError(f"{'; '.join(violations[:5])}: it must hold one number for each token of its sample")
+        raise ValueError(f"per-token values must have one number per token: {'; '.join(violations[:5])}")

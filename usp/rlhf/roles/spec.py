@@ -1,4 +1,4 @@
-"""What a role's model is, in whatever layout."""
+"""The layout-independent description of a role's model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from usp.train.engines.base import AdamW
 
 @dataclass(frozen=True, eq=False)
 class RoleSpec:
-    """Everything but ranks and degrees.
+    """A role's model and training options, without ranks and degrees.
 
     Attributes:
-        role: its name, for messages.
-        source: a preset's name or a folder, whose weights it starts from.
+        role: name, for messages.
+        source: preset, or folder to load the weights from.
         config: from `load_model_config(source, head, new_head)`.
-        new_head: `source` is a causal LM's folder and the scalar head is drawn from the seed.
-        seed: of drawn weights.
-        dtype: of forward and backward, and of weights that are not trained. Trained ones are float32.
-        optimizer, learning_rate, max_grad_norm: of a trained role; the rate is the first one, see `RoleModel`.
-        kernel, loss_chunk, mlp_tile, ac: as train.py's flags of these names (--attention-kernel for kernel).
+        new_head: `source` is a causal LM without a scalar head; initialize one from the seed.
+        seed: for random weights.
+        dtype: of forward and backward, and of untrained weights. Trained weights are float32.
+        optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
+        kernel, loss_chunk, mlp_tile, ac: see `StageRecipe`.
     """
 
     role: str
@@ -42,7 +42,7 @@ class RoleSpec:
     ac: str = "none"
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
-        """How its stages are built in a layout, to be trained there or not."""
+        """Return how to build the model's stages and engine in a layout."""
         return EngineRecipe(
             model=self.config,
             dtype=self.dtype,

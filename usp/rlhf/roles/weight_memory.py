@@ -1,4 +1,4 @@
-"""The memory of a model's weights: taken away and given back while the model stays as it is, or another model's."""
+"""Free, restore, offload or share the memory of a model's weights while the model object stays in place."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from usp.hf.models import kept_names
 
 
 class WeightMemory:
-    """The memory of the parameters of `modules`, plain or DTensors, FSDP2's included, between its forwards.
+    """The memory of the parameters of `modules`: plain tensors or DTensors, those of FSDP2 included (between forwards).
 
-    Their storages are resized, as FSDP2 does with what it gathers: parameters, hooks, views and optimisers keep
-    referring to the same tensors.
+    Storages are resized in place, as FSDP2 does with gathered parameters, so that parameters, hooks, views and
+    optimizers keep referring to the same tensors.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._freed: list[int] = []  # the sizes of storages without memory
+        self._freed: list[int] = []  # sizes of the freed storages
         self._host: list[Tensor] = []
 
     def release(self) -> None:
-        """Take the memory away, and with it the values. Nothing to do where it is taken."""
+        """Free the memory and lose the values. Does nothing if already freed."""
         if not self._freed:
             storages = self._storages()
             self._freed = [storage.nbytes() for storage in storages]
@@ -33,21 +33,21 @@ class WeightMemory:
                 storage.resize_(0)
 
     def allocate(self) -> None:
-        """Give it back, with any content. Nothing to do where there is memory."""
+        """Allocate freed memory, without initializing it. Does nothing if allocated."""
         if self._freed:
             for storage, size in zip(self._storages(), self._freed, strict=True):
                 storage.resize_(size)
         self._freed = []
 
     def offload(self) -> None:
-        """Move the values to pinned memory of the host. Nothing to do for weights on the CPU."""
-        if self._host or self._freed or not self._on_device():
+        """Move the values to pinned host memory. Does nothing for weights on the CPU."""
+        if self._host or self._freed or all(storage.device.type == "cpu" for storage in self._storages()):
             return
         self._host = [_bytes(storage).to("cpu").pin_memory() for storage in self._storages()]
         self.release()
 
     def load(self) -> None:
-        """Move offloaded values back."""
+        """Move offloaded values back to the device."""
         if not self._host:
             return
         self.allocate()
@@ -59,25 +59,22 @@ class WeightMemory:
     def _storages(self) -> list[torch.UntypedStorage]:
         return [local_part(weight).untyped_storage() for module in self._modules for weight in module.parameters()]
 
-    def _on_device(self) -> bool:
-        return any(storage.device.type != "cpu" for storage in self._storages())
 
-
-def live_in(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Make parameters of an empty model views of `weights`, by name, and give its buffers memory without values.
+def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Replace the parameters of an empty model by views of `weights`, by name; allocate its buffers uninitialized.
 
     Raises:
-        ValueError: naming parameters of which `weights` hold no tensor of this rank's box and dtype.
+        ValueError: naming parameters for which `weights` has no tensor with this rank's box and dtype.
     """
     kept = kept_names(model)
-    apart = [
+    mismatched = [
         name
         for name, own in model.named_parameters()
         if name not in weights or local_box(weights[name]) != local_box(own) or weights[name].dtype != own.dtype
     ]
-    if apart:
-        raise ValueError(f"the weights to live in must hold the boxes of {', '.join(apart[:5])}")
-    shared = {  # by the names they are kept under, so that tied parameters stay one
+    if mismatched:
+        raise ValueError(f"the weights to share must have the same boxes and dtype for {', '.join(mismatched[:5])}")
+    shared = {  # one per tied parameter, under its first name
         name: nn.Parameter(_placed_like(own, local_part(weights[name])), requires_grad=False)
         for name, own in model.named_parameters()
     }

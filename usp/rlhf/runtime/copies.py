@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.operations import Copy, copies, home
+from usp.rlhf.plan.operations import WeightCopy, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role import BuildRole, RoleModel, Sharing
 
@@ -44,12 +44,12 @@ class RoleCopies:
         moving: Moving,
     ) -> None:
         self._groups, self._device, self._moving = groups, device, moving
-        self._models: dict[Copy, RoleModel] = {}
-        self._homes = {role: copy for role in graph.roles if (copy := home(graph, plan, role))}
-        self._reallocations: dict[Copy, Reallocation] = {}
-        self._minimum: dict[Copy, int] = {}  # bytes that this rank must receive
+        self._models: dict[WeightCopy, RoleModel] = {}
+        self._homes = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
+        self._reallocations: dict[WeightCopy, Reallocation] = {}
+        self._minimum: dict[WeightCopy, int] = {}  # bytes that this rank must receive
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
-        for copy, calls in copies(graph, plan).items():
+        for copy, calls in weight_copies(graph, plan).items():
             place = (copy.layout.ranks, copy.layout.dims)
             if place not in meshes:
                 meshes[place] = ParallelMesh.create(copy.layout.dims, device.type, copy.layout.ranks, groups)
@@ -59,7 +59,7 @@ class RoleCopies:
                 self._models[copy] = build_role(call, copy.layout, meshes[place])
                 if self._homes.get(copy.role, copy) == copy:
                     self._models[copy].fill()
-        made = [copy for copy in copies(graph, plan) if self._homes.get(copy.role, copy) != copy]
+        made = [copy for copy in weight_copies(graph, plan) if self._homes.get(copy.role, copy) != copy]
         layouts = {copy: gather_layout(self._weights(copy)) for copy in [*self._homes.values(), *made]}
         self.aliases = frozenset(copy for copy in made if self._share(copy, layouts))
         for copy in made:
@@ -67,7 +67,7 @@ class RoleCopies:
                 self._reallocations[copy] = self._plan(layouts[self._homes[copy.role]], layouts[copy])
                 self._minimum[copy] = self._reallocations[copy].plan.lacking_bytes(dist.get_rank())
 
-    def model(self, copy: Copy) -> RoleModel:
+    def model(self, copy: WeightCopy) -> RoleModel:
         """A copy that this rank has a part of."""
         return self._models[copy]
 
@@ -76,7 +76,7 @@ class RoleCopies:
         """The copies with an optimiser, by role, that this rank has a part of."""
         return {role: self._models[copy] for role, copy in self._homes.items() if copy in self._models}
 
-    def reallocate(self, copy: Copy, traffic: Traffic) -> None:
+    def reallocate(self, copy: WeightCopy, traffic: Traffic) -> None:
         """Make a copy of the trained weights; for the ranks of both."""
         if copy in self._models:
             self._models[copy].allocate()
@@ -87,7 +87,7 @@ class RoleCopies:
         traffic.received = reallocation.plan.received_bytes.get(rank, 0)
         traffic.minimum = self._minimum[copy]
 
-    def _weights(self, copy: Copy) -> Mapping[str, Tensor]:
+    def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
 
     def _plan(self, source: ParamLayout, target: ParamLayout) -> Reallocation:
@@ -95,7 +95,7 @@ class RoleCopies:
         plan = plan_realloc(source, target, bucket_bytes=moving.bucket_bytes, ranks_per_host=moving.ranks_per_host)
         return Reallocation(plan, self._groups, self._device)
 
-    def _share(self, copy: Copy, layouts: Mapping[Copy, ParamLayout]) -> bool:
+    def _share(self, copy: WeightCopy, layouts: Mapping[WeightCopy, ParamLayout]) -> bool:
         """Let a copy live in the memory of the trained one, where every rank of it has the same boxes of that."""
         source = self._homes[copy.role]
         model = self._models.get(copy)

@@ -15,7 +15,7 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, tokens_key
-from usp.rlhf.plan.operations import Copy, Operation, copy_of
+from usp.rlhf.plan.operations import Operation, WeightCopy, copy_of
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role import RoleModel
 
@@ -83,7 +83,7 @@ class StepRun:
         """Wait for everything that was posted: what has left may be forgotten."""
         self._wait(self._posted)
 
-    def _weights(self, kind: str, copy: Copy, traffic: Traffic) -> None:
+    def _weights(self, kind: str, copy: WeightCopy, traffic: Traffic) -> None:
         copies = self._setting.copies
         if kind == "reallocate":
             copies.reallocate(copy, traffic)

@@ -1,4 +1,4 @@
-"""Prompts with answers: made from the library's sources, or out of a file; which come when."""
+"""Built-in examples, examples from a file, and the order in which they are drawn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from usp.data.tokenizer import ByteTokenizer
 from usp.rlhf.algorithms.rewards import match
-from usp.rlhf.data.datasets import MARKS, QUESTION, chosen, open_examples
+from usp.rlhf.data.datasets import MARKS, QUESTION, example_indices, open_examples
 
 KEYS = ("prompt", "answer")
 
 
-def test_made_examples_hide_one_mark_and_are_fixed_by_seed_and_number() -> None:
+def test_built_in_examples_hide_one_mark_and_depend_only_on_seed_and_index() -> None:
     first, again = (
         open_examples("stdlib", KEYS, ByteTokenizer(), prompt_tokens=300, longest=400, seed=3) for _ in "ab"
     )
@@ -38,7 +38,7 @@ def test_made_examples_hide_one_mark_and_are_fixed_by_seed_and_number() -> None:
     assert 64 <= min(lengths) < 80 and 280 < max(lengths) <= 300
 
 
-def test_some_demonstrations_are_wrong() -> None:
+def test_a_fraction_of_the_answers_is_wrong() -> None:
     right, some = (
         open_examples("stdlib", KEYS, ByteTokenizer(), prompt_tokens=64, longest=64, seed=3, wrong_answers=part)
         for part in (0.0, 0.3)
@@ -48,22 +48,22 @@ def test_some_demonstrations_are_wrong() -> None:
     assert 90 <= wrong <= 150  # 120 expected
 
 
-def test_a_response_scores_by_the_whole_answer() -> None:
+def test_match_compares_the_whole_answer() -> None:
     assert match("", " 7\n", "7") == 1
     assert [match("", response, "7") for response in ("77", "", "8", "7 8")] == [0, 0, 0, 0]
 
 
-def test_a_file_of_pairs(tmp_path: Path) -> None:
+def test_file_of_preference_pairs(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "chosen": f"yes{n}", "rejected": f"no{n}"} for n in range(3)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     keys = ("prompt", "chosen", "rejected")
     found = open_examples(str(tmp_path / "pairs.jsonl"), keys, ByteTokenizer(), prompt_tokens=1, longest=9, seed=0)
-    assert found.size == 3 and (found[2].answer, found[2].rejected) == ("yes2", "no2")
+    assert len(found) == 3 and (found[2].answer, found[2].rejected) == ("yes2", "no2")
     assert ByteTokenizer().decode(found[1].prompt.tolist()) == "p1"
 
 
 @pytest.mark.parametrize("answer", ["", "a"])
-def test_a_line_gives_what_the_algorithm_reads_and_nothing_else(tmp_path: Path, answer: str) -> None:
+def test_only_the_requested_keys_are_read(tmp_path: Path, answer: str) -> None:
     (tmp_path / "row.jsonl").write_text(json.dumps({"prompt": "p", "answer": answer, "chosen": "c", "rejected": "r"}))
     wanted = {KEYS: (answer, ""), ("prompt", "chosen", "rejected"): ("c", "r"), ("prompt",): ("", "")}
     for keys, said in wanted.items():
@@ -71,27 +71,29 @@ def test_a_line_gives_what_the_algorithm_reads_and_nothing_else(tmp_path: Path, 
         assert (found[0].answer, found[0].rejected) == said
 
 
-def test_what_is_trained_on_fits_the_context_together(tmp_path: Path) -> None:
+def test_prompt_and_answer_must_fit_the_context_together(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ppp", "answer": "a" * 9}))
     made = {"prompt_tokens": 1, "longest": 10, "seed": 0}
-    assert open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made).size == 1
-    with pytest.raises(ValueError, match=r"line 1: a prompt of 3 tokens and .* under 'answer', and the model reads 10"):
+    assert len(open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made)) == 1
+    with pytest.raises(
+        ValueError, match=r"line 1: a prompt of 3 tokens and .* under 'answer' exceed .* context of 10:"
+    ):
         open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made, whole=True)
 
 
-def test_a_line_of_a_file_ends_at_a_newline_alone(tmp_path: Path) -> None:
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     text = "a\u2028b\u2029c\x85d"
     rows = [{"prompt": text, "answer": text}, {"prompt": "p", "answer": "a"}]
     lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8", newline="")
     found = open_examples(str(tmp_path / "rows.jsonl"), KEYS, ByteTokenizer(), prompt_tokens=1, longest=20, seed=0)
-    assert [found[n].answer for n in range(found.size)] == [text, "a"]
+    assert [found[n].answer for n in range(len(found))] == [text, "a"]
 
 
 @pytest.mark.parametrize("size", [7, 2**30])
-def test_a_stream_goes_on_anywhere_and_every_epoch_has_each_example_once(size: int) -> None:
-    whole = chosen(0, 21, size, seed=5)
-    assert whole == chosen(0, 4, size, 5) + chosen(4, 10, size, 5) + chosen(14, 7, size, 5)
+def test_stream_resumes_anywhere_and_every_epoch_has_each_example_once(size: int) -> None:
+    whole = example_indices(0, 21, size, seed=5)
+    assert whole == example_indices(0, 4, size, 5) + example_indices(4, 10, size, 5) + example_indices(14, 7, size, 5)
     assert len(set(whole[:7])) == len(set(whole[7:14])) == 7
     if size == 7:
-        assert whole[:7] != whole[7:14] and whole != chosen(0, 21, size, seed=6)
+        assert whole[:7] != whole[7:14] and whole != example_indices(0, 21, size, seed=6)

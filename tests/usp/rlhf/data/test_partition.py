@@ -1,4 +1,4 @@
-"""Samples are divided whole, balanced, and alike everywhere."""
+"""Samples are partitioned into whole, balanced units."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from usp.rlhf.data.partition import batch_violation, partition
 
 
 @given(st.data())
-def test_each_sample_is_somewhere_once_with_its_unit_and_mini_batches_are_balanced(
-    data: st.DataObject,
-) -> None:
+def test_each_sample_is_assigned_once_with_its_unit_and_mini_batches_are_balanced(data: st.DataObject) -> None:
     unit, parts, mini_batches = (data.draw(st.integers(1, most)) for most in (3, 6, 3))
     units = data.draw(st.integers(mini_batches, 20))
     weights = data.draw(st.lists(st.integers(1, 50), min_size=units * unit, max_size=units * unit))
@@ -31,6 +29,6 @@ def test_each_sample_is_somewhere_once_with_its_unit_and_mini_batches_are_balanc
         assert sum(map(bool, shares)) == min(parts, len(batch) // unit)
 
 
-def test_what_cannot_be_divided() -> None:
-    assert "7 samples must be a multiple of the 2 that stay together" in batch_violation(7, 1, 2)
+def test_batches_that_cannot_be_split() -> None:
+    assert "7 samples must be a multiple of 2, the samples that stay on one rank" in batch_violation(7, 1, 2)
     assert "would leave 1 empty: use mini_batches=3 or fewer" in batch_violation(6, 4, 2)

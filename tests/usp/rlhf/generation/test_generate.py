@@ -1,4 +1,4 @@
-"""Generated tokens on every grid are those of transformers' `generate`, whoever shares a batch with whom."""
+"""Generated tokens on every mesh match transformers' `generate`, however sequences are batched."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp
 from usp.rlhf.generation.batching import Slots
-from usp.rlhf.generation.generate import Generated, Generator
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.generation.responses import GeneratedResponse
 from usp.rlhf.graph.calls import Generate
 
 CONTEXT = SIZES["max_position_embeddings"]
-LENGTHS = (40, 1, 3, 248, 65, 2, 33, 150, 9)  # the longest meets the end of the context
+LENGTHS = (40, 1, 3, 248, 65, 2, 33, 150, 9)  # the longest reaches the end of the context
 GREEDY = Generate(max_new_tokens=12, temperature=0)
 SAMPLED = Generate(max_new_tokens=6, temperature=0.8, top_k=30, top_p=0.9)
 GRIDS = (
@@ -62,14 +63,14 @@ def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank has: the numbers of its prompts, and the responses."""
+    """The numbers of one rank's prompts, and its responses."""
 
     numbers: range
-    responses: list[Generated]
+    responses: list[GeneratedResponse]
 
 
 def on_every_grid(works: dict[str, tuple[Generate, ...]]) -> list[dict[str, list[Found]]]:
-    """Per grid and family, what each call gave. The prompts are dealt out to data-parallel groups."""
+    """Return the results of each call by grid and family. Prompts are dealt out to data-parallel groups."""
     found = []
     for number, dims in enumerate(GRIDS):
         mesh = ParallelMesh.create(dims)
@@ -83,7 +84,7 @@ def on_every_grid(works: dict[str, tuple[Generate, ...]]) -> list[dict[str, list
 
 
 def expected(model: PreTrainedModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' greedy response, and its log-probabilities by a forward over the whole sequence."""
+    """Return transformers' greedy response, and its log-probabilities by a forward over the whole sequence."""
     ids = prompt.unsqueeze(0)
     new = min(GREEDY.max_new_tokens, CONTEXT - len(prompt))
     options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
@@ -98,7 +99,7 @@ def stopped(response: Tensor, stop: int) -> Tensor:
     return response[: int(places[0]) + 1] if len(places) else response
 
 
-def test_every_grid_generates_what_transformers_does(ranks: RankPool) -> None:
+def test_every_grid_matches_transformers(ranks: RankPool) -> None:
     wanted = {}
     for family in ON_GRIDS:
         model = drawn_model(CONFIGS[family]())
@@ -120,8 +121,8 @@ def test_every_grid_generates_what_transformers_does(ranks: RankPool) -> None:
         assert sampled.setdefault(index, response.tokens.tolist()) == response.tokens.tolist(), where
 
 
-def responses(per_rank: list, family: str, call: int) -> Iterator[tuple[str, int, Generated]]:
-    """(where, number of the prompt, response) of every rank."""
+def responses(per_rank: list, family: str, call: int) -> Iterator[tuple[str, int, GeneratedResponse]]:
+    """Yield (where, number of the prompt, response) of every rank."""
     for rank, grids in enumerate(per_rank):
         for dims, families in zip(GRIDS, grids, strict=True):
             if family not in families:
@@ -146,7 +147,7 @@ def test_slots_and_order_change_nothing_and_equal_prompts_differ_by_seed(ranks: 
 
 
 def responses_to_one_prompt() -> list[list[int]]:
-    """Of prompt 0 with seeds 7, 7 and 8, which share a prefill, and of prompt 2."""
+    """Respond to prompt 0 with seeds 7, 7 and 8, which share a prefill, and to prompt 2."""
     generator = built(CONFIGS["qwen3"](), ParallelMesh.create(ParallelDims(ring=2)), slots=4)
     given = [prompts()[index] for index in (0, 0, 0, 2)]
     return [r.tokens.tolist() for r in generator.generate(given, SAMPLED, [7, 7, 8, 2])]
@@ -198,12 +199,12 @@ def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
 
 
 def broken(kind: str) -> float:
-    """The largest error of a log-probability on a ring of two."""
+    """Return the largest error of a log-probability on a ring of two."""
     if kind == "merge":
         attention.decode.merge_parts = lambda out, lse: out.mean(0)
     if kind == "owner":
-        step = Slots.step
-        Slots.step = lambda self, ranks, rank: step(self, ranks, 0)
+        decode_inputs = Slots.decode_inputs
+        Slots.decode_inputs = lambda self, ranks, rank: decode_inputs(self, ranks, 0)
     generator = built(CONFIGS["llama"](), ParallelMesh.create(ParallelDims(ring=2)))
     found = generator.generate(prompts()[:3], Generate(max_new_tokens=4, temperature=0), [0] * 3)
     model = drawn_model(CONFIGS["llama"]())
@@ -217,7 +218,7 @@ def broken(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["", "merge", "owner"])
-def test_a_wrong_merge_and_a_wrong_owner_are_seen(kind: str) -> None:
+def test_wrong_merge_and_wrong_owner_are_noticed(kind: str) -> None:
     with RankPool(preload=("usp.hf.integrate", "transformers.models.llama.modeling_llama")) as own:  # patched ranks
         errors = own.run(broken, 2, kind)
     assert all(error > 1e-4 for error in errors) if kind else all(error <= 1e-5 for error in errors)
@@ -256,16 +257,16 @@ def refusals() -> dict[str, str]:
     return messages
 
 
-def test_what_cannot_be_honoured_is_refused_on_every_rank(ranks: RankPool) -> None:
+def test_invalid_arguments_are_rejected_on_every_rank(ranks: RankPool) -> None:
     wanted = {
         "none": "[]",
-        "long": f"ValueError: prompt 1 has {CONTEXT} tokens, and must have at least 1 and leave room for one more",
+        "long": f"ValueError: prompt 1 has {CONTEXT} tokens, expected 1 to {CONTEXT - 1} to leave room for a response",
         "empty": "ValueError: prompt 0 has 0 tokens",
-        "floats": "ValueError: prompt 0 is torch.float32 of shape (2,), and must be 1-D integers",
+        "floats": "ValueError: prompt 0 must be 1-D integers, got torch.float32 of shape (2,)",
         "numbers": "ValueError: max_new_tokens=0 must be at least 1; temperature=-1 must be positive",
-        "differ": "RuntimeError: the call of generate must be the same on all ranks",
+        "differ": "RanksDisagree: the arguments of generate must be the same on all ranks",
         "plain": "ValueError: the model's attention is not sharded: call apply_unified_sp(model, mesh) first; slots=0",
-        "experts": "ValueError: ep=2 lets tokens of different data-parallel ranks meet",
+        "experts": "ValueError: ep=2 would exchange tokens between data-parallel ranks",
         "gradients": "ValueError: kv_cache keeps no gradients",
         "nan": "the model's logits are not finite after 3 tokens",
     }

@@ -1,4 +1,4 @@
-"""Plans by name and as text, what is wrong with one, and the order of operations that follows from one."""
+"""Named plans, plans as YAML, their validation, and the schedule that follows from a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
-from usp.rlhf.plan.operations import Operation, copy_of, home, schedule
+from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping, parse_ranks, to_mapping
 from usp.rlhf.runtime.measure import sampling_difference, with_measures
@@ -27,7 +27,7 @@ FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))
 
 
-def test_heuristic_is_reals() -> None:
+def test_heuristic_is_that_of_real() -> None:
     plan = named_plan("heuristic", ppo(), FACTS)
     dims = ParallelDims(pp=2, tp=8, dp_shard=1)
     for call in ppo().calls:
@@ -42,7 +42,7 @@ def test_heuristic_is_reals() -> None:
     assert few_heads["actor_train"].dims == ParallelDims(tp=4, dp_replicate=4, dp_shard=1)
 
 
-def test_flattening_gives_every_call_the_degrees_of_the_user() -> None:
+def test_flattening_uses_the_given_degrees_for_every_call() -> None:
     plan = named_plan("flattening", ppo(), replace(FACTS, dims=ParallelDims(ring=2, ulysses=2), zero=3))
     models = [plan[call.name] for call in ppo().calls if call.role]
     assert {(layout.ranks, str(layout.dims)) for layout in models} == {(EVERYWHERE, "dp_shard=4 ring=2 ulysses=2")}
@@ -52,7 +52,7 @@ def test_flattening_gives_every_call_the_degrees_of_the_user() -> None:
     }
 
 
-def test_interleaving_divides_the_ranks_between_calls_that_could_overlap() -> None:
+def test_interleaving_splits_the_ranks_between_concurrent_calls() -> None:
     plan = named_plan("interleaving", ppo(), replace(FACTS, dims=ParallelDims(tp=2)))
     names = ("ref_inference", "reward_inference", "critic_inference", "actor_inference")
     assert [plan[name].ranks for name in names] == [tuple(range(4 * n, 4 * n + 4)) for n in range(4)]
@@ -62,7 +62,7 @@ def test_interleaving_divides_the_ranks_between_calls_that_could_overlap() -> No
     assert [crowded[name].ranks[0] for name in names] == [0, 8, 0, 8]
 
 
-def test_separation_trains_beside_everything_else() -> None:
+def test_separation_trains_on_the_second_half() -> None:
     facts = replace(FACTS, dims=ParallelDims(ulysses=4), rollout_dims=ParallelDims(tp=4), zero=3)
     plan = named_plan("separation", ppo(), facts)
     for call in ppo().calls:
@@ -70,18 +70,18 @@ def test_separation_trains_beside_everything_else() -> None:
         assert plan[call.name].ranks == half
     assert str(plan["actor_train"].dims) == "dp_shard=2 ulysses=4"
     assert str(plan["actor_generate"].dims) == "dp_shard=2 tp=4"
-    with pytest.raises(ValueError, match="two halves, but there are 3"):
+    with pytest.raises(ValueError, match="separation requires an even number of ranks, got 3"):
         named_plan("separation", ppo(), replace(FACTS, world_size=3))
 
 
 @pytest.mark.parametrize("name", NAMED_PLANS)
-def test_text_is_a_plan_and_back(name: str) -> None:
+def test_plan_survives_yaml(name: str) -> None:
     facts = replace(FACTS, dims=ParallelDims(ulysses=2, tp=2), zero=3, tp_sequence_parallel=True)
     plan = named_plan(name, ppo(), facts)
     assert from_mapping(yaml.safe_load(yaml.safe_dump(to_mapping(plan)))) == plan
 
 
-def test_a_file_may_leave_out_what_follows() -> None:
+def test_defaults_may_be_left_out_of_a_file() -> None:
     text = "{offload: [ref], calls: {a: {ranks: '0-3,6-9', tp: 2, zero: 3}, b: {ranks: 5}, c: {ranks: [1, 2]}}}"
     plan = from_mapping(yaml.safe_load(text))
     assert plan["a"] == CallLayout((0, 1, 2, 3, 6, 7, 8, 9), ParallelDims(dp_shard=4, tp=2), 3)
@@ -89,14 +89,14 @@ def test_a_file_may_leave_out_what_follows() -> None:
     assert parse_ranks("3") == (3,)
 
 
-def test_everything_wrong_with_a_file_is_said_at_once() -> None:
+def test_all_violations_of_a_file_are_reported_at_once() -> None:
     text = "{plan: x, offload: ref, calls: {a: {ranks: 0-3-5}, b: {tp: 2}, c: {ranks: 0, tp: '2', cp: 2, zero: true}}}"
     with pytest.raises(ValueError) as caught:
         from_mapping(yaml.safe_load(text))
     for part in (
         "unknown key 'plan'",
         "offload: 'ref' must be a list of roles",
-        "a: ranks: '0-3-5' must be ranks and ranges of them, such as 0-3,6",
+        "a: ranks: '0-3-5' must be ranks and ranges, such as 0-3,6",
         "b: {'tp': 2} must be a mapping with `ranks`",
         "c: unknown key 'cp'; tp: '2' must be int; zero: True must be int",
     ):
@@ -105,7 +105,7 @@ def test_everything_wrong_with_a_file_is_said_at_once() -> None:
         from_mapping([])
 
 
-def test_everything_wrong_with_a_plan_is_said_at_once() -> None:
+def test_all_violations_of_a_plan_are_reported_at_once() -> None:
     graph = ppo()
     one = CallLayout((0,), ParallelDims(dp_shard=1))
     calls = {call.name: one for call in graph.calls if call.name != "ref_inference"} | {
@@ -121,31 +121,31 @@ def test_everything_wrong_with_a_plan_is_said_at_once() -> None:
         ExecutionPlan("mine", calls, frozenset({"actor", "judge"})).check(graph, world_size=8)
     for part in (
         "plan 'mine': no layout for ref_inference",
-        "layouts for other, which are no calls",
-        "actor_generate: a generate call keeps whole weights and no sequence: leave out zero, tp_sequence_parallel",
-        "actor_generate: tp_sequence_parallel needs tp of at least 2",
-        "actor_train: ranks 8-9 are missing from the world of 8 ranks (0-7): start more ranks, or name others",
+        "layouts for unknown calls other: the calls are ",
+        "actor_generate: a generate call does not support zero, tp_sequence_parallel: remove them",
+        "actor_generate: tp_sequence_parallel requires tp >= 2, got tp=1",
+        "actor_train: ranks 8-9 are missing from the world of 8 ranks (0-7): launch more ranks, or use others",
         "actor_train: dp_shard=2 x 1 = 2 ranks must equal the call's ranks, 4",
-        "critic_train: ranks [1, 1] must ascend, each once",
+        "critic_train: ranks [1, 1] must be unique and ascending",
         "critic_train: dp_shard=-1 must be resolved",
         "critic_train: zero=5 must be one of 0, 1, 2, 3",
         "critic_train: micro_batch_tokens=-1",
         "critic_train: sp_layout='spiral' must be one of",
-        "critic_inference: no ranks",
+        "critic_inference: must have at least one rank",
         "reward_inference: ep=4 must divide",
-        "advantages: a function has no model to divide, but tp=2 was asked",
+        "advantages: a function supports only data-parallel degrees, got tp=2",
         "offload names 'actor', which is trained",
-        "offload names 'judge': the roles are actor, critic, ref, reward",
+        "offload names unknown role 'judge': the roles are actor, critic, ref, reward",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="plan 'best' must be one of heuristic, flattening"):
         named_plan("best", graph, FACTS)
 
 
-# Measures, and what ranks compare
+# Measurements and fingerprints
 
 
-def test_sampling_is_compared_where_the_training_layout_recomputes() -> None:
+def test_sampling_difference_runs_where_the_training_layout_recomputes() -> None:
     plan = named_plan("separation", ppo(), FACTS)
     graph, measured = with_measures(ppo(), plan, ("tokens",), print)
     assert measured["sampling_difference"].ranks == plan["actor_inference"].ranks
@@ -155,7 +155,7 @@ def test_sampling_is_compared_where_the_training_layout_recomputes() -> None:
         with_measures(ppo(), plan, ("text",), print)
 
 
-def test_sampling_difference_counts_the_response_alone() -> None:
+def test_sampling_difference_counts_only_the_response() -> None:
     values = {
         "logprobs": [torch.tensor([9.0, -1.0, -2.0, 0.0]), torch.zeros(1)],
         "old_logprobs": [torch.tensor([0.0, -1.5, -2.0, 0.0]), torch.zeros(1)],
@@ -172,14 +172,14 @@ def test_sampling_difference_counts_the_response_alone() -> None:
     )
 
 
-def test_a_fingerprint_is_of_values_and_not_of_addresses() -> None:
+def test_fingerprint_depends_on_values_not_on_addresses() -> None:
     assert fingerprint((ppo(), sampling_difference)) == fingerprint((ppo(), sampling_difference))
     graphs = [ppo(), ppo(temperature=0.5), ppo(mini_batches=1)]
     different = [*graphs, partial(ppo, 1), partial(ppo, 2), {"a", "b"}, {"a": "b"}]
     assert len({fingerprint(value) for value in different}) == len(different)
 
 
-# The order of operations
+# The schedule
 
 
 def operations(name: str, graph: DataflowGraph, facts: Facts = FACTS) -> tuple[Operation, ...]:
@@ -201,7 +201,7 @@ def test_calls_have_weights_and_samples_before_they_start(name: str) -> None:
     for call in graph.calls:
         start = calls[call.name]
         assert all(calls[other] < start for other in graph.before(call.name))
-        copy, source = copy_of(graph, plan, call), home(graph, plan, call.role)
+        copy, source = copy_of(graph, plan, call), trained_copy(graph, plan, call.role)
         held = call.role and source not in (None, copy)
         moves = [place for kind in ("reallocate", "release") for place, op in places(found, kind) if op.copy == copy]
         assert len(moves) == (2 if held else 0)
@@ -214,7 +214,7 @@ def test_calls_have_weights_and_samples_before_they_start(name: str) -> None:
     assert sorted(offloaded) == sorted(plan.offload)
 
 
-def test_weights_for_calls_that_could_overlap_move_before_any_of_them_starts() -> None:
+def test_weights_of_concurrent_calls_move_before_any_of_them_starts() -> None:
     found = operations("interleaving", ppo(), replace(FACTS, zero=3))
     first = min(place for place, operation in places(found, "call") if operation.call.endswith("inference"))
     assert all(place < first for place, _ in places(found, "reallocate"))

@@ -1,4 +1,4 @@
-"""In every layout a role's model says and learns what one plain process does."""
+"""A role's model computes and learns the same in every layout as in a single process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from usp.hf.export import save_weights
 from usp.hf.models import load_model_config, scalar_config
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.generation.responses import responses
+from usp.rlhf.generation.responses import GeneratedResponse, generate_samples
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel
@@ -31,12 +31,12 @@ from usp.train.engines.base import AdamW
 LENGTHS = [41, 1, 3, 19, 7, 2, 30, 5, 11, 23, 4, 13]
 MINI_BATCHES = (range(6), range(6, 12))
 TEMPERATURE, CLIP = 0.7, 0.2
-ADAM = AdamW(0.1, eps=ADAM_EPS)  # its first steps are no signs of rounding
+ADAM = AdamW(0.1, eps=ADAM_EPS)  # keeps the first steps from amplifying rounding
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A clipped policy loss with an entropy bonus, or a value loss, and a loss of pairs of whole sequences."""
+    """A clipped policy loss with an entropy bonus, or a value loss, plus a loss on pairs of whole sequences."""
 
     head: Literal["logprobs", "values"] = "logprobs"
     keys: tuple[str, ...] = ("old", "advantages", "weights")
@@ -63,7 +63,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """All sequences in one process, one after the other in one row."""
+    """All sequences in one process, concatenated in one row."""
 
     lengths: list[int]
 
@@ -99,7 +99,7 @@ def config_of(family: str, head: str) -> Any:
 
 
 def said(model: Any, tokens: Tensor, head: str) -> tuple[Tensor, Tensor | None]:
-    """Per token: log-probability of the next and entropy (0 at the last token), or value."""
+    """Return per token the log-probability of the next one and the entropy (0 at the last token), or the value."""
     hidden = model.base_model(input_ids=tokens.unsqueeze(0)).last_hidden_state[0]
     if head == "values":
         return model.score(hidden).squeeze(-1), None
@@ -110,7 +110,7 @@ def said(model: Any, tokens: Tensor, head: str) -> tuple[Tensor, Tensor | None]:
 
 
 def train_alone(family: str, head: Literal["logprobs", "values"]) -> dict[str, Any]:
-    """What is said before two steps and after, the metrics, and the weights."""
+    """Return the outputs before and after two steps, the metrics, and the weights."""
     model, samples, objective = drawn_model(config_of(family, head)), all_samples(), Pairs(head)
     optimizer = ADAM.over(model.parameters())
     with torch.no_grad():
@@ -145,7 +145,7 @@ class Case:
     dims: ParallelDims
     zero: int = 0
     budget: int = 0
-    shared: bool = False  # tokens over tp
+    shared: bool = False  # tp_sequence_parallel
     family: str = "llama"
     head: Literal["logprobs", "values"] = "logprobs"
 
@@ -174,7 +174,7 @@ def spec_of(case: Case) -> RoleSpec:
 
 
 def own_part(samples: Samples, mesh: ParallelMesh) -> Samples:
-    """Pairs go around: with eight data-parallel ranks, two have none of six."""
+    """Deal out pairs round-robin: of eight data-parallel ranks, two get none of the six."""
     return samples.of([i for i in samples.ids if i // 2 % mesh.size("batch") == mesh.rank("batch")])
 
 
@@ -191,7 +191,7 @@ def weights_apart(model: RoleModel, wanted: dict[str, Tensor]) -> float:
 
 
 def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[str, float]:
-    """How far each thing is from what one process found."""
+    """Return the error of each result against the single process."""
     mesh = ParallelMesh.create(case.layout.dims, groups=groups)
     mine = own_part(all_samples(), mesh)
     work = Inference(case.head, TEMPERATURE)
@@ -214,8 +214,8 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     )
     found["weights"] = weights_apart(model, wanted["weights"])
     found["after"] = apart(model.inference(mine, work, "said"), after, "said")
-    assert {name: local_box(weight) for name, weight in still.weights().items()} == boxes, "what is gathered is kept"
-    # weights that come and go, and change in between
+    assert {name: local_box(weight) for name, weight in still.weights().items()} == boxes, "parameters stay gathered"
+    # Weights that are released, allocated, changed, offloaded and loaded.
     still.release()
     assert all(local_part(weight).untyped_storage().nbytes() == 0 for weight in still.weights().values())
     still.allocate()
@@ -242,7 +242,7 @@ def run_cases(wanted: dict[tuple[str, str], Any]) -> list[dict[str, float]]:
 
 
 def stop_and_fail(folder: str) -> list[Any]:
-    """A pipeline that stops early; data that break it; then, from a causal LM's folder, a critic that is saved."""
+    """Stop a pipeline early, break it with bad data, then save a critic that starts from a causal LM's folder."""
     dims = ParallelDims(pp=2, dp_shard=2)
     layout, mesh = CallLayout(tuple(range(4)), dims, micro_batch_tokens=32), ParallelMesh.create(dims)
     spec = replace(spec_of(CASES[0]), source=folder, config=load_model_config(folder))
@@ -257,16 +257,16 @@ def stop_and_fail(folder: str) -> list[Any]:
     parts = [mine.of([i for i in ids if i in mine.ids]) for ids in MINI_BATCHES]
     metrics = model.train_step(parts, TrainStep(Pairs(), mini_batches=2, epochs=3, stop_above=("pairs", 0.0)))
     found: list[Any] = [metrics["optimizer_steps"], metrics["pairs"] > 0, untouched()]
-    with pytest.raises(ValueError, match="stop_above names kl, and the objective gives away, loss, pairs"):
+    with pytest.raises(ValueError, match="unknown metric kl: the objective's metrics are away, loss, pairs"):
         model.train_step(parts, TrainStep(Pairs(), mini_batches=2, stop_above=("kl", 0.1)))
     if mesh.rank("batch") == 0:
         mine["advantages"][0][3] = torch.nan
     with pytest.raises(TrainingDiverged, match=r"actor, epoch 1, mini-batch 1 of 2: \{'loss': nan\} must"):
         model.train_step(parts, TrainStep(Pairs(), mini_batches=2))
     found.append(untouched())
-    with pytest.raises(ValueError, match="no sample on any rank"):
+    with pytest.raises(ValueError, match="no samples on any rank"):
         model.train_step([mine.of([])], TrainStep(Pairs()))
-    with pytest.raises(ValueError, match="actor was asked for values, and has a causal LM's head"):
+    with pytest.raises(ValueError, match="actor cannot compute values, it has a causal LM head"):
         model.inference(mine, Inference("score"), "score")
     critic = replace(spec, config=load_model_config(folder, "scalar", new_head=True), new_head=True, seed=5)
     scalar = RoleModel(critic, layout, mesh)
@@ -275,7 +275,7 @@ def stop_and_fail(folder: str) -> list[Any]:
     return found
 
 
-def test_early_stop_and_nan_change_nothing_and_a_critic_begins_at_a_causal_lm(ranks: RankPool, tmp_path: Path) -> None:
+def test_early_stop_and_nan_change_nothing_and_critics_start_from_causal_lms(ranks: RankPool, tmp_path: Path) -> None:
     model = drawn_model(CONFIGS["llama"](), 3)
     save_weights(dict(model.named_parameters()), tmp_path / "lm", config=model.config)
     assert ranks.run(stop_and_fail, 4, str(tmp_path / "lm")) == [[0.0, True, True, True]] * 4
@@ -292,37 +292,30 @@ def test_early_stop_and_nan_change_nothing_and_a_critic_begins_at_a_causal_lm(ra
         load_model_config(str(tmp_path / "lm"), "scalar")
 
 
-@dataclass(frozen=True)
-class Response:
-    tokens: Tensor
-    logprobs: Tensor
-    finished: bool
-
-
 class Echo:
-    """Responds with the seed, as often as the prompt has tokens but one."""
+    """Responds to a prompt of n tokens with n - 1 times the seed."""
 
-    def generate(self, prompts: Any, work: Generate, seeds: Any) -> list[Response]:
+    def generate(self, prompts: Any, work: Generate, seeds: Any) -> list[GeneratedResponse]:
         lengths = [len(prompt) - 1 for prompt in prompts]
         return [
-            Response(torch.full((n,), seed % 97), torch.full((n,), -0.5), n > 0)
+            GeneratedResponse(torch.full((n,), seed % 97), torch.full((n,), -0.5), n > 0)
             for n, seed in zip(lengths, seeds, strict=True)
         ]
 
 
 def test_responses_are_samples_aligned_with_their_tokens() -> None:
     prompts = Samples((2, 5), {"prompt_ids": [torch.tensor([7, 8, 9]), torch.tensor([6])]})
-    made = responses(prompts, Generate(group_size=2), 11, Echo())
+    made = generate_samples(prompts, Generate(group_size=2), 11, Echo())
     assert made.ids == (4, 5, 10, 11)
     first, second = (derived_seed(11, sample) % 97 for sample in (4, 5))
     assert made["tokens"][0].tolist() == [7, 8, 9, first, first] and made["tokens"][1].tolist()[3:] == [second] * 2
     assert made["mask"][0].tolist() == [0, 0, 1, 1, 0] and made["logprobs"][0].tolist() == [0, 0, -0.5, -0.5, 0]
     assert made["mask"][2].tolist() == [0] and [bool(f) for f in made["finished"]] == [True, True, False, False]
     assert [int(n) for n in made["prompt_length"]] == [3, 3, 1, 1]
-    assert first != second and len(responses(Samples((), {}), Generate(), 11, Echo())) == 0
+    assert first != second and len(generate_samples(Samples((), {}), Generate(), 11, Echo())) == 0
 
 
-def test_every_layout_says_and_learns_what_one_process_does(ranks: RankPool) -> None:
+def test_every_layout_matches_a_single_process(ranks: RankPool) -> None:
     wanted = {(case.family, case.head): train_alone(case.family, case.head) for case in CASES}
     found = ranks.run(run_cases, 8, wanted, timeout=400)
     for rank, cases in enumerate(found):

@@ -1,4 +1,4 @@
-"""Samples become rows of the same shape on every rank, and what the model says of their tokens comes back by sample."""
+"""Samples are packed into rows of the same shape on every rank, and per-token outputs unpacked by sample."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def samples_of(lengths: list[int], first: int = 0) -> Samples:
     budget=st.integers(0, 60),
     at_least=st.integers(1, 4),
 )
-def test_every_sample_is_in_one_row_and_rows_keep_to_the_budget(
+def test_every_sample_is_in_one_row_and_rows_respect_the_budget(
     lengths: list[int], unit: int, budget: int, at_least: int
 ) -> None:
     rows = pack(samples_of(lengths), unit=unit, budget=budget, at_least=at_least)
@@ -40,10 +40,10 @@ def test_every_sample_is_in_one_row_and_rows_keep_to_the_budget(
         assert not budget or sum(lengths[index] for index in row) <= budget or len(row) == unit
 
 
-def test_units_share_rows_by_their_ids() -> None:
+def test_units_share_rows_by_sample_id() -> None:
     samples = samples_of([5, 9, 2, 1], first=6)
     assert pack(samples, unit=2, at_least=2) == ((0, 1), (2, 3))
-    with pytest.raises(ValueError, match=r"samples \[6, 9\] lack others of their 2 consecutive ones"):
+    with pytest.raises(ValueError, match=r"samples \[6, 9\] are in incomplete units, expected 2 consecutive samples"):
         pack(samples.of([6, 8, 9]).of([6, 9]), unit=2)
     with pytest.raises(ValueError, match=r"samples \[7\] have no tokens"):
         pack(samples_of([3, 0], first=6))
@@ -69,7 +69,7 @@ def rows_on_ranks() -> None:
         assert torch.equal(whole["input_ids"][0], ids) and torch.equal(whole["shift_labels"][0], labels)
         assert torch.equal(whole["x"][0], ids / 2) and whole["x"].dtype == torch.float32
         assert batch["cu_seqlens"].tolist()[0][-1] == sum(map(len, tokens))
-        _sums_are_those_of_whole_sequences(batch, whole["x"], mesh)
+        _check_sums(batch, whole["x"], mesh)
     again = unpack([batch["x"] for batch in batches], plan, uneven, layout, mesh)
     assert all(torch.equal(a, b) for a, b in zip(again, uneven["x"] if len(uneven) else [], strict=True))
     assert plan_rows(samples_of([]), layout, mesh) is None
@@ -78,8 +78,8 @@ def rows_on_ranks() -> None:
     assert plan == RowPlan(((0,),), 4)
 
 
-def _sums_are_those_of_whole_sequences(batch: dict[str, Tensor], whole: Tensor, mesh: ParallelMesh) -> None:
-    """And the gradient of all ranks' shares together reaches every token once."""
+def _check_sums(batch: dict[str, Tensor], whole: Tensor, mesh: ParallelMesh) -> None:
+    """Check the sums over whole sequences, and that all ranks' shares together reach every token's gradient once."""
     sequences = RowSequences.of(batch, mesh.group("sp"))
     x = batch["x"].clone().requires_grad_()
     sums = sequences.sums(x)
@@ -96,7 +96,7 @@ def test_rows_and_sums_on_ranks(ranks: RankPool) -> None:
     ranks.run(rows_on_ranks, 8)
 
 
-def test_a_value_for_something_else_than_each_token_is_refused(ranks: RankPool) -> None:
+def test_values_that_are_not_per_token_are_rejected(ranks: RankPool) -> None:
     ranks.run(refuse_short_values, 1)
 
 
@@ -104,5 +104,5 @@ def refuse_short_values() -> None:
     mesh = ParallelMesh.create(ParallelDims())
     samples = samples_of([3, 2])
     short = Samples(samples.ids, {**samples.values, "x": [torch.zeros(3), torch.zeros(())]})
-    with pytest.raises(ValueError, match=r"x of sample 1 is \(\): it must hold one number for each token"):
+    with pytest.raises(ValueError, match=r"one number per token: x of sample 1 has shape \(\), expected \(2,\)"):
         micro_batches(short, RowPlan(((0, 1),), 5), layout_of(ParallelDims()), mesh, ("x",))

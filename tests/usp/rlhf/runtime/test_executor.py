@@ -21,7 +21,7 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
-from usp.rlhf.plan.operations import Copy
+from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor, StepResult
@@ -169,7 +169,7 @@ def run_stale() -> list[dict[str, float]]:
     made = executor(graph, plan, ProcessGroups(), build_role=partial(ToyModel, stale=True))
     copies = made._setting.copies
 
-    def forget(copy: Copy, traffic: Traffic) -> None:
+    def forget(copy: WeightCopy, traffic: Traffic) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 
