@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import yaml
@@ -26,7 +26,7 @@ from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping
 from usp.rlhf.roles.spec import RoleSpec
 from usp.rlhf.runtime.step_plan import batch_violations
-from usp.run.failures import ConfigurationError, listed, nearest
+from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import METRICS_FILE
 from usp.train.resume import CHECKPOINTS, Start, find_start
@@ -40,7 +40,6 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
 from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_violations
 from .validate import violations
 
-T = TypeVar("T")
 SFT, MODEL = "sft", "model"  # directories of a run: its supervised warm-up, and the trained model of either
 RESPONSES = 64  # per step, unless --prompts is set
 
@@ -84,45 +83,39 @@ def prepare(
     Raises:
         ConfigurationError: with every violation found, before any rank communicates.
     """
-    problems = list(violations(config, algorithms))
-
-    def attempt(load: Callable[[], T]) -> T | None:
-        try:
-            return load()
-        except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-            problems.append(str(error))
-            return None
-
+    problems = Problems(violations(config, algorithms))
+    attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     algorithm = algorithms.get(config.algorithm)
-    if algorithm is None:
-        raise ConfigurationError(listed(problems))
+    if algorithm is None:  # one of the problems
+        problems.check()
+    assert algorithm is not None
     config = replace(config, learning_rate=config.learning_rate or algorithm.learning_rate)
     sft_steps = _sft_steps(config, algorithm)
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
     start = start or attempt(lambda: _find_start(config, sft_steps, launch)) or Start()
-    if problems or device is None or tokenizer is None or specs is None:
-        raise ConfigurationError(listed(problems))
+    problems.check()
+    assert device is not None and tokenizer is not None and specs is not None
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
     saved = attempt(partial(_read_state, start, config, sft_steps)) if start.checkpoint else None
-    if problems or examples is None:
-        raise ConfigurationError(listed(problems))
+    problems.check()
+    assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
-    if problems or options is None or graph is None:
-        raise ConfigurationError(listed(problems))
+    problems.check()
+    assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += unused_models(config, algorithm, graph)
     problems += _step_violations(config, algorithm, options, graph)
     specs = {role: specs[role] for role in graph.roles}
     plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
-    if problems or plan is None or kernel is None:
-        raise ConfigurationError(listed(problems))
+    problems.check()
+    assert plan is not None and kernel is not None
     config = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."))
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved

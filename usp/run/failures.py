@@ -24,15 +24,19 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
+import yaml
 
 from parallel import RanksDisagree
 
 from .launch import Launch
+
+T = TypeVar("T")
 
 LAUNCHER_SECONDS = 10.0
 SIGNALLED = 128  # as shells report: 128 + the signal's number
@@ -58,6 +62,23 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'zigzag'?)` if `word` is close to one of `known`, otherwise nothing."""
     match = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+class Problems(list[str]):
+    """Problems of a configuration, collected to be reported in one message."""
+
+    def attempt(self, load: Callable[[], T]) -> T | None:
+        """Return `load()`; None if it fails, after adding its message."""
+        try:
+            return load()
+        except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+            self.append(str(error))
+            return None
+
+    def check(self) -> None:
+        """Raise ConfigurationError if there are any."""
+        if self:
+            raise ConfigurationError(listed(self))
 
 
 class TrainingDiverged(RuntimeError):

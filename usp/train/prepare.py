@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TypeVar
 
 import torch
 
@@ -19,7 +17,7 @@ from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer
 from usp.model.facts import ModelShape
-from usp.run.failures import ConfigurationError, listed
+from usp.run.failures import Problems, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem
 from usp.run.profiling import parse_steps
@@ -27,8 +25,6 @@ from usp.run.profiling import parse_steps
 from .checkpoints import TrainingState, resume_violations
 from .resolve import resolve
 from .resume import Start, find_start
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,16 +60,8 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
     """
     resolved = resolve(config, launch.world_size)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
-    problems: list[str] = []
-    kernel_choice = ""
-
-    def attempt(load: Callable[[], T]) -> T | None:
-        try:
-            return load()
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-            return None
-
+    problems, kernel_choice = Problems(), ""
+    attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
@@ -97,8 +85,9 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
     )
     if saved is not None:
         attempt(partial(batches.load_state_dict, saved.stream))
-    if problems or attempt(batches.peek) is None:
-        raise ConfigurationError(listed(problems))
+    problems.check()
+    attempt(batches.peek)
+    problems.check()
     dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
     return PreparedRun(
         config=replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype),

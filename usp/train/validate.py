@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
@@ -25,7 +26,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
     facts: None if the model was not found; rules about it are then skipped.
     """
     config = settle_batch(config, world_size)
-    alone = dict((*_choices(config), *_numbers(config)))
+    alone = value_violations(config, {**CHOICES, "plan": PLANS}, RANGES)
     found = list(alone.values())
     for rule, reads in RULES:
         if not set(reads) & set(alone):  # no arithmetic with values that are invalid on their own
@@ -58,77 +59,60 @@ def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
         return None
 
 
-def _choices(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    for name, choices in (
-        ("sp_layout", LAYOUTS),
-        ("sp_order", SP_ORDERS),
-        ("pp_schedule", PP_SCHEDULES),
-        ("engine", ENGINES),
-        ("ac", AC_MODES),
-        ("attention_kernel", KERNEL_NAMES),
-        ("dtype", DTYPES),
-        ("device", DEVICES),
-        ("plan", PLANS),
-    ):
-        value = getattr(config, name)
-        if value not in choices:
-            yield name, f"{flag(name)} = {value!r} must be one of {', '.join(choices)}{nearest(value, choices)}"
-    if config.zero not in ZERO_STAGES:
-        yield "zero", f"--zero = {config.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
+def value_violations(config: Any, choices: Mapping[str, Sequence[Any]], ranges: Mapping[str, Range]) -> dict[str, str]:
+    """Return what is wrong with single fields of a configuration, by field."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    found = {}
+    for name in sorted(values.keys() & {*choices, *ranges}, key=list(values).index):
+        value = values[name]
+        if name in choices and value not in choices[name]:
+            known = [str(choice) for choice in choices[name]]
+            found[name] = f"{flag(name)} = {value!r} must be one of {', '.join(known)}{nearest(str(value), known)}"
+        elif name in ranges and not ranges[name].holds(value):
+            found[name] = f"{flag(name)} = {value} must be {ranges[name].words}"
+    return found
 
 
-AT_LEAST_ONE = (
-    *("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep", "batch_size", "micro_batches"),
-    *("steps", "log_every", "loss_chunk", "keep_checkpoints"),
-)
-MAX_TIMEOUT = (
-    86400.0  # of --hang-timeout, a day: process groups wait a few times longer, which torch counts in int32 ms
-)
-NOT_NEGATIVE = (
-    "global_batch_size",
-    "warmup_steps",
-    "weight_decay",
-    "seed",
-    "mlp_tile",
-    "checkpoint_every",
-    "hang_timeout",
-)
+class Range(NamedTuple):
+    """Values that a field may have, as a predicate (False for nan) and after "must be"."""
+
+    holds: Callable[[Any], bool]
+    words: str
 
 
-def _numbers(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Check the range of each number."""
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 1"
-    if config.seq_len < 2:
-        yield "seq_len", f"--seq-len = {config.seq_len} must be at least 2: a token and the next one"
-    if config.dp_shard != -1 and config.dp_shard < 1:
-        yield "dp_shard", f"--dp-shard = {config.dp_shard} must be at least 1, or -1 for the remaining ranks"
-    for name in NOT_NEGATIVE:
-        if not getattr(config, name) >= 0:
-            yield name, f"{flag(name)} = {getattr(config, name)} must not be negative"
-    if config.weight_decay == math.inf:
-        yield "weight_decay", "--weight-decay = inf must be finite"
-    if config.hang_timeout > MAX_TIMEOUT:
-        yield (
-            "hang_timeout",
-            f"--hang-timeout = {config.hang_timeout} must be at most {MAX_TIMEOUT:.0f} seconds; 0 disables it",
-        )
-    if not 0 < config.learning_rate < math.inf:
-        yield "learning_rate", f"--learning-rate = {config.learning_rate} must be positive and finite"
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            yield name, f"{flag(name)} = {getattr(config, name)} must be at least 0 and below 1"
-    if not 0 < config.adam_eps < math.inf:
-        yield "adam_eps", f"--adam-eps = {config.adam_eps} must be positive and finite"
-    if not config.max_grad_norm > 0:
-        yield "max_grad_norm", f"--max-grad-norm = {config.max_grad_norm} must be positive; inf disables clipping"
-    coefficient = config.router_aux_loss_coef
-    if coefficient != -1 and not 0 <= coefficient < math.inf:
-        yield (
-            "router_aux_loss_coef",
-            f"--router-aux-loss-coef = {coefficient} must be at least 0, or -1 for the model's own value",
-        )
+AT_LEAST_ONE = Range(lambda value: value >= 1, "at least 1")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "at least 0")
+POSITIVE = Range(lambda value: 0 < value < math.inf, "positive and finite")
+FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
+
+CHOICES: Mapping[str, Sequence[Any]] = {
+    "sp_layout": LAYOUTS,
+    "sp_order": SP_ORDERS,
+    "pp_schedule": PP_SCHEDULES,
+    "zero": ZERO_STAGES,
+    "engine": ENGINES,
+    "ac": AC_MODES,
+    "attention_kernel": KERNEL_NAMES,
+    "dtype": DTYPES,
+    "device": DEVICES,
+}
+RANGES: Mapping[str, Range] = {
+    **dict.fromkeys(("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep"), AT_LEAST_ONE),
+    **dict.fromkeys(("batch_size", "micro_batches", "steps", "log_every"), AT_LEAST_ONE),
+    **dict.fromkeys(("loss_chunk", "keep_checkpoints"), AT_LEAST_ONE),
+    **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
+    **dict.fromkeys(("learning_rate", "adam_eps"), POSITIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
+    "seq_len": Range(lambda value: value >= 2, "at least 2: a token and the next one"),
+    "dp_shard": Range(lambda value: value == -1 or value >= 1, "at least 1, or -1 for the remaining ranks"),
+    "weight_decay": Range(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    "hang_timeout": Range(lambda value: 0 <= value <= MAX_TIMEOUT, f"0 to {MAX_TIMEOUT:.0f} seconds; 0 disables it"),
+    "max_grad_norm": Range(lambda value: value > 0, "positive; inf disables clipping"),
+    "router_aux_loss_coef": Range(
+        lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the model's own value"
+    ),
+}
 
 
 def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
