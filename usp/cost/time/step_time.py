@@ -47,14 +47,10 @@ OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
 }
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
     "send": ("send", 0),
-    "alltoall_base_": ("exchange", 1),
-    "all_to_all_single": ("exchange", 1),
-    "_allgather_base_": ("gather", 1),
-    "all_gather_into_tensor": ("gather", 1),
-    "_reduce_scatter_base_": ("reduce", 1),
-    "reduce_scatter_tensor": ("reduce", 1),
-    "allreduce_": ("gather", 2),
-    "all_reduce": ("gather", 2),
+    **dict.fromkeys(("alltoall_base_", "all_to_all_single"), ("exchange", 1)),
+    **dict.fromkeys(("_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), ("reduce", 1)),
+    **dict.fromkeys(("allreduce_", "all_reduce"), ("gather", 2)),
 }
 
 
@@ -253,8 +249,7 @@ def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, 
 
 
 def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
-    """Return the time of the first layer's attention on the slowest rank, with Ulysses' exchanges: a forward, or both
-    passes."""
+    """Return the time of the first layer's forward (or both passes) of attention and Ulysses on the slowest rank."""
     rank, window = _slowest_ranks(job)[0], job.model.facts.windows[0]
     passes = attention_passes(job, hardware, Overlap(), rank, window)
     exchanges = [sent for sent in attention_traffic(job, rank, window) if sent.axis == "ulysses"]
