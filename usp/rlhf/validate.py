@@ -51,20 +51,13 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--max-grad-norm = {config.max_grad_norm} must be positive; inf disables clipping"
     if not 0 < config.top_p <= 1:
         yield f"--top-p = {config.top_p} must be above 0 and at most 1"
-    yield from _wrong_answers(config, algorithms)
+    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
+    if not 0 <= config.wrong_answers < 1:
+        yield f"--wrong-answers = {config.wrong_answers} must be at least 0 and below 1"
+    elif config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
+        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
+        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
     if config.sft_steps < -1:
         yield f"--sft-steps = {config.sft_steps} must be at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"
     if problem := wandb_problem(config.wandb_project):
         yield problem
-
-
-def _wrong_answers(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
-    if not 0 <= config.wrong_answers < 1:
-        yield f"--wrong-answers = {config.wrong_answers} must be at least 0 and below 1"
-        return
-    trained_on_answers = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
-    if config.wrong_answers and (config.algorithm not in trained_on_answers or config.data != STDLIB):
-        yield (
-            f"--wrong-answers = {config.wrong_answers} requires --data {STDLIB} and --algorithm "
-            f"{' or '.join(trained_on_answers)}, which trains on answers: remove it"
-        )
