@@ -91,7 +91,11 @@ class _Rlhf:
 
 @dataclass(frozen=True)
 class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
-    """Configuration of an RLHF run."""
+    """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
+    model call has its own ranks and parallel layout.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2 --sp-ring 2
+    """
 
 
 def parse_options(text: str, kind: type, source: str, without: Collection[str] = ()) -> dict[str, Any]:

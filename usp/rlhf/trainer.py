@@ -76,15 +76,13 @@ def train_rlhf(
         folder = run_folder(prepared.start, launch, f"{config.algorithm}-{Path(config.model).name}", prepared.device)
         prepared = replace(prepared, start=replace(prepared.start, folder=folder))
         if prepared.sft_steps:
-            prepared = _after_sft(prepared, prepared.sft_steps, launch, stop, watchdog)
+            prepared = _after_sft(prepared, launch, stop, watchdog)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog)
         outlast(timeout)
         trainer.run()
 
 
-def _after_sft(
-    prepared: PreparedRlhf, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog
-) -> PreparedRlhf:
+def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> PreparedRlhf:
     """Train the supervised steps, as a run in a subfolder, and prepare the run that starts from their model."""
     assert prepared.start.folder is not None
     folder = prepared.start.folder / SFT
@@ -99,7 +97,7 @@ def _after_sft(
             reward_function="match",
             critic="",
             ref="",
-            steps=steps,
+            steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
 from usp.rlhf.algorithms.algorithm import Stateful
-from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo, grpo_advantages
+from usp.rlhf.algorithms.grpo import GRPO, grpo_advantages
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
+from usp.rlhf.algorithms.preferences import DPO, pair_weights
 from usp.rlhf.algorithms.reinforce import (
     RLOO,
     ReinforcePlusPlus,
@@ -27,7 +29,7 @@ from usp.rlhf.algorithms.reinforce import (
 )
 from usp.rlhf.algorithms.response_rows import discounted_sums
 from usp.rlhf.algorithms.statistics import Moments, RunningMoments
-from usp.rlhf.algorithms.weights import PairWeights, Weighting
+from usp.rlhf.algorithms.weights import Weighting
 from usp.rlhf.data.mini_batches import mini_batch_ids
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate
@@ -131,7 +133,7 @@ def test_gae(gamma: float, lam: float) -> None:
     options = PPO(gamma=gamma, lam=lam, normalise_advantages=False, value_norm="none", zero_unfinished=True)
     options = replace(options, reward_bias=0.5, reward_scaling=3.0, max_reward_clip=2.0)
     samples = make()
-    result = PPOAdvantages.of(options)(samples, alone)
+    result = PPOAdvantages(options)(samples, alone)
     expected = oracle_gae(samples, options, kl=0.1)
     check_rows(samples, "advantages", expected, result)
     returns = [
@@ -165,7 +167,7 @@ def test_long_rows() -> None:
 
 def test_ppo_normalises_and_remembers() -> None:
     options = PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="exp", value_norm_beta=0.75, lam=0.9)
-    function = PPOAdvantages.of(options)
+    function = PPOAdvantages(options)
     coefficient, batches = 0.2, []
     mean, std = 0.0, 1.0
     for step in range(3):
@@ -197,7 +199,7 @@ def test_ppo_normalises_and_remembers() -> None:
     assert function.kl.coefficient == pytest.approx(coefficient)
 
     assert isinstance(function, Stateful)
-    again = PPOAdvantages.of(options)
+    again = PPOAdvantages(options)
     again.load_state_dict(function.state_dict())
     samples = make(3)
     for key in ("advantages", "returns"):
@@ -208,10 +210,10 @@ def test_ppo_normalises_and_remembers() -> None:
 
 
 def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
-    function = PPOAdvantages.of(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
+    function = PPOAdvantages(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
     function(make(), alone)
     assert function.kl.coefficient != 0.2 and function.returns.weight
-    fixed = PPOAdvantages.of(PPO(kl=0.3, value_norm="none"))
+    fixed = PPOAdvantages(PPO(kl=0.3, value_norm="none"))
     fixed.load_state_dict(function.state_dict())
     assert fixed.kl.coefficient == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
 
@@ -219,7 +221,7 @@ def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
 def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
     options = PPO(normalise_rewards=True, normalise_advantages=False, value_norm="none", reward_scaling=3.0)
     samples = make()
-    result = PPOAdvantages.of(options)(samples, alone)
+    result = PPOAdvantages(options)(samples, alone)
     assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options))  # as they were
     (rewards,) = standardised([shaped(samples, options)])
     normal = samples.updated(Samples(samples.ids, {"score": [torch.tensor(reward / 3) for reward in rewards]}))
@@ -356,18 +358,18 @@ def test_weights_sum_up_by_mini_batch(mini_batches: int) -> None:
 
 def test_pairs_weigh_alike_in_their_mini_batch() -> None:
     samples = make()
-    weights = PairWeights(mini_batches=4)(samples, alone)["weights"]
+    weights = pair_weights(DPO(mini_batches=4), samples, alone)["weights"]
     for weight, pairs in zip(weights, [1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 2, 2], strict=True):
         assert float(weight[-1]) == 1 / pairs and not weight[:-1].any()
 
 
 FUNCTIONS: dict[str, Callable[[], Function]] = {
-    "ppo": lambda: PPOAdvantages.of(PPO(kl_target=0.5, mini_batches=5)),
+    "ppo": lambda: PPOAdvantages(PPO(kl_target=0.5, mini_batches=5)),
     "grpo": lambda: partial(grpo_advantages, GRPO(generate=GROUP, drop_equal_groups=True, mini_batches=5)),
     "rloo": lambda: partial(rloo_advantages, RLOO(generate=GROUP, mini_batches=5)),
     "reinforce++": lambda: partial(reinforce_plus_plus_advantages, ReinforcePlusPlus(mini_batches=5)),
     "remax": lambda: partial(remax_advantages, ReMax(mini_batches=5)),
-    "pairs": lambda: PairWeights(mini_batches=4),
+    "pairs": lambda: partial(pair_weights, DPO(mini_batches=4)),
 }
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import minimise, on_ranks
 from usp.rlhf.algorithms.algorithm import Options, stateful
-from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo
+from usp.rlhf.algorithms.grpo import GRPO
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO, RewardModel

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.usp.rlhf.simulate import alone, minimise
 from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken, kl_estimate
-from usp.rlhf.algorithms.preferences import DirectPreference, PreferredScore
-from usp.rlhf.algorithms.weights import PairWeights
+from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Objective
 
@@ -50,7 +49,7 @@ def make(seed: int = 0) -> Samples:
 
 def make_pairs() -> Samples:
     samples = make()
-    weights = PairWeights(mini_batches=1)(samples, alone)
+    weights = pair_weights(DPO(mini_batches=1), samples, alone)
     return samples.updated(
         Samples(samples.ids, {"weights": [(weight != 0).double() / 3 for weight in weights["weights"]]})
     )
