@@ -40,7 +40,6 @@ from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor
 from usp.run.failures import ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
@@ -157,7 +156,7 @@ class RlhfTrainer(TrainingLoop):
                 self.groups,
                 self._build_role,
                 self.device,
-                moving=Moving(ranks_per_host=launch.local_world_size),
+                ranks_per_host=launch.local_world_size,
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),
