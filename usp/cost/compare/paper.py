@@ -27,12 +27,7 @@ BLOCK = 12  # parameters of a block, in d^2
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind.
-
-    Attributes:
-        elements: of each, as a fraction of bs L d or of the block's parameters.
-        shared: each rank has 1/N of the elements.
-    """
+    """`count` collectives on `elements` times bs L d, or times the block's parameters; `shared`: on 1/N of that."""
 
     name: str
     count: int = 1

@@ -21,7 +21,7 @@ def comparison_tables(found: Sequence[Compared]) -> list[Grid]:
     feasible = [one for one in found if not one.problem]
     tables = [_communication(feasible), _memory(feasible), _paper(feasible), _overlap(feasible)] if feasible else []
     infeasible = tuple((one.method, one.problem) for one in found if one.problem)
-    return [*tables, Grid("Not feasible", ("method", "reason"), infeasible)] if infeasible else tables
+    return [table for table in (*tables, Grid("Not feasible", ("method", "reason"), infeasible)) if table.rows]
 
 
 def _communication(found: Sequence[Compared]) -> Grid:

@@ -181,9 +181,7 @@ def _slowest_ranks(job: Job) -> list[int]:
 def _mean_compute(job: Job, hardware: Hardware, overlap: Overlap) -> Seconds:
     """Return the mean over all stages and ring ranks; along the other axes compute is even."""
     ranks = [first + rank for first in first_ranks(job) for rank in job.ranks("ring", 0)]
-    total = Seconds()
-    for rank in ranks:
-        total += _rank_seconds(job, hardware, overlap, rank)[1]
+    total = sum((_rank_seconds(job, hardware, overlap, rank)[1] for rank in ranks), Seconds())
     return total.times(1 / len(ranks))
 
 
@@ -253,11 +251,11 @@ def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
     rank, window = _slowest_ranks(job)[0], job.model.facts.windows[0]
     passes = attention_passes(job, hardware, Overlap(), rank, window)
     exchanges = [sent for sent in attention_traffic(job, rank, window) if sent.axis == "ulysses"]
-    pairs = list(zip(passes, exchanges, strict=True))
-    seconds = 0.0
-    for part, exchanged in pairs if backward else pairs[:1]:
-        seconds += part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchanged, rank)
-    return seconds
+    seconds = [
+        part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchange, rank)
+        for part, exchange in zip(passes, exchanges, strict=True)
+    ]
+    return sum(seconds) if backward else seconds[0]
 
 
 def _attention(
