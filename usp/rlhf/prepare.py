@@ -41,7 +41,7 @@ from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_vio
 from .validate import violations
 
 T = TypeVar("T")
-SFT, MODEL = "sft", "model"  # directories of a run: its supervised warm-up, and the trained model of either
+SFT, MODEL = "sft", "model"  # directories of a run: its supervised steps, and the trained model
 RESPONSES = 64  # per step, unless --prompts is set
 
 
