@@ -35,9 +35,14 @@ class Box:
 
     def overlap(self, other: Box) -> Box | None:
         """Return the intersection with another box of the same tensor, or None if it is empty."""
-        offset = tuple(map(max, self.offset, other.offset))
-        sizes = tuple(map(sub, map(min, self.end, other.end), offset))
-        return Box(offset, sizes) if all(size > 0 for size in sizes) else None
+        offset, sizes = [], []
+        for a, a_size, b, b_size in zip(self.offset, self.sizes, other.offset, other.sizes, strict=True):
+            begin, end = max(a, b), min(a + a_size, b + b_size)
+            if begin >= end:
+                return None
+            offset.append(begin)
+            sizes.append(end - begin)
+        return Box(tuple(offset), tuple(sizes))
 
     def minus(self, other: Box) -> list[Box]:
         """Return the part of this box outside the other one, as disjoint boxes."""

@@ -215,24 +215,33 @@ def _choose_senders(patterns: Sequence[_Pattern]) -> tuple[Moves, ...]:
     Moves are sorted by descending element size, so that elements are aligned in messages.
     """
     loads: Counter[int] = Counter()
-    single = [p._replace(needs=[need for need in p.needs if len(need.holders) == 1]) for p in patterns]
+    moves = []
+    for names, itemsize, needs in patterns:
+        transfers = tuple(Transfer(holders[0], receiver, box) for receiver, box, holders in needs if len(holders) == 1)
+        for transfer in transfers:
+            loads[transfer.sender] += transfer.box.numel * itemsize * len(names)
+        moves.append(Moves(names, itemsize, transfers))
     several = [p._replace(needs=[need for need in p.needs if len(need.holders) > 1]) for p in patterns]
-    several.sort(key=lambda p: -max((need.box.numel * p.itemsize for need in p.needs), default=0))
-    moves = [move for pattern in single + several if pattern.needs for move in _least_loaded(pattern, loads)]
-    return tuple(sorted(moves, key=lambda move: -move.itemsize))
+    for pattern in sorted(several, key=lambda p: -max((need.box.numel * p.itemsize for need in p.needs), default=0)):
+        moves += _least_loaded(pattern, loads)
+    return tuple(sorted((move for move in moves if move.transfers), key=lambda move: -move.itemsize))
 
 
 def _least_loaded(pattern: _Pattern, loads: Counter[int]) -> list[Moves]:
     """Choose the senders of each parameter, updating the loads; equal choices share one `Moves`."""
-    chosen: dict[tuple[Transfer, ...], list[str]] = {}
+    chosen: dict[tuple[int, ...], list[str]] = {}
     for name in pattern.names:
-        transfers = []
-        for receiver, box, holders in pattern.needs:
-            sender = min(holders, key=loads.__getitem__)
-            loads[sender] += box.numel * pattern.itemsize
-            transfers.append(Transfer(sender, receiver, box))
-        chosen.setdefault(tuple(transfers), []).append(name)
-    return [Moves(tuple(names), pattern.itemsize, transfers) for transfers, names in chosen.items()]
+        senders = []
+        for need in pattern.needs:
+            sender = min(need.holders, key=loads.__getitem__)
+            loads[sender] += need.box.numel * pattern.itemsize
+            senders.append(sender)
+        chosen.setdefault(tuple(senders), []).append(name)
+    moves = []
+    for choice, names in chosen.items():
+        transfers = (Transfer(s, need.receiver, need.box) for s, need in zip(choice, pattern.needs, strict=True))
+        moves.append(Moves(tuple(names), pattern.itemsize, tuple(transfers)))
+    return moves
 
 
 def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:

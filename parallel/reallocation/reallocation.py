@@ -47,7 +47,7 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
     sends: dict[int, list[Piece]] = {}
     receives: dict[int, list[Piece]] = {}
     for move in plan.moves:
-        own = [transfer for transfer in move.transfers if rank in transfer[:2]]
+        own = [transfer for transfer in move.transfers if rank in (transfer.sender, transfer.receiver)]
         for name in move.names:
             for sender, receiver, box in own:
                 peers, peer = (sends, receiver) if sender == rank else (receives, sender)
