@@ -38,9 +38,8 @@ class Channel:
 
         Messages between two ranks are matched in the order of posting, so all ranks must post in the same order.
         """
-        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends] + [
-            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives
-        ]
+        operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer) for peer, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for peer, tensor in receives]
         if not operations:
             return Pending()
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)

@@ -62,13 +62,11 @@ class HeadPlan:
 
     def q_width(self, rank: int) -> int:
         """Return the number of query heads of a rank."""
-        start, stop = self.q_ranges[rank]
-        return stop - start
+        return len(range(*self.q_ranges[rank]))
 
     def kv_width(self, rank: int) -> int:
         """Return the number of KV heads of a rank."""
-        start, stop = self.kv_ranges[rank]
-        return stop - start
+        return len(range(*self.kv_ranges[rank]))
 
     def width(self, rank: int) -> int:
         """Return the total number of q, k and v heads that a rank receives."""

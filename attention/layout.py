@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 
-LayoutKind = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[str, ...] = get_args(LayoutKind)
+LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class Span:
 
     def index_range(self, lower: int, upper: int) -> tuple[int, int]:
         """Return the half-open range of indices into this span whose positions are in [lower, upper)."""
-        first = -((self.start - lower) // self.step)
-        last = -((self.start - upper) // self.step)
+        first, last = (-((self.start - position) // self.step) for position in (lower, upper))
         return max(0, first), min(self.length, last)
 
 

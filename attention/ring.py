@@ -9,7 +9,9 @@ sent together, interleaved by token: kv_B2KH.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch.profiler import record_function
 from .accumulate import AttentionSum, GradientSum, accumulate_dtype
 from .comm import Channel, Pending
 from .keep import Keep
-from .kernels.base import Kernel, Launch, SavedAttention, attend, attend_backward
+from .kernels.base import Kernel, Launch, attend, attend_backward
 from .schedule import Message, RingSchedule, Step
 from .spec import AttentionSpec
 
@@ -73,19 +75,16 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
-        saved, dq = SavedAttention(dout, q, out, lse), GradientSum(q)
-        grads = _GradientRing(program.schedule, channel, k)
+        dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k)
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
             step = program.schedule.steps[index]
             with record_function(_step_name(program, index, "compute")):
-                dk, dv = grads.block(step)
-                block_k, block_v = _select_heads(block, kv_index)
-                if kv_index is None:
-                    attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, dk, dv)
-                else:
-                    selected = GradientSum(block_k), GradientSum(block_v)
-                    attend_backward(program.kernel, launches, saved, block_k, block_v, program.spec, dq, *selected)
-                    for total, part in zip((dk, dv), selected, strict=True):
+                dkv = grads.block(step)
+                keys, values = _select_heads(block, kv_index)
+                sums = dkv if kv_index is None else (GradientSum(keys), GradientSum(values))
+                attend_backward(program.kernel, launches, dout, q, keys, values, out, lse, program.spec, (dq, *sums))
+                if kv_index is not None:
+                    for total, part in zip(dkv, sums, strict=True):
                         total.total.index_add_(1, kv_index, part.total)
             with record_function(_step_name(program, index, "wait for gradients")):
                 grads.pass_on(step)
@@ -127,17 +126,17 @@ class _Incoming:
 
     def __init__(self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: Tensor) -> None:
         self.block = like.new_empty(step.keys, 2, *like.shape[1:])
-        self.parts = [(message, _receive_buffer(self.block, message)) for message in step.receive]
-        sends = [(m.peer, _packed(held, m)) for m in step.send_held] + [
-            (m.peer, _packed(own, m)) for m in step.send_own
-        ]
-        self.pending = channel.post(sends, [(message.peer, buffer) for message, buffer in self.parts])
+        self.parts = [(m, _receive_buffer(self.block, m)) for m in step.receive]
+        sends = [(m.peer, _packed(held, m)) for m in step.send_held]
+        sends += [(m.peer, _packed(own, m)) for m in step.send_own]
+        self.pending = channel.post(sends, [(m.peer, buffer) for m, buffer in self.parts])
 
     def wait(self) -> Tensor:
         self.pending.wait()
         for message, buffer in self.parts:
             if len(message.slices) > 1:
-                _unpack(buffer, message, lambda tokens, part: self.block[tokens].copy_(part))
+                for tokens, part in _slices(buffer, message):
+                    self.block[tokens].copy_(part)
         return self.block
 
 
@@ -181,8 +180,10 @@ class _GradientRing:
     def _collect(self) -> None:
         self.pending.wait()
         for message, buffer, home in self.arriving:
-            for total, part in zip(self.own if home else self.current, buffer.unbind(1), strict=True):
-                _unpack(part, message, lambda tokens, values, total=total.total: total[tokens].add_(values))
+            dk, dv = self.own if home else self.current
+            for tokens, part in _slices(buffer, message):
+                dk.total[tokens].add_(part[:, 0])
+                dv.total[tokens].add_(part[:, 1])
         self.arriving = []
 
 
@@ -201,9 +202,7 @@ def _receive_buffer(block: Tensor, message: Message) -> Tensor:
     return block.new_empty(message.tokens, *block.shape[1:])
 
 
-def _unpack(buffer: Tensor, message: Message, put) -> None:
-    """Call `put(slice, part)` for each slice of a received message."""
-    offset = 0
-    for start, stop in message.slices:
-        put(slice(start, stop), buffer[offset : offset + stop - start])
-        offset += stop - start
+def _slices(buffer: Tensor, message: Message) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each slice of a received message, and its part of the buffer."""
+    parts = buffer.split([stop - start for start, stop in message.slices])
+    return zip(starmap(slice, message.slices), parts, strict=True)

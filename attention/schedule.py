@@ -15,10 +15,12 @@ communicate, with packed documents only ranks that share a document.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
-from .bands import Pieces, Task, block_tasks, rank_pieces
+from .bands import Task, block_tasks, rank_pieces
 from .intervals import Intervals, intersect, locate, size, subtract, union
 from .layout import SequenceLayout
 from .spec import AttentionSpec
@@ -62,7 +64,6 @@ class RingSchedule:
     """All steps of one rank. Step 0 is the rank's own block and communicates nothing."""
 
     rank: int
-    size: int
     direction: int
     steps: tuple[Step, ...]
 
@@ -84,81 +85,59 @@ def ring_schedule(layout: SequenceLayout, spec: AttentionSpec, batch: int, rank:
     j sends to j - 1).
     """
     pieces = [rank_pieces(layout, spec, batch, r) for r in range(layout.ring)]
-    needs = _Needs(pieces, spec)
-    direction = max((1, -1), key=lambda d: _neighbour_tokens(needs, d))
-    step_of = _StepPlanner(rank, direction, needs)
+
+    @cache  # a plan needs few of the pairs
+    def needs(q_rank: int, k_rank: int) -> Intervals:
+        if q_rank == k_rank:
+            return ()  # a rank's own block is not sent
+        return union((task.k_start, task.k_stop) for task in block_tasks(pieces[q_rank], pieces[k_rank], spec))
+
+    planners = [_StepPlanner(rank, direction, layout.ring, needs) for direction in (1, -1)]
+    planner = max(planners, key=_StepPlanner.neighbour_tokens)
     own = block_tasks(pieces[rank], pieces[rank], spec)
     steps = [Step(owner=rank, keys=batch * layout.ring_len, tasks=own)]
     for t in range(1, layout.ring):
-        owner = (rank - direction * t) % layout.ring
+        owner = planner.at(-t)
         tasks = block_tasks(pieces[rank], pieces[owner], spec)
-        steps.append(step_of(t, _packed_tasks(tasks, needs(rank, owner))))
-    return RingSchedule(rank, layout.ring, direction, tuple(steps))
-
-
-class _Needs:
-    """The keys of one rank that another rank's queries attend to, computed lazily: a plan needs few of the pairs."""
-
-    def __init__(self, pieces: list[Pieces], spec: AttentionSpec) -> None:
-        self._pieces, self._spec = pieces, spec
-        self._known: dict[tuple[int, int], Intervals] = {}
-
-    @property
-    def ring(self) -> int:
-        return len(self._pieces)
-
-    def __call__(self, q_rank: int, k_rank: int) -> Intervals:
-        if q_rank == k_rank:
-            return ()  # a rank's own block is not sent
-        if (q_rank, k_rank) not in self._known:
-            tasks = block_tasks(self._pieces[q_rank], self._pieces[k_rank], self._spec)
-            self._known[q_rank, k_rank] = union((task.k_start, task.k_stop) for task in tasks)
-        return self._known[q_rank, k_rank]
-
-
-def _neighbour_tokens(needs: _Needs, direction: int) -> int:
-    """Count the tokens of `SAMPLED_OWNERS` evenly spaced ranks that all other ranks get from their ring neighbour."""
-    ring = needs.ring
-    total = 0
-    for owner in range(0, ring, -(-ring // SAMPLED_OWNERS)):
-        total += size(needs((owner + direction) % ring, owner))
-        for t in range(2, ring):
-            consumer, neighbour = (owner + direction * t) % ring, (owner + direction * (t - 1)) % ring
-            total += size(intersect(needs(consumer, owner), needs(neighbour, owner)))
-    return total
+        steps.append(planner.step(t, _packed_tasks(tasks, needs(rank, owner))))
+    return RingSchedule(rank, planner.direction, tuple(steps))
 
 
 def _packed_tasks(tasks: tuple[Task, ...], keys: Intervals) -> tuple[Task, ...]:
     """Return the tasks with key indices into the buffer that packs `keys`."""
     starts = [start for start, _ in keys]
-    places = [0, *accumulate(stop - start for start, stop in keys)]
-
-    def shifted(task: Task) -> Task:
-        interval = bisect_right(starts, task.k_start) - 1
-        return task.shift_keys(places[interval] - starts[interval])
-
-    return tuple(map(shifted, tasks))
+    places = accumulate((stop - start for start, stop in keys), initial=0)
+    offsets = [place - start for place, start in zip(places, starts, strict=False)]
+    return tuple(task.shift_keys(offsets[bisect_right(starts, task.k_start) - 1]) for task in tasks)
 
 
 @dataclass(frozen=True)
 class _StepPlanner:
     rank: int
     direction: int
-    needs: _Needs
+    ring: int
+    needs: Callable[[int, int], Intervals]  # keys of the second rank that the first one's queries attend to
 
-    def __call__(self, t: int, tasks: tuple[Task, ...]) -> Step:
-        here, ahead, behind = self.rank, self._at(1), self._at(-1)
-        owner, held_owner, consumer = self._at(-t), self._at(1 - t), self._at(t)
+    def at(self, distance: int) -> int:
+        return (self.rank + self.direction * distance) % self.ring
+
+    def neighbour_tokens(self) -> int:
+        """Count the tokens of `SAMPLED_OWNERS` evenly spaced ranks that the other ranks get from their neighbour."""
+        owners = range(0, self.ring, -(-self.ring // SAMPLED_OWNERS))
+        return sum(size(self._relayed(owner, t)) for owner in owners for t in range(1, self.ring))
+
+    def step(self, t: int, tasks: tuple[Task, ...]) -> Step:
+        here, ahead, behind = self.rank, self.at(1), self.at(-1)
+        owner, held_owner, consumer = self.at(-t), self.at(1 - t), self.at(t)
         keys = self.needs(here, owner)
         receive = _messages((behind, self._relayed(owner, t)), (owner, self._direct(owner, t)), within=keys)
-        relayed_on = self._relayed(held_owner, t)
         held = self.needs(here, held_owner) if t > 1 else None  # step 1 sends own tokens
         return Step(
             owner=owner,
             keys=size(keys),
             tasks=tasks,
             receive=receive,
-            send_held=_messages((ahead, relayed_on), within=held),
+            send_held=_messages((ahead, self._relayed(held_owner, t)), within=held),
             send_own=_messages((consumer, self._direct(here, t))),
             # From step 2 on, the neighbour also sends its partial gradients of the keys it forwarded.
             grad_receive=_messages((behind, self._relayed(owner, t)), within=keys) if t > 1 else (),
@@ -166,14 +145,9 @@ class _StepPlanner:
             grad_home=_messages((consumer, self._finished(here, t))),
         )
 
-    def _at(self, distance: int) -> int:
-        return (self.rank + self.direction * distance) % self.needs.ring
-
     def _seen(self, owner: int, t: int) -> Intervals:
         """Return the owner's keys that the consumer at distance t needs."""
-        if t >= self.needs.ring:
-            return ()
-        return self.needs((owner + self.direction * t) % self.needs.ring, owner)
+        return self.needs((owner + self.direction * t) % self.ring, owner) if t < self.ring else ()
 
     def _relayed(self, owner: int, t: int) -> Intervals:
         """Return the keys that the consumer at distance t gets from its neighbour at distance t - 1."""

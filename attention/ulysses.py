@@ -78,8 +78,7 @@ class HeadsToSeq(torch.autograd.Function):
 
 def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split (..., w, H) into a rank's q, k and v heads."""
-    q, k, v = x.split((plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)), dim=-2)
-    return q, k, v
+    return x.split((plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)), dim=-2)
 
 
 def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-SpOrder = Literal["ring-outer", "ulysses-outer"]
-SP_ORDERS: tuple[str, ...] = get_args(SpOrder)
+SP_ORDERS = ("ring-outer", "ulysses-outer")
 # Coarser views of the same ranks. Each derived axis flattens adjacent axes, in either sp_order.
 DERIVED_AXES = {
     "sp": ("ring", "ulysses"),  # sequences are sharded over it

@@ -28,21 +28,15 @@ class DispatchPlan:
     """Row counts of the all-to-all, for one rank of an expert-parallel group.
 
     Attributes:
-        sent: for each rank of the group, the number of rows sent to each of its experts.
+        send_splits: number of rows sent to each rank of the group.
         received: for each rank of the group, the number of rows received for each of this rank's experts.
     """
 
-    sent: tuple[tuple[int, ...], ...]
-    received: tuple[tuple[int, ...], ...]
-
-    @property
-    def send_splits(self) -> list[int]:
-        """Number of rows sent to each rank."""
-        return [sum(rows) for rows in self.sent]
+    send_splits: list[int]
+    received: list[list[int]]
 
     @property
     def receive_splits(self) -> list[int]:
-        """Number of rows received from each rank."""
         return [sum(rows) for rows in self.received]
 
     @property
@@ -60,7 +54,7 @@ def plan_dispatch(counts_E: Tensor, group: dist.ProcessGroup) -> DispatchPlan:
         received_E = torch.empty_like(counts_E)
         dist.all_to_all_single(received_E, counts_E, group=group)
     sent, received = torch.stack((counts_E, received_E)).view(2, ranks, -1).tolist()
-    return DispatchPlan(tuple(map(tuple, sent)), tuple(map(tuple, received)))
+    return DispatchPlan([sum(rows) for rows in sent], received)
 
 
 def mix_experts(
@@ -82,31 +76,28 @@ def mix_experts(
         experts: (rows sorted by local expert, number of rows per expert) -> the same number of rows. It is also called
             with no rows, and must then still connect its parameters to the result.
     """
-    top_k = choices_TK.shape[1]
     choices_R = choices_TK.flatten()
     order_R = choices_R.argsort(stable=True)
     inverse_R = order_R.argsort()
     plan = plan_dispatch(torch.bincount(choices_R, minlength=num_experts), group)
-    rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, top_k)
+    rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
     results_GH = experts(dispatch(rows_RH, plan, group), plan.rows_of_expert)
     chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
-    chosen_TKH = chosen_RH.view(*choices_TK.shape, -1)
-    return (chosen_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
+    return (chosen_RH.view(*choices_TK.shape, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
 
 
 def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
     """Send rows sorted by global expert; return all ranks' rows for this rank's experts, sorted by expert, (G, H)."""
     rows = _all_to_all(rows_RH, plan.send_splits, plan.receive_splits, group, "dispatch")
-    parts = rows.split([count for source in plan.received for count in source])
-    ranks, own = len(plan.received), len(plan.received[0])
-    return torch.cat([parts[source * own + expert] for expert in range(own) for source in range(ranks)])
+    parts, own = rows.split([count for source in plan.received for count in source]), len(plan.received[0])
+    return torch.cat([part for expert in range(own) for part in parts[expert::own]])
 
 
 def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:
     """Invert `dispatch`: return every row to the rank and position it came from."""
     parts = rows_GH.split([count for expert in zip(*plan.received, strict=True) for count in expert])
-    ranks, own = len(plan.received), len(plan.received[0])
-    rows = torch.cat([parts[expert * ranks + source] for source in range(ranks) for expert in range(own)])
+    ranks = len(plan.received)
+    rows = torch.cat([part for source in range(ranks) for part in parts[source::ranks]])
     return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
 
 

@@ -45,7 +45,6 @@ def apply_fsdp(
     Args:
         param_dtype: dtype of parameters and activations in forward and backward; sharded parameters and gradient
             reduction stay fp32.
-        zero: ZeRO stage, 0 to 3.
         experts: modules inside the blocks with expert-parallel parameters, which are sharded over efsdp instead of
             fsdp.
 
@@ -60,14 +59,14 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     shards = mesh.device_mesh("loss", "unsharded") if zero == 0 else _shards(mesh, "fsdp", mesh.parameter_mesh)
     expert_shards = shards if zero == 0 else _shards(mesh, "efsdp", mesh.expert_mesh)
+    ranks = expert_shards.size(-1)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        experts, rows = local_tensor(parameter).shape[:2]
+        # With fewer experts than ranks, shard each expert's rows, if FSDP2 can divide them evenly.
+        return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
+
     for module in experts:
-        ranks = expert_shards.size(-1)
-
-        def placement(parameter: nn.Parameter, ranks: int = ranks) -> Shard:
-            experts, rows = local_tensor(parameter).shape[:2]
-            # With fewer experts than ranks, shard each expert's rows, if FSDP2 can divide them evenly.
-            return Shard(1 if experts < ranks and rows % ranks == 0 else 0)
-
         fully_shard(
             module,
             mesh=expert_shards,

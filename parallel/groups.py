@@ -23,12 +23,9 @@ class ProcessGroups:
             lane: groups of the same ranks in different lanes are separate, so their communication never queues up.
 
         Raises:
-            ValueError: if ranks are not ascending.
-            RuntimeError: without a default process group.
+            ValueError: if ranks are not ascending, or without a default process group.
         """
         ranks = tuple(ranks)
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed.init_process_group must be called before process groups are created")
         if not ranks or list(ranks) != sorted(set(ranks)):
             raise ValueError(f"ranks={ranks} must be non-empty, ascending and without duplicates")
         key = ("" if len(ranks) == 1 else lane, ranks)

@@ -58,9 +58,7 @@ class ParallelMesh:
         dims = dims.resolve(len(ranks))
         degrees = {**dims.degrees(), "ep": dims.ep, "efsdp": dims.efsdp, "unsharded": 1}
         groups = ProcessGroups() if groups is None else groups
-
-        views = [tuple(dims.degrees()), *_VIEWS]
-        built = [_build_view(axes, degrees, ranks, groups, device_type) for axes in views]
+        built = [_build_view(axes, degrees, ranks, groups, device_type) for axes in (tuple(dims.degrees()), *_VIEWS)]
         return ParallelMesh(dims, device_type, ranks, tuple(view for view in built if view is not None))
 
     @property

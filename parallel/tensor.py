@@ -73,11 +73,9 @@ def apply_tensor_parallel(
 
 def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
     """All-gather the tokens of a module's output; its gradient must be the same on all ranks of the mesh."""
-
-    def gather(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
-
-    module.register_forward_hook(gather)
+    module.register_forward_hook(
+        lambda module, args, output: _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
+    )
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

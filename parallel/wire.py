@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -55,8 +54,7 @@ class SentBytes(TorchDispatchMode):
             self.calls[key] += 1
 
 
-@contextmanager
-def count_sent_bytes() -> Iterator[SentBytes]:
+def count_sent_bytes() -> SentBytes:
     """Count the payload bytes that this rank sends to OTHER ranks inside the block, in any collective.
 
     Collectives are counted in torch's dispatcher: all-to-alls by their exact splits, point-to-point sends, all-gathers,
@@ -69,8 +67,7 @@ def count_sent_bytes() -> Iterator[SentBytes]:
     Raises:
         NotImplementedError: for an unsupported collective inside the block.
     """
-    with SentBytes() as sent:
-        yield sent
+    return SentBytes()
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

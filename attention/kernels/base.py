@@ -86,28 +86,17 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 
 
-@dataclass(frozen=True, eq=False)
-class SavedAttention:
-    """Tensors of the query side saved for the backward: dout, q, out (T, N, H) in the input dtype and lse (T, N)."""
-
-    dout: Tensor
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-
-
 def attend_backward(
-    kernel: Kernel, launches: tuple[Launch, ...], saved: SavedAttention, k_TKH: Tensor, v_TKH: Tensor,
-    spec: AttentionSpec, dq: GradientSum, dk: GradientSum, dv: GradientSum,
+    kernel: Kernel, launches: tuple[Launch, ...], dout_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor,
+    out_TNH: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
 ) -> None:  # fmt: skip
     """Add a block's gradients to the sums of dq (T, N, H), dk and dv (T, K, H)."""
     with _without_autocast(k_TKH.device):
         for launch in launches:
             rows, keys = launch.queries, launch.keys
             grads = kernel.backward(
-                rows.take(saved.dout), rows.take(saved.q), keys.take(k_TKH), keys.take(v_TKH), rows.take(saved.out),
-                rows.take(saved.lse).transpose(1, 2).contiguous(), launch, spec,
+                rows.take(dout_TNH), rows.take(q_TNH), keys.take(k_TKH), keys.take(v_TKH), rows.take(out_TNH),
+                rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
             )  # fmt: skip
-            dq.add(rows, grads[0])
-            dk.add(keys, grads[1])
-            dv.add(keys, grads[2])
+            for total, side, grad in zip(sums, (rows, keys, keys), grads, strict=True):
+                total.add(side, grad)

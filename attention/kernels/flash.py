@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
@@ -18,12 +17,10 @@ class FlashAttnKernel(VarlenKernel):
     name = "flash-attn"
 
     def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        if importlib.util.find_spec("flash_attn") is None:
-            return "the package flash-attn is not installed"
         try:
             release = version("flash-attn")
         except PackageNotFoundError:
-            return "the version of the package flash_attn is unknown"
+            return "the package flash-attn is not installed"
         major, minor = (int(part) for part in release.split(".")[:2])
         if major != 2 or minor < 7:
             return f"flash-attn {release} is installed, but 2.7 or a later 2.x is required"

@@ -13,7 +13,7 @@ from attention.bands import Task
 from attention.spec import AttentionSpec
 
 from .base import Kernel, Launch
-from .dense import DenseLaunch, DenseLowering, band_mask
+from .dense import DenseLaunch, DenseLowering
 
 TILE = 1024  # rows and columns of scores held at once
 
@@ -71,9 +71,8 @@ def _scores(q_nANH: Tensor, k_nBKH: Tensor, launch: Launch, spec: AttentionSpec)
         capped = torch.tanh(scores / spec.softcap)
         scores, slope = spec.softcap * capped, 1 - capped**2
     if launch.causal:
-        scores = scores.masked_fill(
-            ~band_mask(scores.shape[-2], scores.shape[-1], 0, None).to(scores.device), float("-inf")
-        )
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
     if launch.mask is not None:
         # (A, B) is shared by all runs; (n, 1, A, B) needs another dimension for the groups
         scores = scores + (launch.mask if launch.mask.dim() == 2 else launch.mask.unsqueeze(1))

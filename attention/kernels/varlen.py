@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -28,53 +28,45 @@ aten = torch.ops.aten
 class VarlenLaunch(Launch):
     """cu_seqlens of queries and keys (int32, on the device), longest runs, and the (left, right) window.
 
-    Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; None for no limit.
+    Query i of m sees key j of n iff i + n - m - left <= j <= i + n - m + right; -1 for no limit, as in FlashAttention.
     """
 
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
-    left: int | None
-    right: int | None
+    left: int
+    right: int
 
     @property
     def windows(self) -> dict[str, int]:
-        """FlashAttention's window keyword arguments, in which -1 means no limit."""
-        return {
-            "window_size_left": -1 if self.left is None else self.left,
-            "window_size_right": -1 if self.right is None else self.right,
-        }
+        return {"window_size_left": self.left, "window_size_right": self.right}
 
 
 def lower_varlen(tasks: tuple[Task, ...], device: torch.device) -> Iterator[VarlenLaunch]:
     """Yield one launch per window and per layer of disjoint query ranges."""
-    buckets: dict[tuple[int, int | None, int | None], list[Task]] = defaultdict(list)
+    buckets: dict[tuple[int, int, int], list[Task]] = defaultdict(list)
     for layer, task in query_layers(tasks):
         corner = task.q_stop - task.k_stop  # i - j at the bottom right; that pair or one left of it is visible
-        left = None if task.highest is None else task.highest - corner
-        right = None if task.lowest is None else corner - task.lowest
+        left = -1 if task.highest is None else task.highest - corner
+        right = -1 if task.lowest is None else corner - task.lowest
         buckets[layer, left, right].append(task)
     for (_, left, right), bucket in buckets.items():
         queries = [(t.q_start, t.q_stop) for t in bucket]
         keys = [(t.k_start, t.k_stop) for t in bucket]
-        cu_q, max_q = _cu_seqlens(queries, device)
-        cu_k, max_k = _cu_seqlens(keys, device)
-        yield VarlenLaunch(_rows(queries, device), _rows(keys, device), cu_q, cu_k, max_q, max_k, left, right)
+        (q_rows, cu_q, max_q), (k_rows, cu_k, max_k) = _packed(queries, device), _packed(keys, device)
+        yield VarlenLaunch(q_rows, k_rows, cu_q, cu_k, max_q, max_k, left, right)
 
 
-def _cu_seqlens(runs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:
-    lengths = torch.tensor([stop - start for start, stop in runs])
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return cu_seqlens.to(device), int(lengths.max())
-
-
-def _rows(runs: list[tuple[int, int]], device: torch.device) -> Rows:
-    """Concatenate the runs, as a slice if they are adjacent."""
-    if all(a[1] == b[0] for a, b in pairwise(runs)):
-        return Rows.of(runs[0][0], runs[-1][1])
-    index = torch.cat([torch.arange(*run) for run in runs]).to(device)
-    return Rows(len(index), index=index.unsqueeze(0))
+def _packed(runs: list[tuple[int, int]], device: torch.device) -> tuple[Rows, Tensor, int]:
+    """Concatenate the runs, as a slice if they are adjacent; return their cu_seqlens and the longest one too."""
+    lengths = [stop - start for start, stop in runs]
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    rows = Rows.of(runs[0][0], runs[-1][1])
+    if any(a[1] != b[0] for a, b in pairwise(runs)):
+        index = torch.cat([torch.arange(*run) for run in runs]).to(device)
+        rows = Rows(len(index), index=index.unsqueeze(0))
+    return rows, cu_seqlens, max(lengths)
 
 
 class VarlenKernel(Kernel):

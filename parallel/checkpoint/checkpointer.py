@@ -74,7 +74,6 @@ class Checkpointer:
         Waits for the previous save first. A checkpoint of the same step is replaced.
 
         Args:
-            step: names the checkpoint.
             tensors: DTensors, or plain tensors that are equal on every rank that passes their name. Ranks may pass
                 different names. A name identifies one global tensor.
             extra: nested JSON values and small CPU tensors; those of the first rank are saved.

@@ -45,13 +45,7 @@ _TENSOR = "tensor in " + EXTRA  # only key of the object that replaces a tensor 
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one checkpoint.
-
-    Args:
-        folder: final path of the checkpoint.
-        extra: nested JSON values and small CPU tensors; those of the first rank are saved.
-        finished: called by the first rank when the checkpoint is complete.
-    """
+    """Writes one checkpoint, whose final path is `folder`; `finished` is called by the first rank at the end."""
 
     def __init__(self, folder: Path, extra: Mapping[str, Any], finished: Callable[[], None]) -> None:
         self.folder, self.partial = folder, folder.with_name(folder.name + PARTIAL)
@@ -94,10 +88,8 @@ class SafetensorsWriter(StorageWriter):
         tensors: dict[str, Tensor] = {}
         index = {"tensors": _index(metadata, results), "extra": _without_tensors(self.extra, tensors, "")}
         _write(tensors, self.partial / EXTRA)
-        with (self.partial / INDEX).open("w") as file:
-            json.dump(index, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (self.partial / INDEX).write_text(json.dumps(index))
+        _sync(self.partial / INDEX)
         _sync(self.partial)
         if self.folder.exists():
             remove_checkpoint(self.folder)

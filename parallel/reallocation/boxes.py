@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import add, sub
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,7 @@ class Box:
 
     @property
     def end(self) -> tuple[int, ...]:
-        return tuple(start + size for start, size in zip(self.offset, self.sizes, strict=True))
+        return tuple(map(add, self.offset, self.sizes))
 
     def overlap(self, other: Box) -> Box | None:
         """Return the intersection with another box of the same tensor, or None if it is empty."""
@@ -53,7 +54,7 @@ class Box:
             for a, b in ((begin[dim], inner_begin), (inner_end, end[dim])):
                 if a < b:
                     low, high = (*begin[:dim], a, *begin[dim + 1 :]), (*end[:dim], b, *end[dim + 1 :])
-                    parts.append(Box(low, tuple(y - x for x, y in zip(low, high, strict=True))))
+                    parts.append(Box(low, tuple(map(sub, high, low))))
             begin[dim], end[dim] = inner_begin, inner_end
         return parts
 

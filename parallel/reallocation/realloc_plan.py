@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -61,7 +61,6 @@ class ReallocPlan:
 
     Attributes:
         links: bytes by (sender, receiver).
-        rounds: number of rounds.
         grain: the bytes of a link are divided over rounds evenly up to this number of bytes, so that elements, and
             rows of up to this size, are not split.
     """
@@ -149,7 +148,7 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
     violations = _differences(src, dst)
-    problems = [*violations.values()]
+    problems = list(violations.values())
     alike: dict[tuple[object, ...], list[str]] = {}
     for name in sorted(dst.parameters.keys() - violations.keys()):
         kinds = (src.parameters[name].dtype, dst.parameters[name])
@@ -159,11 +158,9 @@ def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks
     for names in alike.values():
         held, wanted = src.boxes[names[0]], dst.boxes[names[0]]
         needs = list(_needs(held, wanted, ranks_per_host))
-        found: Counter[int] = Counter()
-        for need in needs:
-            found[need.receiver] += need.box.numel
+        found = _sums((need.receiver, need.box.numel) for need in needs)
         for rank in wanted:
-            if missing := _lacking(rank, held, wanted) - found[rank]:
+            if missing := _lacking(rank, held, wanted) - found.get(rank, 0):
                 problems.append(f"no rank holds {missing} elements of {', '.join(names)} that rank {rank} needs")
         itemsize = _wire_dtype(src.parameters[names[0]], dst.parameters[names[0]]).itemsize
         patterns.append(_Pattern(tuple(names), itemsize, needs))
@@ -220,13 +217,11 @@ def _choose_senders(patterns: Sequence[_Pattern]) -> tuple[Moves, ...]:
     loads: Counter[int] = Counter()
     moves = []
     for names, itemsize, needs in patterns:
-        transfers = tuple(
-            Transfer(need.holders[0], need.receiver, need.box) for need in needs if len(need.holders) == 1
-        )
+        transfers = tuple(Transfer(holders[0], receiver, box) for receiver, box, holders in needs if len(holders) == 1)
         for transfer in transfers:
             loads[transfer.sender] += transfer.box.numel * itemsize * len(names)
         moves.append(Moves(names, itemsize, transfers))
-    several = [_Pattern(p.names, p.itemsize, [need for need in p.needs if len(need.holders) > 1]) for p in patterns]
+    several = [p._replace(needs=[need for need in p.needs if len(need.holders) > 1]) for p in patterns]
     for pattern in sorted(several, key=lambda p: -max((need.box.numel * p.itemsize for need in p.needs), default=0)):
         moves += _least_loaded(pattern, loads)
     return tuple(sorted((move for move in moves if move.transfers), key=lambda move: -move.itemsize))
@@ -268,7 +263,7 @@ def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: i
     return max(math.ceil(sum(sizes) / spare) for sizes in loads.values()), grain
 
 
-def _sums(items: Iterator[tuple[int, int]]) -> dict[int, int]:
+def _sums(items: Iterable[tuple[int, int]]) -> dict[int, int]:
     sums: Counter[int] = Counter()
     for rank, size in items:
         sums[rank] += size

@@ -11,7 +11,7 @@ if contiguous there. Small and strided pieces are packed and unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,13 +47,11 @@ def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
     sends: dict[int, list[Piece]] = {}
     receives: dict[int, list[Piece]] = {}
     for move in plan.moves:
-        out = [transfer for transfer in move.transfers if transfer.sender == rank]
-        into = [transfer for transfer in move.transfers if transfer.receiver == rank]
+        own = [transfer for transfer in move.transfers if rank in (transfer.sender, transfer.receiver)]
         for name in move.names:
-            for transfer in out:
-                sends.setdefault(transfer.receiver, []).append(Piece(name, transfer.box))
-            for transfer in into:
-                receives.setdefault(transfer.sender, []).append(Piece(name, transfer.box))
+            for sender, receiver, box in own:
+                peers, peer = (sends, receiver) if sender == rank else (receives, sender)
+                peers.setdefault(peer, []).append(Piece(name, box))
     shares = [{peer: _shares(pieces, plan) for peer, pieces in sorted(peers.items())} for peers in (sends, receives)]
     return [Round(*({peer: parts[n] for peer, parts in side.items()} for side in shares)) for n in range(plan.rounds)]
 
@@ -83,7 +81,6 @@ class Reallocation:
 
     Args:
         groups: the process groups; the plan runs in the group of the ranks that send or receive.
-        device: device of the parameters.
 
     Raises:
         RanksDisagree: on every rank, if they have different plans.
@@ -101,9 +98,9 @@ class Reallocation:
             (_messages(sends, plan.src, plan, self._rank), _messages(receives, plan.dst, plan, self._rank))
             for sends, receives in rank_rounds(plan, self._rank)
         ]
-        src, dst, rank = plan.src.boxes, plan.dst.boxes, self._rank
         self._kept = [
-            (name, box.slices(src[name][rank]), box.slices(dst[name][rank])) for name, box in plan.kept(rank).items()
+            (name, box.slices(plan.src.boxes[name][self._rank]), box.slices(plan.dst.boxes[name][self._rank]))
+            for name, box in plan.kept(self._rank).items()
         ]
 
     @torch.no_grad()
@@ -121,28 +118,35 @@ class Reallocation:
         """
         before = _local_parts(src, self.plan.src, self._rank, "src")
         after = _local_parts(dst, self.plan.dst, self._rank, "dst")
-        if self._group is None:
-            self._copy_kept(before, after)
-            return
-        pending: _Pending | None = None
+        pending = _Pending([], [], [])
         for sends, receives in self._rounds:
-            posted = _post(
-                [(message, message.parts(before)) for message in sends],
-                [(message, message.parts(after)) for message in receives],
-                self._group,
-                self._device,
-            )
-            if pending:
-                pending.wait()
-            else:
-                self._copy_kept(before, after)
+            posted = self._post(sends, receives, before, after)
+            pending.wait()
             pending = posted
-        assert pending is not None
+        for name, old, new in self._kept:  # while the last round is transferred
+            after[name][new].copy_(before[name][old])
         pending.wait()
 
-    def _copy_kept(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        for name, old, new in self._kept:
-            after[name][new].copy_(before[name][old])
+    def _post(
+        self,
+        sends: Sequence[_Message],
+        receives: Sequence[_Message],
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+    ) -> _Pending:
+        """Start sending parts of `before` to peers and receiving parts of `after` from peers."""
+        operations, sent, received = [], [], []
+        for message in receives:
+            buffer, copies = _buffer(message, after, self._device)
+            received += copies
+            operations.append(dist.P2POp(dist.irecv, buffer, message.peer, self._group))
+        for message in sends:
+            buffer, copies = _buffer(message, before, self._device)
+            for values, part in copies:
+                values.copy_(part)
+            operations.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
+            sent.append(buffer)
+        return _Pending(dist.batch_isend_irecv(operations) if operations else [], sent, received)
 
 
 class _Message(NamedTuple):
@@ -151,9 +155,6 @@ class _Message(NamedTuple):
     peer: int
     places: Sequence[tuple[str, tuple[slice, ...]]]
     dtypes: Sequence[torch.dtype]
-
-    def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return [tensors[name][slices] for name, slices in self.places]
 
 
 def _messages(
@@ -175,64 +176,32 @@ def _messages(
 
 
 class _Pending(NamedTuple):
-    """Messages in flight, and the parts of parameters to be filled from receive buffers."""
+    """Messages in flight, and the (received values, part of a parameter) to copy once they have arrived."""
 
     works: Sequence[dist.Work]
     sent: Sequence[Tensor]  # send buffers must outlive the transfer
-    received: Sequence[tuple[Tensor, _Message, Sequence[Tensor]]]
+    received: Sequence[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        for buffer, message, parts in self.received:
-            for values, part in _typed(buffer, message, parts):
-                part.copy_(values)
+        for values, part in self.received:
+            part.copy_(values)
 
 
-def _post(
-    sends: Sequence[tuple[_Message, Sequence[Tensor]]],
-    receives: Sequence[tuple[_Message, Sequence[Tensor]]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> _Pending:
-    """Start sending parts of parameters to peers and receiving parts from peers."""
-    operations, sent, received = [], [], []
-    for message, parts in receives:
-        if (buffer := _in_place(message, parts, device)) is None:
-            buffer = _buffer(message, parts, device)
-            received.append((buffer, message, parts))
-        operations.append(dist.P2POp(dist.irecv, buffer, message.peer, group))
-    for message, parts in sends:
-        if (buffer := _in_place(message, parts, device)) is None:
-            buffer = _buffer(message, parts, device)
-            for values, part in _typed(buffer, message, parts):
-                values.copy_(part)
-        operations.append(dist.P2POp(dist.isend, buffer, message.peer, group))
-        sent.append(buffer)
-    return _Pending(dist.batch_isend_irecv(operations) if operations else [], sent, received)
-
-
-def _in_place(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Return a single part as bytes, if it can be sent or received without a copy."""
-    if len(parts) > 1 or parts[0].dtype != message.dtypes[0]:
-        return None
-    (part,) = parts
-    return part.view(-1).view(torch.uint8) if part.is_contiguous() and part.device.type == device.type else None
-
-
-def _sizes(message: _Message, parts: Sequence[Tensor]) -> list[int]:
-    return [part.numel() * dtype.itemsize for part, dtype in zip(parts, message.dtypes, strict=True)]
-
-
-def _buffer(message: _Message, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.empty(sum(_sizes(message, parts)), dtype=torch.uint8, device=device)
-
-
-def _typed(buffer: Tensor, message: _Message, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each part with its piece of the buffer, in which elements are aligned, because large ones come first."""
-    pieces = buffer.split(_sizes(message, parts))
-    for values, dtype, part in zip(pieces, message.dtypes, parts, strict=True):
-        yield values.view(dtype).view(part.shape), part
+def _buffer(
+    message: _Message, tensors: Mapping[str, Tensor], device: torch.device
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return a message's bytes, and its pieces in them with their parts of `tensors`: none if no copy is needed."""
+    parts = [tensors[name][slices] for name, slices in message.places]
+    only, dtype = parts[0], message.dtypes[0]
+    if len(parts) == 1 and only.dtype == dtype and only.is_contiguous() and only.device.type == device.type:
+        return only.view(-1).view(torch.uint8), []
+    sizes = [part.numel() * dtype.itemsize for part, dtype in zip(parts, message.dtypes, strict=True)]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    # Elements are aligned, because large ones come first.
+    pieces = zip(buffer.split(sizes), message.dtypes, parts, strict=True)
+    return buffer, [(values.view(dtype).view(part.shape), part) for values, dtype, part in pieces]
 
 
 def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:

@@ -95,7 +95,6 @@ def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: 
 
 
 def test_splits_and_expert_row_counts_of_a_plan() -> None:
-    plan = DispatchPlan(sent=((1, 2), (3, 4)), received=((5, 0), (7, 8)))
-    assert plan.send_splits == [3, 7]
+    plan = DispatchPlan(send_splits=[3, 7], received=[[5, 0], [7, 8]])
     assert plan.receive_splits == [5, 15]
     assert plan.rows_of_expert == [12, 8]

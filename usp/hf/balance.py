@@ -42,23 +42,15 @@ class RouterBalance:
 
     Args:
         model: the stage's layers; may have no router.
-        coefficient: weight of the auxiliary loss; see `aux_loss_coefficient`.
+        coefficient: weight of a micro-batch's auxiliary loss: `aux_loss_coefficient` / micro-batches per step.
         tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
-        micro_batches: per step; the step's auxiliary loss is the mean of theirs.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        mesh: ParallelMesh,
-        coefficient: float,
-        *,
-        tp_sequence_parallel: bool = False,
-        micro_batches: int = 1,
+        self, model: PreTrainedModel, mesh: ParallelMesh, coefficient: float, *, tp_sequence_parallel: bool = False
     ) -> None:
         self.num_experts, self.top_k = model.config.num_experts, model.config.num_experts_per_tok
-        self.coefficient = coefficient / micro_batches
-        self.device = mesh.device_type
+        self.coefficient, self.device = coefficient, mesh.device_type
         self.loss_group = mesh.group("loss")
         self.tp_group = mesh.group("tp") if tp_sequence_parallel else None
         self._routers = router_modules(model)
@@ -94,8 +86,7 @@ class RouterBalance:
         Over the loss axis the shares sum to the loss, and their gradients to its gradient.
         """
         counts, probabilities = balance[0].detach().clone(), balance[1]
-        groups = [self.loss_group] if self.tp_group is None else [self.loss_group, self.tp_group]
-        for group in groups:
+        for group in filter(None, (self.loss_group, self.tp_group)):
             dist.all_reduce(counts, group=group)
         rows = counts.double().sum() / self.top_k
         share = self.coefficient * self.num_experts * torch.sum((counts / rows) * (probabilities / rows))

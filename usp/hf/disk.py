@@ -13,7 +13,9 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -24,6 +26,9 @@ from .models import kept_names
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
+# Names on disk of the feed-forward block, and of an expert's gate, up and down projections.
+_COMMON = ("mlp", "gate_proj", "up_proj", "down_proj")
+_RENAMED = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 
 @dataclass(frozen=True)
@@ -36,39 +41,15 @@ class DiskTensor:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class DiskEntry:
-    """Location of a tensor in a checkpoint directory."""
-
-    file: Path
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _MixtureNames:
-    """Names that a family uses on disk for the mixture and an expert's projections."""
-
-    mixture: str
-    gate: str
-    up: str
-    down: str
-
-
-_MIXTURES = {
-    "mixtral": _MixtureNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "qwen3_moe": _MixtureNames("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-}
-
-
 def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[DiskTensor]:
     """Return the tensors on disk that make up a parameter of a transformers model."""
-    names = _MIXTURES.get(model_type)
-    name = parameter.replace(".mlp.", f".{names.mixture}.") if names else parameter
+    block, gate, up, down = _RENAMED.get(model_type, _COMMON)
+    name = parameter.replace(".mlp.", f".{block}.")
     prefix, _, last = name.rpartition(".")
-    if names is None or not prefix.endswith(".experts"):
+    if not prefix.endswith(".experts"):
         return [_same(name, parameter, shape)]
     experts, rows, columns = shape
-    projections = [names.down] if last == "down_proj" else [names.gate, names.up]
+    projections = [down] if last == "down_proj" else [gate, up]
     size = (rows // len(projections), columns)
     return [
         DiskTensor(f"{prefix}.{n}.{projection}.weight", parameter, Box((n, half * size[0], 0), (1, *size)), size)
@@ -77,8 +58,10 @@ def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[
     ]
 
 
-def read_headers(folder: Path) -> dict[str, DiskEntry]:
-    """Locate every tensor of a checkpoint directory, reading only file headers.
+def read_headers(folder: Path) -> dict[str, Any]:
+    """Return safetensors' slice of every tensor of a checkpoint directory, reading only file headers.
+
+    A slice keeps its file open; indexing it reads the values, in the dtype of the file.
 
     Raises:
         ValueError: naming a file that is missing or cannot be read.
@@ -86,30 +69,24 @@ def read_headers(folder: Path) -> dict[str, DiskEntry]:
     files = [folder / SINGLE]
     if not files[0].is_file():
         files = [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
-    entries: dict[str, DiskEntry] = {}
+    found: dict[str, Any] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118  (not a mapping)
-                    entries[name] = DiskEntry(file, tuple(content.get_slice(name).get_shape()))
+                found |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  (not a mapping)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
-    return entries
+    return found
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Tensors of a directory that make up each parameter, by the name it is stored under.
-
-    `copies` pairs tensors that must be equal: a tied parameter saved under two names.
-    """
-
-    tensors: dict[str, list[DiskTensor]]
-    copies: list[tuple[DiskTensor, DiskTensor]]
-
-
-def choose_tensors(whole: nn.Module, model_type: str, found: Mapping[str, DiskEntry], folder: Path) -> Choice:
+def choose_tensors(
+    whole: nn.Module, model_type: str, found: Mapping[str, Any], folder: Path
+) -> tuple[dict[str, list[DiskTensor]], list[tuple[DiskTensor, DiskTensor]]]:
     """Find the tensors of the `whole` model's parameters. Experts may also be stored in their layout in memory.
+
+    Returns:
+        The tensors that make up each parameter, by the name it is stored under, and pairs of tensors that must be
+        equal: a tied parameter saved under two names.
 
     Raises:
         ValueError: naming every missing or unexpected tensor, and every one of the wrong shape.
@@ -117,19 +94,21 @@ def choose_tensors(whole: nn.Module, model_type: str, found: Mapping[str, DiskEn
     names: dict[str, list[str]] = defaultdict(list)
     for name, first in kept_names(whole).items():
         names[first].append(name)
-    choice = Choice({}, [])
+    chosen: dict[str, list[DiskTensor]] = {}
+    copies: list[tuple[DiskTensor, DiskTensor]] = []
     for first, aliases in names.items():
         shape = whole.get_parameter(first).shape
         options = [
             [_same(name, name, shape)] if name in found else disk_tensors(model_type, name, shape) for name in aliases
         ]
         present = [tensors for tensors in options if all(tensor.name in found for tensor in tensors)]
-        choice.tensors[first] = tensors = (present or options)[0]
-        choice.copies.extend((tensors[0], other[0]) for other in present[1:])
-    violations = _violations(whole, choice, found)
+        chosen[first] = tensors = (present or options)[0]
+        copies.extend((tensors[0], other[0]) for other in present[1:])
+    wanted = [*chain.from_iterable(chosen.values()), *(copy for _, copy in copies)]
+    violations = _violations(whole, wanted, found)
     if violations:
         raise ValueError(f"{folder} does not contain the weights of the {model_type} in its config.json: {violations}")
-    return choice
+    return chosen, copies
 
 
 def plan_files(tensors: Sequence[DiskTensor], itemsizes: Mapping[str, int], max_bytes: int) -> list[list[DiskTensor]]:
@@ -158,21 +137,18 @@ def _same(name: str, parameter: str, shape: Sequence[int]) -> DiskTensor:
     return DiskTensor(name, parameter, Box.whole(tuple(shape)), tuple(shape))
 
 
-def _violations(whole: nn.Module, choice: Choice, found: Mapping[str, DiskEntry]) -> str:
-    wanted = [tensor for tensors in choice.tensors.values() for tensor in tensors]
-    wanted += [copy for _, copy in choice.copies]
-    names = {tensor.name for tensor in wanted}
+def _violations(whole: nn.Module, wanted: Sequence[DiskTensor], found: Mapping[str, Any]) -> str:
+    expected = {tensor.name: tensor.shape for tensor in wanted}
+    shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
     buffers = tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # in old files, per layer
-    others = [name for name in found if name not in names and not name.endswith(buffers)]
-    shapes = [
-        f"{tensor.name} has shape {found[tensor.name].shape}, expected {tensor.shape}"
-        for tensor in wanted
-        if tensor.name in found and found[tensor.name].shape != tensor.shape
-    ]
     parts = {
-        "missing": [tensor.name for tensor in wanted if tensor.name not in found],
-        "unexpected": others,
-        "wrong shape": shapes,
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected and not name.endswith(buffers)],
+        "wrong shape": [
+            f"{name} has shape {shape}, expected {expected[name]}"
+            for name, shape in shapes.items()
+            if shape != expected[name]
+        ],
     }
     return "; ".join(f"{what}: {_shown(items)}" for what, items in parts.items() if items)
 

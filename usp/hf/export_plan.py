@@ -7,6 +7,7 @@ tensor    boxes that make it up, and the rank that sends each
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -51,19 +52,15 @@ def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Hel
     """Return why the ranks' weights are not exactly those of the `whole` model, one message per violation."""
     kept = kept_names(whole)
     shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
-    covered: dict[str, set[Box]] = {name: set() for name in shapes}
-    kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = {name: set() for name in shapes}
-    unknown: dict[str, None] = {}
+    covered: dict[str, set[Box]] = defaultdict(set)
+    kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(set)
     for held in holders:
         for name, part in held.items():
-            if name not in kept:
-                unknown[name] = None
-            elif name in shapes:
-                covered[name].add(part.box)
-                kinds[name].add((part.shape, part.dtype))
+            covered[name].add(part.box)
+            kinds[name].add((part.shape, part.dtype))
     model = f"the configured {whole.config.model_type} model"
     violations = [f"rank {rank} has no weights" for rank, held in enumerate(holders) if not held]
-    violations += [f"{name} is not a parameter of {model}" for name in unknown]
+    violations += [f"{name} is not a parameter of {model}" for name in covered if name not in kept]
     for name, shape in shapes.items():
         if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
             there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))

@@ -240,10 +240,7 @@ def _attention_forward(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kv_cache: Prefill | DecodeStep | None = None,
     **kwargs: Any,
@@ -254,9 +251,6 @@ def _attention_forward(
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if kv_cache is not None and not (causal and softcap is None and s_aux is None):
-        violations.append("kv_cache supports only causal attention without softcap and sinks")
     if violations:
         raise ValueError("; ".join(violations))
     attention = module.unified_sp
@@ -270,16 +264,6 @@ def _attention_forward(
         return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(layer, k, v)  # type: ignore[arg-type]
-    out = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scaling,
-        # transformers' window of W tokens includes the query.
-        window=None if sliding_window is None else (sliding_window - 1, -1),
-        softcap=softcap,
-        cu_seqlens=cu_seqlens,
-        sinks=s_aux,
-    )
-    return out, None
+    # transformers' window of W tokens includes the query.
+    window = None if sliding_window is None else (sliding_window - 1, -1)
+    return attention(q, k, v, scale=scaling, window=window, cu_seqlens=cu_seqlens), None

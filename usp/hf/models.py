@@ -35,11 +35,7 @@ from .integrate import FAMILIES
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _SCALAR = "ForSequenceClassification"
-
-
-def hide_progress_bars() -> None:
-    """Disable transformers' progress bars in this process."""
-    logging.disable_progress_bar()
+hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
 
 
 def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False) -> PretrainedConfig:
@@ -121,18 +117,6 @@ def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def causal_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the same model with a causal LM's head."""
-    config = copy.deepcopy(config)
-    config.architectures = None
-    return config
-
-
-def ties_head(config: PretrainedConfig) -> bool:
-    """Return whether the output head shares the embedding's weight."""
-    return bool(config.tie_word_embeddings) and not is_scalar(config)
-
-
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     """Read the facts of the model named `model` from its configuration."""
     heads = config.num_attention_heads
@@ -151,13 +135,16 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         intermediate_size=config.intermediate_size if dense_layers or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
-        tied=ties_head(config),
+        tied=bool(config.tie_word_embeddings) and not is_scalar(config),
     )
 
 
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Build the whole model in float32 on the meta device, with its own copy of the configuration."""
-    kind = AutoModelForSequenceClassification if is_scalar(config) else AutoModelForCausalLM
+def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:
+    """Build the whole model in float32 on the meta device, with its own copy of the configuration.
+
+    causal: build a causal LM even if the configuration asks for a scalar head.
+    """
+    kind = AutoModelForSequenceClassification if is_scalar(config) and not causal else AutoModelForCausalLM
     with torch.device("meta"):
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
 

@@ -12,7 +12,6 @@ from usp.model.rules import tp_violations
 from .models import model_facts
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
-_EXPERTS = "moe_tp_experts"  # style of the experts module in shipped plans
 _KNOWN = {"colwise", "rowwise", "replicated_with_grad_allreduce", "untouched"}
 
 
@@ -47,7 +46,7 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
 
 def plan_violations(config: PretrainedConfig) -> list[str]:
     """Return why the tensor-parallel plan of a model type is not supported."""
-    plan = _without_experts(_shipped_plan(config))
+    plan = _family_plan(config)
     unknown = [f"style {style!r} of {name} is not supported" for name, style in plan.items() if style not in _KNOWN]
     missing = [] if plan else ["transformers ships none"]
     return [f"tensor-parallel plan of model_type={config.model_type!r}: {text}; use tp=1" for text in missing + unknown]
@@ -56,17 +55,14 @@ def plan_violations(config: PretrainedConfig) -> list[str]:
 def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
     base = model.base_model_prefix
-    plan = {f"{base}.{name}": style for name, style in _without_experts(_shipped_plan(model.config)).items()}
+    plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
     return plan | {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
 
 
-def _shipped_plan(config: PretrainedConfig) -> dict[str, str]:
-    return getattr(config, "base_model_tp_plan", None) or {}
-
-
-def _without_experts(plan: dict[str, str]) -> dict[str, str]:
-    """Mark experts as untouched: they are sharded over ep, and each tp rank routes different tokens."""
-    experts = [name for name, style in plan.items() if style == _EXPERTS]
+def _family_plan(config: PretrainedConfig) -> dict[str, str]:
+    """Return the shipped plan, but experts untouched: they are sharded over ep, each tp rank routes other tokens."""
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
     below = tuple(f"{name}." for name in experts)
     rest = {name: style for name, style in plan.items() if not name.startswith(below)}
     return rest | dict.fromkeys(experts, "untouched")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import DiskEntry, DiskTensor, choose_tensors, read_headers
+from .disk import DiskTensor, choose_tensors, read_headers
 from .initialise import fill_buffers, initialise
-from .models import causal_config, empty_model, kept_names, load_generation_config
+from .models import empty_model, kept_names, load_generation_config
 from .prune import head_name
 
 _ROWS_AT_A_TIME = 4096
@@ -36,24 +33,21 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
         ValueError: on every rank and before reading weights, naming unreadable files, and every tensor that is missing,
             unexpected, or of the wrong shape.
     """
-    whole = empty_model(model.config if head_seed is None else causal_config(model.config))
+    whole = empty_model(model.config, causal=head_seed is not None)
     kept = kept_names(whole)
     found = read_headers(folder)
-    choice = choose_tensors(whole, model.config.model_type, found, folder)
-    with ExitStack() as stack:
-        files = {entry.file: stack.enter_context(safe_open(entry.file, framework="pt")) for entry in found.values()}
-        read = partial(_read, files, found)
-        for first, copy in choice.copies:
-            _check_equal(read, first, copy)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if head_seed is not None and name.startswith(f"{head_name(model)}."):
-                continue
-            held, values = local_box(parameter), local_part(parameter)
-            for tensor in choice.tensors[kept[name]]:
-                part = held.overlap(tensor.box)
-                if part is not None:
-                    loaded = read(tensor, part.slices(tensor.box))
-                    values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
+    chosen, copies = choose_tensors(whole, model.config.model_type, found, folder)
+    for first, copy in copies:
+        _check_equal(found, first, copy)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if head_seed is not None and name.startswith(f"{head_name(model)}."):
+            continue
+        held, values = local_box(parameter), local_part(parameter)
+        for tensor in chosen[kept[name]]:
+            part = held.overlap(tensor.box)
+            if part is not None:
+                loaded = _read(found, tensor, part.slices(tensor.box))
+                values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
     if head_seed is None:
         fill_buffers(model)
     else:
@@ -62,16 +56,14 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
         model.generation_config = load_generation_config(folder) or model.generation_config
 
 
-def _read(
-    files: Mapping[Path, Any], found: Mapping[str, DiskEntry], tensor: DiskTensor, slices: tuple[slice, ...]
-) -> Tensor:
-    return files[found[tensor.name].file].get_slice(tensor.name)[slices[len(slices) - len(tensor.shape) :]]
+def _read(found: Mapping[str, Any], tensor: DiskTensor, slices: tuple[slice, ...]) -> Tensor:
+    return found[tensor.name][slices[len(slices) - len(tensor.shape) :]]
 
 
-def _check_equal(read: Callable[..., Tensor], first: DiskTensor, copy: DiskTensor) -> None:
+def _check_equal(found: Mapping[str, Any], first: DiskTensor, copy: DiskTensor) -> None:
     for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
-        if not torch.equal(read(first, rows), read(copy, rows)):
+        if not torch.equal(_read(found, first, rows), _read(found, copy, rows)):
             raise ValueError(
                 f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
                 f"to false, or remove one of the two"

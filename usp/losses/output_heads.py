@@ -5,9 +5,9 @@ The stage calls a `Head` with its `LastHidden` inside its forward, while the out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,28 +37,12 @@ class LastHidden:
 
     def loss(self, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
         """Return `vocab_loss` of these hidden states."""
-        return vocab_loss(
-            self.hidden_BSH,
-            self.weight,
-            shift_labels,
-            global_tokens=global_tokens,
-            chunk_tokens=self.chunk_tokens,
-            group=self.group,
-        )
+        return vocab_loss(self.hidden_BSH, self.weight, shift_labels, global_tokens=global_tokens, **self._options)
 
-    def logprobs(
-        self, shift_labels: Tensor, temperature: float = 1.0, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def logprobs(self, shift_labels: Tensor, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return `vocab_logprobs` of these hidden states."""
-        return vocab_logprobs(
-            self.hidden_BSH,
-            self.weight,
-            shift_labels,
-            chunk_tokens=self.chunk_tokens,
-            temperature=temperature,
-            entropy=entropy,
-            group=self.group,
-        )
+        chosen = {"temperature": temperature, "entropy": entropy, **self._options}
+        return vocab_logprobs(self.hidden_BSH, self.weight, shift_labels, **chosen)
 
     def values(self) -> Tensor:
         """Return the scalar head's outputs (B, S), in fp32 (fp64 for fp64)."""
@@ -66,15 +50,14 @@ class LastHidden:
         dtype = softmax_dtype(self.hidden_BSH)
         return (self.hidden_BSH.to(dtype) @ weight.to(dtype).T).squeeze(-1)
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"chunk_tokens": self.chunk_tokens, "group": self.group}
 
-class Head(Protocol):
-    """Computes the last stage's output."""
 
-    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the output; in training, this rank's share of the loss, 0-dim.
-
-        inputs: the micro-batch without ids and positions: tensors shaped like the ids, and `cu_seqlens` if packed.
-        """
+# Computes the last stage's output, in training this rank's share of the loss, 0-dim. The mapping is the micro-batch
+# without ids and positions: tensors shaped like the ids, and `cu_seqlens` if packed.
+Head: TypeAlias = Callable[[LastHidden, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from .config import RlhfConfig
 
 _DATA = ("data", "prompt_tokens", "tokenizer", "seed")
 _FIXED = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)  # another value is another run
-# The same for the supervised warm-up: key of its configuration -> field of the run's.
+# The same for the supervised steps: key of their configuration -> field of the run's.
 _FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
 
@@ -51,7 +51,7 @@ def resume_violations(
 ) -> list[str]:
     """Return why `config` cannot continue `saved`. Plan, degrees and number of ranks may differ.
 
-    other_model: allow another `model`, because the supervised warm-up replaces it.
+    other_model: allow another `model`, because the supervised steps replace it.
     """
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume"
@@ -62,7 +62,7 @@ def resume_violations(
 
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
-    """Return why `config`, with `steps` supervised steps, cannot use a warm-up with the configuration `saved`."""
+    """Return why `config`, with `steps` supervised steps, cannot use those with the configuration `saved`."""
     asked = {**asdict(config), "sft_steps": steps}
     return [
         f"{flag(name)} = {asked[name]} (supervised steps of this run: {saved.get(key)}) must not change on resume"

@@ -44,7 +44,7 @@ class _Rlhf:
     prompt_tokens: int = 1024
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: float = 0.0
-    """Fraction of wrong answers among the built-in demonstrations, for supervised fine-tuning on imperfect data."""
+    """Fraction of wrong answers among the built-in demonstrations (sft only)."""
     tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
     """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5."""
 
@@ -66,15 +66,15 @@ class _Rlhf:
     """Maximum tokens per micro-batch of a data-parallel rank. 0: no limit."""
 
     sft_steps: int = -1
-    """Supervised warm-up steps on the correct answers before the first step. -1: 100 for presets, else 0."""
+    """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
     steps: int = 150
-    """Training steps, not counting the supervised warm-up."""
-    learning_rate: float = 0.0
-    """Peak learning rate (linear warmup, cosine decay to 10%). 0: the algorithm's default for the tiny presets."""
+    """Training steps, after the supervised ones."""
+    learning_rate: Annotated[float, arg(help_behavior_hint="(default: the algorithm's, for the tiny presets)")] = 0.0
+    """Peak learning rate (linear warmup, cosine decay to 10%). Models of billions of parameters need 1e-6 to 1e-5."""
     critic_learning_rate: float = 1e-3
     """Peak learning rate of the critic."""
     sft_learning_rate: float = 2e-3
-    """Peak learning rate of the supervised warm-up."""
+    """Peak learning rate of the supervised steps."""
     warmup_steps: int = 5
     """Steps of linear learning rate warmup."""
     weight_decay: float = 0.0
@@ -91,7 +91,11 @@ class _Rlhf:
 
 @dataclass(frozen=True)
 class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
-    """Configuration of an RLHF run."""
+    """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
+    model call has its own ranks and parallel layout.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2 --sp-ring 2
+    """
 
 
 def parse_options(text: str, kind: type, source: str, without: Collection[str] = ()) -> dict[str, Any]:

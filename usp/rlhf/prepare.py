@@ -40,7 +40,7 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
 from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_violations
 from .validate import violations
 
-SFT, MODEL = "sft", "model"  # directories of a run: its supervised warm-up, and the trained model of either
+SFT, MODEL = "sft", "model"  # directories of a run: its supervised steps, and the trained model
 RESPONSES = 64  # per step, unless --prompts is set
 
 

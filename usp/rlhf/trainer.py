@@ -39,7 +39,6 @@ from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor
 from usp.run.failures import ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
@@ -74,15 +73,13 @@ def train_rlhf(
         folder = run_folder(prepared.start, launch, f"{config.algorithm}-{Path(config.model).name}", prepared.device)
         prepared = replace(prepared, start=replace(prepared.start, folder=folder))
         if prepared.sft_steps:
-            prepared = _after_sft(prepared, prepared.sft_steps, launch, stop, watchdog)
+            prepared = _after_sft(prepared, launch, stop, watchdog)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog)
         outlast(timeout)
         trainer.run()
 
 
-def _after_sft(
-    prepared: PreparedRlhf, steps: int, launch: Launch, stop: StopRequest, watchdog: Watchdog
-) -> PreparedRlhf:
+def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> PreparedRlhf:
     """Train the supervised steps, as a run in a subfolder, and prepare the run that starts from their model."""
     assert prepared.start.folder is not None
     folder = prepared.start.folder / SFT
@@ -97,7 +94,7 @@ def _after_sft(
             reward_function="match",
             critic="",
             ref="",
-            steps=steps,
+            steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
@@ -157,7 +154,7 @@ class RlhfTrainer(TrainingLoop):
                 self.groups,
                 self._build_role,
                 self.device,
-                moving=Moving(ranks_per_host=launch.local_world_size),
+                ranks_per_host=launch.local_world_size,
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),

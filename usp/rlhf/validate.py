@@ -36,15 +36,9 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     """Yield one message per invalid value."""
     choices = {**CHOICES, "algorithm": tuple(algorithms)}
     yield from value_violations(config, choices, {**RANGES, **OWN_RANGES}).values()
-    yield from _wrong_answers(config, algorithms)
+    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
+    if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
+        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
+        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
     if problem := wandb_problem(config.wandb_project):
         yield problem
-
-
-def _wrong_answers(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
-    trained_on_answers = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
-    if config.wrong_answers and (config.algorithm not in trained_on_answers or config.data != STDLIB):
-        yield (
-            f"--wrong-answers = {config.wrong_answers} requires --data {STDLIB} and --algorithm "
-            f"{' or '.join(trained_on_answers)}, which trains on answers: remove it"
-        )

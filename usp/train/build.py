@@ -169,11 +169,6 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload)
     balance = None
     if recipe.balance:
-        balance = RouterBalance(
-            model,
-            mesh,
-            recipe.balance,
-            tp_sequence_parallel=recipe.tp_sequence_parallel,
-            micro_batches=recipe.micro_batches,
-        )
+        coefficient = recipe.balance / recipe.micro_batches
+        balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=recipe.tp_sequence_parallel)
     return CausalLMStage(model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance)

@@ -18,7 +18,7 @@ from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.run.metrics import StepRecord
-from usp.train.prepare import Prepared, prepare
+from usp.train.prepare import PreparedRun, prepare
 from usp.train.trainer import Trainer
 
 # Values that a user may type, mostly valid ones.
@@ -82,7 +82,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "corpus.txt")
 
 
-def outcome(world_size: int, args: list[str], data: str) -> Prepared | ConfigurationError:
+def outcome(world_size: int, args: list[str], data: str) -> PreparedRun | ConfigurationError:
     launch = Launch(rank=world_size - 1, world_size=world_size, local_world_size=world_size)
     try:
         return prepare(parse([*args, "--data", data, "--device", "cpu"], TrainConfig), launch)
@@ -94,7 +94,7 @@ def test_a_thousand_random_command_lines(data: str) -> None:
     plans = refusals = 0
     for world_size, args in command_lines(seed=0, number=1000):
         ended = outcome(world_size, args, data)
-        if isinstance(ended, Prepared):
+        if isinstance(ended, PreparedRun):
             plans += 1
             assert math.prod(ended.dims.degrees().values()) == world_size, args
         else:
@@ -112,7 +112,7 @@ def test_configurations_that_are_accepted_run(ranks: RankPool, data: str, tmp_pa
     found = 0
     for world_size, args in command_lines(seed=1, number=2000):
         ended = outcome(world_size, args, data) if world_size == 4 and len(args) > 11 else None
-        if not isinstance(ended, Prepared) or ended.config.engine != "fsdp2" or ended.parameters > 10**7:
+        if not isinstance(ended, PreparedRun) or ended.config.engine != "fsdp2" or ended.shape.numel > 10**7:
             continue
         config = replace(ended.config, output=str(tmp_path / str(found)))
         assert math.isfinite(ranks.run(one_step, 4, config, timeout=120)[0].loss), args

@@ -32,7 +32,6 @@ from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.spec import RoleSpec
-from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor
 from usp.sp.batch import shard_batch
 from usp.sp.sequence import shard_sequence
@@ -152,9 +151,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
         key for key in ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs") if key in keys
     )
     plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
-    executor = Executor(
-        graph, plan, ProcessGroups(), build, torch.device("cpu"), moving=Moving(ranks_per_host=4), collect=shown
-    )
+    executor = Executor(graph, plan, ProcessGroups(), build, torch.device("cpu"), ranks_per_host=4, collect=shown)
     told: Steps = []
     for number in range(1, steps + 1):
         result = executor.run_step(given(algorithm, number), number, seed=number)

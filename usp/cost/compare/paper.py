@@ -27,12 +27,7 @@ BLOCK = 12  # parameters of a block, in d^2
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind.
-
-    Attributes:
-        elements: of each, as a fraction of bs L d or of the block's parameters.
-        shared: each rank has 1/N of the elements.
-    """
+    """`count` collectives on `elements` times bs L d, or times the block's parameters; `shared`: on 1/N of that."""
 
     name: str
     count: int = 1
@@ -123,11 +118,8 @@ TABLE_2 = (
 
 
 def expert_row(experts_per_token: int) -> Row:
-    """Return a row for expert parallelism, which the table lacks.
-
-    A token is `experts_per_token` rows, which go to their experts and back, and so do their gradients. Each expert has
-    one owner, so only the gradients of attention's 4 d^2 are reduced.
-    """
+    """Return a row for expert parallelism, which the table lacks: rows and their gradients go to the experts and back;
+    each expert has one owner, so only the gradients of attention's 4 d^2 are reduced."""
     return Row(
         "EP",
         (Collective("allreduce", elements=Fraction(4, BLOCK)),),
@@ -138,11 +130,8 @@ def expert_row(experts_per_token: int) -> Row:
 
 
 def pipeline_row() -> Row:
-    """Return a row for pipeline parallelism, which the table lacks.
-
-    Only the last block of a stage communicates: it sends hidden states and receives gradients; the cost is that of such
-    a block. Of M micro-batches at most N are in flight on the first rank, each with l / N layers.
-    """
+    """Return a row for pipeline parallelism, which the table lacks: the cost of a block at a stage boundary, which
+    sends hidden states and receives gradients. At most N of M micro-batches are in flight, each with l / N layers."""
     return Row("PP", (), (Collective("P2P", 2),), "l/l", ("(P+G)/N", "6P/N", "A/M"))
 
 

@@ -19,11 +19,7 @@ STYLES = ("-", "--", ":", "-.")
 def sweep(
     methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
 ) -> tuple[dict[int, list[Compared]], dict[int, list[Compared]]]:
-    """Compare at powers of two up to `devices`, and at 1/8 to 8 times the sequence length.
-
-    Returns:
-        (by number of devices, by sequence length)
-    """
+    """Return comparisons (by devices: powers of two up to `devices`, by sequence length: 1/8 to 8 times the base's)."""
     degrees = [2**power for power in range(1, devices.bit_length())]
     lengths = [max(1, base.seq_len // 8) * 2**power for power in range(7)]
     by_degree = {degree: compare(methods, base, model_config, degree, batch) for degree in degrees}

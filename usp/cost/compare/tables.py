@@ -21,7 +21,7 @@ def comparison_tables(found: Sequence[Compared]) -> list[Grid]:
     feasible = [one for one in found if not one.problem]
     tables = [_communication(feasible), _memory(feasible), _paper(feasible), _overlap(feasible)] if feasible else []
     infeasible = tuple((one.method, one.problem) for one in found if one.problem)
-    return [*tables, Grid("Not feasible", ("method", "reason"), infeasible)] if infeasible else tables
+    return [table for table in (*tables, Grid("Not feasible", ("method", "reason"), infeasible)) if table.rows]
 
 
 def _communication(found: Sequence[Compared]) -> Grid:
@@ -73,14 +73,13 @@ def _collective_name(collective: str) -> str:
 
 def comparison_json(found: Sequence[Compared]) -> list[dict[str, Any]]:
     """Return everything as JSON values, sizes in bytes."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for one in found:
-        line: dict[str, Any] = {"method": one.method, "problem": one.problem}
-        if one.memory is not None:
-            names = ("method", "degrees", "rank", "block_parameters", "block_activations", "step", "sent")
-            everything = asdict(one) | {"sent": one.sent}
-            line = {name: everything[name] for name in names}
-            line["memory"] = {**everything["memory"], "peak": one.memory.peak.total}
-            line["paper"] = everything["paper"]
+        line = asdict(one)
+        if one.memory is None:
+            line = {"method": one.method, "problem": line["problem"]}
+        else:
+            del line["problem"]
+            line |= {"sent": one.sent, "memory": line["memory"] | {"peak": one.memory.peak.total}}
         lines.append(line)
     return lines

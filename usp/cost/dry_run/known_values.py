@@ -63,7 +63,11 @@ class KnownValues:
             return self._number(args[0])
         if packet in _SHAPED_BY_VALUES:
             return self._shaped(func, args, kwargs)
-        result = self._run(packet, func, args, kwargs)
+        if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # its fake supports only bfloat16
+            rows, matrices, *rest = args
+            result = func(rows.bfloat16(), matrices.bfloat16(), *rest, **kwargs).to(rows.dtype)
+        else:
+            result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self._collective(packet, args)
         elif packet is aten.topk:
@@ -71,12 +75,6 @@ class KnownValues:
         else:
             self._compute(func, args, kwargs, result)
         return result
-
-    def _run(self, packet: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if packet is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # its fake supports only bfloat16
-            rows, matrices, *rest = args
-            return func(rows.bfloat16(), matrices.bfloat16(), *rest, **kwargs).to(rows.dtype)
-        return func(*args, **kwargs)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = tensors_of(result)

@@ -106,19 +106,13 @@ def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
 
 
 def norm_work(numel: int) -> int:
-    """Return the bytes of RMSNorm's backward if nothing is freed: five float32 tensors.
-
-    They are the scaled gradient, that of the mean square, the square's derivative in two steps, and their product.
-    """
+    """Return the bytes of RMSNorm's backward if nothing is freed."""
+    # In float32: the scaled gradient, that of the mean square, the square's derivative in two steps, their product.
     return 5 * numel * FLOAT32
 
 
 def norm_activations(job: Job, rows: int, width: int) -> int:
-    """Return the bytes that RMSNorm over `rows` of `width` saves.
-
-    They are its input cast to float32 (unless it is float32), the normalized input, and a factor per row. Its output is
-    counted where the next operator saves it.
-    """
+    """Return the bytes that RMSNorm saves: the cast input, the normalized input, and a factor per row, no output."""
     cast = FLOAT32 if job.dtype.itemsize < FLOAT32 else 0
     return rows * width * (cast + job.dtype.itemsize) + rows * FLOAT32
 
@@ -162,28 +156,21 @@ def _attention_inputs(job: Job, layer: LayerShape) -> int:
 
 
 def _attention_backward(job: Job) -> int:
-    """Return the bytes of the gradients in the middle of attention.
-
-    They are the output's, those of q, k and v as the kernel returns them, and their float32 sums; a ring adds the keys,
-    values and gradients in transit.
-    """
+    """Return the bytes of the output gradient, and of the gradients of q, k and v with their float32 sums."""
     size = job.dtype.itemsize
     _, queries, keys = _widths(job)
     cast = FLOAT32 if size < FLOAT32 else 0
     found = queries * (2 * size + cast) + 2 * keys * (size + cast)
-    if job.dims.ring > 1:
+    if job.dims.ring > 1:  # keys, values and their gradients in transit
         found += 2 * keys * (3 * size + 3 * FLOAT32)
     return found
 
 
 def _dense(job: Job) -> tuple[int, int]:
-    """Return (saved bytes, bytes added at the peak) of a dense MLP.
-
-    Saved are gate, its activation, up and their product. At the peak the product is freed, and the gradients of the
-    product, the activation and up are alive. A tiled MLP saves nothing and has one tile at a time.
-    """
+    """Return (saved bytes, bytes added at the peak) of a dense MLP: gate, its activation, up and their product; at the
+    peak the gradients of activation, up and product are alive, and the product is freed."""
     columns = job.model.facts.intermediate_size // job.dims.tp
-    if job.mlp_tile:
+    if job.mlp_tile:  # saves nothing, and has one tile at a time
         rows = job.rows // job.micro_batches
         tile = min(job.mlp_tile, job.tokens // rows) * rows
         return 0, 6 * tile * columns * job.dtype.itemsize
@@ -192,11 +179,8 @@ def _dense(job: Job) -> tuple[int, int]:
 
 
 def _experts(job: Job) -> tuple[int, int]:
-    """Return (saved bytes, bytes added at the peak) of a mixture-of-experts MLP whose router chooses evenly.
-
-    Saved are the rows sorted by expert, gate and up in one tensor, the activation, the product, and the returned rows;
-    the router's logits and weights are neglected.
-    """
+    """Return (saved bytes, bytes added at the peak) of experts chosen evenly: rows sorted by expert, gate and up,
+    activation, product, and returned rows; the router's logits and weights are neglected."""
     size, rows = job.dtype.itemsize, job.outer_tokens * job.model.experts_per_token
     columns, hidden = job.model.expert_size, job.model.hidden_size
     saved = rows * (2 * hidden + 4 * columns) * size
@@ -205,8 +189,7 @@ def _experts(job: Job) -> tuple[int, int]:
 
 
 def _split_dense(job: Job) -> tuple[int, int, int]:
-    """Return the bytes of (the gradients of gate and up, the input of down, the peak: gradients of the product, the
-    activation and up)."""
+    """Return the bytes of (gradients of gate and up, input of down, gradients of product, activation and up)."""
     each = job.tokens * job.model.facts.intermediate_size // job.dims.tp * job.dtype.itemsize
     return 2 * each, each, 3 * each
 

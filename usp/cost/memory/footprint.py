@@ -77,12 +77,8 @@ def _moments(
 
 
 def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[tuple[int, bool], int]]:
-    """Simulate the activations of all micro-batches in flight, where a stage's forward saves `each` bytes.
-
-    Returns:
-        (the maximum, {(stage, whether another of its backwards has run): the maximum of the other micro-batches'
-        activations during a backward})
-    """
+    """Return (the maximum of the saved activations in flight, {(stage, whether an earlier backward of it has run): the
+    maximum of other micro-batches' activations during a backward}), where a stage's forward saves `each` bytes."""
     live, most = 0, 0
     others: dict[tuple[int, bool], int] = {}
     for action in actions(job, rank):

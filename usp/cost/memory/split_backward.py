@@ -62,11 +62,7 @@ class _Stage:
 
 
 class _Rank:
-    """The simulation of a rank.
-
-    Attributes:
-        activations: saved by forwards; halves: kept by input halves; buffers: receive buffers.
-    """
+    """The simulation of a rank: bytes of activations, kept by input `halves`, and of receive `buffers`."""
 
     def __init__(self, job: Job, stages: Mapping[int, _Stage]) -> None:
         self.job, self.stages = job, stages
@@ -153,14 +149,14 @@ class _Rank:
     def _whole_backward(self, stage: _Stage) -> Iterator[Moment]:
         memory = stage.memory
         self.activations -= memory.kept
-        beside = self._moment("", 0, stage, whole=0)
+        others = self._moment("", 0, stage, whole=0)
         for moment in memory.layer_moments(later=stage.summed, reduces=False):
             yield replace(
                 moment,
                 gradients=self.gradients,
-                whole=moment.whole + beside.whole,
-                activations=moment.activations + beside.activations,
-                transient=moment.transient + beside.transient,
+                whole=moment.whole + others.whole,
+                activations=moment.activations + others.activations,
+                transient=moment.transient + others.transient,
             )
         stage.summed = True
 

@@ -37,18 +37,18 @@ def why_slower(candidate: Candidate, first: Candidate) -> str:
     mine, its = parts(candidate.time), parts(first.time)
     longer = {name: seconds - its.get(name, 0.0) for name, seconds in mine.items()}
     largest = sorted(longer, key=lambda name: -longer[name])[:2]
-    told = [f"{name} +{seconds(longer[name])}" for name in largest if longer[name] > 0.001 * first.time.total]
-    return ", ".join(told) or "equally fast"
+    words = [f"{name} +{seconds(longer[name])}" for name in largest if longer[name] > 0.001 * first.time.total]
+    return ", ".join(words) or "equally fast"
 
 
 def bound(candidate: Candidate, memory_bytes: float) -> str:
     """Return the component that takes longest, and memory if saving it costs time."""
     by_part = parts(candidate.time)
     largest = max(by_part, key=lambda name: by_part[name])
-    told = f"{largest} ({by_part[largest] / candidate.time.total:.0%})"
+    words = f"{largest} ({by_part[largest] / candidate.time.total:.0%})"
     if candidate.config.ac != "none" and candidate.peak_bytes > 0.5 * memory_bytes:
-        told += ", and by memory, which requires recomputation"
-    return told
+        words += ", and by memory, which requires recomputation"
+    return words
 
 
 def seconds(value: float) -> str:
@@ -65,16 +65,16 @@ def degrees(config: TrainConfig) -> str:
 
 def memory_options(config: TrainConfig) -> str:
     """Return the options that determine the memory, including those of the pipeline."""
-    told = [f"ZeRO-{config.zero}"]
+    words = [f"ZeRO-{config.zero}"]
     if config.ac != "none":
-        told.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
+        words.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
     if config.mlp_tile:
-        told.append(f"MLP tiles of {config.mlp_tile} tokens")
+        words.append(f"MLP tiles of {config.mlp_tile} tokens")
     if config.micro_batches > 1:
-        told.append(f"{config.micro_batches} micro-batches")
+        words.append(f"{config.micro_batches} micro-batches")
     if config.pp > 1:
-        told.append(config.pp_schedule)
-    return ", ".join(told)
+        words.append(config.pp_schedule)
+    return ", ".join(words)
 
 
 def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:

@@ -80,7 +80,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
-        "device": _device_name(plan.device),
+        "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU",
         "peak_flops": peaks,
         "memory_bytes": _memory_bytes(plan),
         "memory_bytes_per_second": _memory_rate(plan),
@@ -272,10 +272,6 @@ def _seconds(plan: Plan, call: Callable[[], object] | None, group: dist.ProcessG
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _memory_bytes(plan: Plan) -> int:

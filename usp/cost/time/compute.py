@@ -60,8 +60,7 @@ class Product:
         return Product(2.0 * rows * inner * columns, (rows * inner + inner * columns + rows * columns) * itemsize)
 
     def seconds(self, hardware: Hardware, dtype: str) -> float:
-        """Return the time of the kernel or of its operands' traffic, whichever is longer: thin products are
-        memory-bound."""
+        """Return the time of the kernel or of reading and writing its operands, whichever is longer."""
         return max(hardware.matmul_seconds(self.flops, dtype), hardware.memory_seconds(self.nbytes))
 
 

@@ -45,8 +45,7 @@ def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
-    """Count a kernel whose arguments at `query` and after are q (batch, heads, rows, head dim) and k, at `causal` a
-    bool."""
+    """Count a kernel with q (batch, heads, rows, head dim) and k at arguments `query` and after, a bool at `causal`."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
@@ -57,8 +56,7 @@ def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
 
 
 def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
-    """Count a kernel whose argument at `query` is q (tokens, heads, head dim), at `cu_seqlens` and after the boundaries
-    of queries and keys."""
+    """Count a kernel with q (tokens, heads, head dim) at `query`, `cu_seqlens` of q and of k at `cu_seqlens` on."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))

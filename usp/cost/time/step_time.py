@@ -47,14 +47,10 @@ OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
 }
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
     "send": ("send", 0),
-    "alltoall_base_": ("exchange", 1),
-    "all_to_all_single": ("exchange", 1),
-    "_allgather_base_": ("gather", 1),
-    "all_gather_into_tensor": ("gather", 1),
-    "_reduce_scatter_base_": ("reduce", 1),
-    "reduce_scatter_tensor": ("reduce", 1),
-    "allreduce_": ("gather", 2),
-    "all_reduce": ("gather", 2),
+    **dict.fromkeys(("alltoall_base_", "all_to_all_single"), ("exchange", 1)),
+    **dict.fromkeys(("_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), ("reduce", 1)),
+    **dict.fromkeys(("allreduce_", "all_reduce"), ("gather", 2)),
 }
 
 
@@ -185,9 +181,7 @@ def _slowest_ranks(job: Job) -> list[int]:
 def _mean_compute(job: Job, hardware: Hardware, overlap: Overlap) -> Seconds:
     """Return the mean over all stages and ring ranks; along the other axes compute is even."""
     ranks = [first + rank for first in first_ranks(job) for rank in job.ranks("ring", 0)]
-    total = Seconds()
-    for rank in ranks:
-        total += _rank_seconds(job, hardware, overlap, rank)[1]
+    total = sum((_rank_seconds(job, hardware, overlap, rank)[1] for rank in ranks), Seconds())
     return total.times(1 / len(ranks))
 
 
@@ -253,16 +247,15 @@ def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, 
 
 
 def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
-    """Return the time of the first layer's attention on the slowest rank, with Ulysses' exchanges: a forward, or both
-    passes."""
+    """Return the time of the first layer's forward (or both passes) of attention and Ulysses on the slowest rank."""
     rank, window = _slowest_ranks(job)[0], job.model.facts.windows[0]
     passes = attention_passes(job, hardware, Overlap(), rank, window)
     exchanges = [sent for sent in attention_traffic(job, rank, window) if sent.axis == "ulysses"]
-    pairs = list(zip(passes, exchanges, strict=True))
-    seconds = 0.0
-    for part, exchanged in pairs if backward else pairs[:1]:
-        seconds += part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchanged, rank)
-    return seconds
+    seconds = [
+        part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchange, rank)
+        for part, exchange in zip(passes, exchanges, strict=True)
+    ]
+    return sum(seconds) if backward else seconds[0]
 
 
 def _attention(

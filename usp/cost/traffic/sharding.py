@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from usp.cost.job import Job, ParameterShape
 
-from .order import Action, actions
+from .order import actions
 from .sent import Sent, all_reduce
 
 FLOAT32 = 4  # bytes: the dtype of sharded parameters and of gradient reductions
@@ -107,7 +107,7 @@ def _experts(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
 def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the gathers of parameters and the reductions of gradients in a step of `rank`."""
     for stage in job.stages(rank):
-        for unit, gathered in _counts(job, rank, stage):
+        for unit, gathered in _gathers(job, rank, stage):
             yield from _unit_traffic(job, unit, gathered)
 
 
@@ -120,13 +120,9 @@ def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the part of `fsdp_traffic` for the first decoder layer of `rank`."""
     stage = job.stages(rank)[0]
     units = stage_units(job, stage)
-    counts = _counts(job, rank, stage)[0 if units.root is None else 1 :]
-    for unit, gathered in counts[: 1 if units.experts[0] is None else 2]:
+    first = 0 if units.root is None else 1
+    for unit, gathered in _gathers(job, rank, stage)[first : first + (1 if units.experts[0] is None else 2)]:
         yield from _unit_traffic(job, unit, gathered)
-
-
-def _counts(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
-    return gathers(job, stage_units(job, stage), [action for action in actions(job, rank) if action.stage == stage])
 
 
 def _unit_traffic(job: Job, unit: Unit, gathered: int) -> Iterator[Sent]:
@@ -230,12 +226,14 @@ class _Fsdp2:
                 self.order[position - 1].gather()
 
 
-def gathers(job: Job, units: StageUnits, order: list[Action]) -> list[tuple[Unit, int]]:
-    """Return how often each unit of a stage is gathered while `order` runs."""
-    fsdp2 = _Fsdp2(job, units)
+def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
+    """Return how often each unit of a stage of `rank` is gathered in a step."""
+    fsdp2 = _Fsdp2(job, stage_units(job, stage))
     if job.splits_backwards:  # torch's zero-bubble schedule keeps the stage gathered
         return [(group.unit, 1) for group in fsdp2.groups]
-    for action in order:
+    for action in actions(job, rank):
+        if action.stage != stage:
+            continue
         if action.kind == "forward":
             fsdp2.forward()
         else:

@@ -27,13 +27,13 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
     parts = [*fsdp_traffic(job, rank), *_sums(job, rank)]
     last = len(job.stage_layers) - 1
-    plans = {window: attention_traffic(job, rank, window) for window in dict.fromkeys(job.model.facts.windows)}
+    windows = job.model.facts.windows
+    attention = {window: attention_traffic(job, rank, window) for window in dict.fromkeys(windows)}
     for stage in job.stages(rank):
-        inside = [sent for index in job.stage_layers[stage] for sent in plans[job.model.facts.windows[index]]]
+        inside = [*_pipeline_traffic(job, stage), *_agreements(job)]
         for index in job.stage_layers[stage]:
             layer = job.model.layers[index]
-            inside += [*_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
-        inside += [*_pipeline_traffic(job, stage), *_agreements(job)]
+            inside += [*attention[windows[index]], *_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
         if stage == 0:
             inside += _embedding_traffic(job)
         if stage == last:

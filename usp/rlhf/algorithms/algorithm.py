@@ -10,12 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Objective, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 
-DataKind = Literal["prompts", "answers", "pairs"]
-GIVEN: dict[DataKind, tuple[str, ...]] = {
-    "prompts": ("prompt_ids", "prompt_index"),
-    "answers": ("tokens", "mask"),
-    "pairs": ("tokens", "mask"),
-}
+GIVEN = ("prompt_ids", "prompt_index", "tokens", "mask")  # keys that a step can begin with
 _MAY_BE_INFINITE = ("eps_high", "value_eps_clip", "max_reward_clip")  # inf disables the bound
 
 
@@ -48,22 +43,22 @@ class Algorithm:
         options: class of its options, each with a default; for "prompts" a subclass of `policy.PolicyOptions`.
         calls: maps options to the calls of a step.
         data: kind of examples: "prompts" to respond to, "answers" to train on, or "pairs", where sample 2i is preferred
-            to sample 2i + 1. Keys that calls may begin with are `GIVEN[data]`.
+            to sample 2i + 1. Calls read `prompt_ids` and `prompt_index` of prompts, `tokens` and `mask` of the others.
         learning_rate: default peak learning rate, for the tiny presets.
         model_role: role that is initialized from the configuration's `model`.
     """
 
     options: type[Options]
     calls: Callable[[Any], tuple[ModelCall, ...]]
-    data: DataKind = "prompts"
+    data: Literal["prompts", "answers", "pairs"] = "prompts"
     learning_rate: float = 2e-3
     model_role: str = "actor"
 
     def graph(self, options: Options) -> DataflowGraph:
-        """Return the graph of a step, which is given those of `GIVEN[data]` that its calls read."""
+        """Return the graph of a step, given the keys that its calls read and do not produce."""
         calls = self.calls(options)
-        read = {key for call in calls for key in call.inputs}
-        return DataflowGraph(calls, tuple(key for key in GIVEN[self.data] if key in read))
+        read = {key for call in calls for key in call.inputs} - {key for call in calls for key in call.outputs}
+        return DataflowGraph(calls, tuple(key for key in GIVEN if key in read))
 
 
 @runtime_checkable
@@ -74,18 +69,12 @@ class Stateful(Protocol):
         """Return all that later steps depend on."""
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from the result of `state_dict`.
-
-        Raises:
-            ValueError: naming missing and unknown keys.
-        """
+        """Continue from the result of `state_dict`. Raises ValueError naming missing and unknown keys."""
 
 
 def stateful(graph: DataflowGraph) -> dict[str, Stateful]:
     """Return the functions whose state a checkpoint must hold, by the name of their call."""
-    functions: dict[str, object] = {
-        call.name: call.work.function for call in graph.calls if isinstance(call.work, Compute)
-    }
+    functions: dict[str, object] = {c.name: c.work.function for c in graph.calls if isinstance(c.work, Compute)}
     return {name: function for name, function in functions.items() if isinstance(function, Stateful)}
 
 
@@ -104,8 +93,8 @@ def finite(options: Any) -> Iterator[str]:
     """Yield a message for each nan option, and for each infinite one that is not an upper bound."""
     for option in fields(options):
         value = getattr(options, option.name)
-        infinite = isinstance(value, float) and math.isinf(value) and option.name not in _MAY_BE_INFINITE
-        if infinite or (isinstance(value, float) and math.isnan(value)):
+        allowed = value == math.inf and option.name in _MAY_BE_INFINITE
+        if isinstance(value, float) and not (math.isfinite(value) or allowed):
             yield f"{option.name}={value} must be finite"
 
 

@@ -1,4 +1,4 @@
-"""Group-relative policy optimization and its variants Dr. GRPO and DAPO."""
+"""Group-relative policy optimization."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import get_args
 from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
+from usp.rlhf.graph.calls import Generate, Reduce
 
 from .algorithm import Algorithm, at_least, one_of
 from .objectives import ClippedPolicy, Estimator
-from .policy import Batch, PolicyOptions, group_violations, policy_calls
+from .policy import Batch, PolicyOptions, policy_calls
 from .response_rows import per_sample
 from .rewards import RewardShape
 from .weights import Aggregation
@@ -27,8 +27,10 @@ _STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such diffe
 class GRPO(PolicyOptions):
     """Options of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): no critic, KL penalty in the loss.
 
+    Dr. GRPO (arXiv 2503.20783) is scale_by_std=False, aggregation="constant". DAPO (arXiv 2503.14476) is eps_high=0.28,
+    kl=0, aggregation="token_mean", drop_equal_groups=True, and an overlong_buffer.
+
     Attributes:
-        generate: the group_size responses to a prompt are compared with each other.
         kl_estimator: of the KL term in the loss.
         scale_by_std: divide a reward's distance from its group's mean by the group's standard deviation.
         drop_equal_groups: exclude groups with equal rewards from the loss and its normalization; a mini-batch of only
@@ -36,6 +38,7 @@ class GRPO(PolicyOptions):
         overlong_buffer, overlong_penalty: see `RewardShape`.
     """
 
+    min_group_size = 2
     generate: Generate = field(default_factory=lambda: Generate(group_size=8))
     kl: float = 0.04
     aggregation: Aggregation = "sequence_mean"
@@ -53,40 +56,16 @@ class GRPO(PolicyOptions):
         return replace(super().objective(), kl=self.kl, kl_estimator=self.kl_estimator)
 
     def shape(self) -> RewardShape:
-        return replace(
-            super().shape(),
-            overlong_buffer=self.overlong_buffer,
-            overlong_penalty=self.overlong_penalty,
-            max_tokens=self.generate.max_new_tokens,
-        )
+        buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens
+        return replace(super().shape(), overlong_buffer=buffer, overlong_penalty=penalty, max_tokens=longest)
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
-        yield from group_violations(self.generate)
         yield from at_least(self, 0, "overlong_penalty")
         yield from one_of(self, "kl_estimator", get_args(Estimator))
-        if not 0 <= self.overlong_buffer <= self.generate.max_new_tokens:
-            yield (
-                f"overlong_buffer={self.overlong_buffer} must be from 0 to "
-                f"generate.max_new_tokens={self.generate.max_new_tokens}"
-            )
-
-
-def dr_grpo(options: GRPO) -> GRPO:
-    """Remove GRPO's two biases: the division by standard deviation and by length (arXiv 2503.20783)."""
-    return replace(options, scale_by_std=False, aggregation="constant")
-
-
-def dapo(options: GRPO, overlong_buffer: int = 0) -> GRPO:
-    """Raise the upper bound, average over tokens, drop equal groups and the reference (arXiv 2503.14476, section 3)."""
-    return replace(
-        options,
-        eps_high=0.28,
-        kl=0.0,
-        aggregation="token_mean",
-        drop_equal_groups=True,
-        overlong_buffer=overlong_buffer,
-    )
+        longest = self.generate.max_new_tokens
+        if not 0 <= self.overlong_buffer <= longest:
+            yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
 
 
 def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
@@ -111,8 +90,6 @@ def group_distances(rewards_N: Tensor, group_size: int) -> Tensor:
     return rewards_PG - rewards_PG.mean(1, keepdim=True)
 
 
-def _calls(options: GRPO) -> tuple[ModelCall, ...]:
-    return policy_calls(options, partial(grpo_advantages, options), scalars=("informative",), grouped=True)
-
-
-GRPO_ALGORITHM = Algorithm(GRPO, _calls)
+GRPO_ALGORITHM = Algorithm(
+    GRPO, lambda o: policy_calls(o, partial(grpo_advantages, o), scalars=("informative",), grouped=True)
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -39,8 +39,10 @@ class PolicyOptions(Options):
         entropy_bonus: weight of the entropy term of the loss.
         aggregation: see `Weighting`; the length of "constant" is generate.max_new_tokens.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
+        min_group_size: 2 if the responses to a prompt are compared with each other.
     """
 
+    min_group_size: ClassVar[int] = 1
     generate: Generate = field(default_factory=Generate)
     reward: ScoreWith | None = None
     reward_bias: float = 0.0
@@ -56,35 +58,26 @@ class PolicyOptions(Options):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL penalty is subtracted from rewards."""
+        """Return whether the KL penalty is subtracted from rewards."""
         return self.kl > 0
 
     def shape(self) -> RewardShape:
         return RewardShape(self.reward_bias, self.reward_scaling, self.max_reward_clip, self.zero_unfinished)
 
-    def weighting(self) -> Weighting:
-        return Weighting(self.aggregation, self.mini_batches, length=self.generate.max_new_tokens)
-
     def objective(self) -> ClippedPolicy:
         """Return the actor's objective."""
-        return ClippedPolicy(
-            eps_low=self.eps_low,
-            eps_high=self.eps_high,
-            entropy_bonus=self.entropy_bonus,
-            temperature=self.generate.temperature,
-        )
+        bonus, temperature = self.entropy_bonus, self.generate.temperature
+        return ClippedPolicy(self.eps_low, self.eps_high, entropy_bonus=bonus, temperature=temperature)
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
         yield from finite(self.generate)
         yield from at_least(self, 0, "kl", "eps_low", "eps_high", "entropy_bonus", "max_importance_ratio")
-        yield from at_least(self.generate, 1, "group_size", "max_new_tokens")
+        yield from at_least(self.generate, 1, "max_new_tokens")
+        yield from at_least(self.generate, self.min_group_size, "group_size")
         yield from one_of(self, "aggregation", get_args(Aggregation))
         if not self.generate.temperature > 0:
-            yield (
-                f"generate.temperature={self.generate.temperature} must be above 0: greedy responses are not samples "
-                "of the policy that is trained"
-            )
+            yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
         if self.eps_low >= 1:
             yield f"eps_low={self.eps_low} must be below 1: ratios are positive"
         if not self.max_reward_clip > 0:
@@ -95,12 +88,6 @@ class PolicyOptions(Options):
             yield "zero_unfinished=True needs generate.stop_ids: otherwise every reward is 0"
         if self.reward is not None and self.reward.prefix:
             yield f"reward.prefix={self.reward.prefix!r} must be empty: the graph sets it"
-
-
-def group_violations(generate: Generate) -> Iterator[str]:
-    """Yield why the responses to a prompt cannot be compared with each other."""
-    if generate.group_size < 2:
-        yield f"generate.group_size={generate.group_size} must be at least 2: responses are compared with each other"
 
 
 def policy_calls(
@@ -186,12 +173,13 @@ class Batch:
     def result(self, advantages_NR: Tensor, reduce: Reduce, kept_N: Tensor | None = None) -> dict[str, list[Tensor]]:
         """Return the outputs of every `advantages` function. Four all-reduces.
 
-        weights: by `options.weighting()`, over samples in `kept_N`. token_weights: equal for all tokens of a
+        weights: by `options.aggregation`, over samples in `kept_N`. token_weights: equal for all tokens of a
         mini-batch. kl: of whole responses, if the reward has a KL penalty.
         """
         ids, masks = self.samples.ids, list(self.responses.masks)
         counted = masks if kept_N is None else [mask * kept for mask, kept in zip(masks, kept_N, strict=True)]
-        weighting = self.options.weighting()
+        options = self.options
+        weighting = Weighting(options.aggregation, options.mini_batches, length=options.generate.max_new_tokens)
         by_token = replace(weighting, aggregation="token_mean")
         result = {
             "advantages": self.responses.per_token(advantages_NR),
@@ -199,7 +187,7 @@ class Batch:
             "token_weights": by_token(ids, masks, reduce),
             "reward": per_sample(self.rewards_N),
         }
-        if self.options.kl_in_reward:
+        if options.kl_in_reward:
             result["kl"] = per_sample(self.log_ratios_NR.sum(1))
         return result
 

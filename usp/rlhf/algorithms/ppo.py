@@ -141,17 +141,11 @@ class PPOAdvantages:
     """
 
     options: PPO
-    kl: KLControl
-    returns: RunningMoments
 
-    @staticmethod
-    def of(options: PPO) -> PPOAdvantages:
-        """Return the function at the start of training."""
-        return PPOAdvantages(
-            options,
-            KLControl(options.kl, options.kl_target, options.kl_horizon),
-            RunningMoments(options.value_norm, options.value_norm_beta, options.value_norm_eps),
-        )
+    def __post_init__(self) -> None:
+        options = self.options
+        self.kl = KLControl(options.kl, options.kl_target, options.kl_horizon)
+        self.returns = RunningMoments(options.value_norm, options.value_norm_beta, options.value_norm_eps)
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         options, coefficient = self.options, self.kl.coefficient
@@ -161,14 +155,8 @@ class PPOAdvantages:
         responses = batch.responses
         inside_NR = responses.inside_NR
         values_NR = self.returns.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
-        advantages_NR = gae(
-            rewarded.token_rewards(coefficient),
-            values_NR,
-            inside_NR,
-            self._last_values(samples),
-            gamma=options.gamma,
-            lam=options.lam,
-        )
+        rewards_NR, last_N = rewarded.token_rewards(coefficient), self._last_values(samples)
+        advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=options.gamma, lam=options.lam)
         returns_NR = advantages_NR + values_NR
         of_returns = moments(returns_NR[inside_NR], reduce)
         of_errors = moments(advantages_NR[inside_NR], reduce)  # returns - values
@@ -207,7 +195,7 @@ def _calls(options: PPO) -> tuple[ModelCall, ...]:
     values = ModelCall("critic_inference", "critic", Inference("values"), ("tokens",), ("values",))
     policy = policy_calls(
         options,
-        PPOAdvantages.of(options),
+        PPOAdvantages(options),
         between=(values,),
         inputs=("values",),
         per_token=("returns",),

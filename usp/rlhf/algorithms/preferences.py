@@ -3,23 +3,26 @@
     tokens -> weights (and for DPO reference log-probabilities) -> train step
 
 The loss of a pair needs whole sequences, so every sequence-parallel rank computes it from their sums and takes a share.
-`weights` is 1 / (pairs of the mini-batch) at one token of each sample (`PairWeights`).
+`weights` is not 0 at one token of each sample (`pair_weights`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from usp.rlhf.graph.calls import Compute, ModelCall, Sequences
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Compute, ModelCall, Reduce, Sequences
 
 from .algorithm import Algorithm, Options, logprobs, train
 from .objectives import Metrics, ObjectiveDefaults
-from .weights import PairWeights
+from .weights import mini_batch_numbers
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,18 @@ def _metrics(weights_P: Tensor, chosen_P: Tensor, rejected_P: Tensor, what: str,
     return {name: sequences.share((weights_P * value).sum()) for name, value in seen.items()}
 
 
+def pair_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:
+    """Return `weights`: 1 / (pairs of the mini-batch) at each sample's last token, else 0."""
+    batch = mini_batch_numbers(samples.ids, options.mini_batches, 2, reduce)
+    pairs = reduce(torch.bincount(batch, minlength=options.mini_batches).double() / 2)
+    weights = [torch.zeros(len(tokens)) for tokens in samples["tokens"]]
+    for weight, number in zip(weights, batch.tolist(), strict=True):
+        weight[-1] = 1 / pairs[number]
+    return Samples(samples.ids, {"weights": weights})
+
+
 def _weights(options: Options) -> ModelCall:
-    work = Compute(PairWeights(options.mini_batches), unit=2, scalars=())
+    work = Compute(partial(pair_weights, options), unit=2, scalars=())
     return ModelCall("weights", "", work, ("tokens",), ("weights",))
 
 

@@ -13,7 +13,7 @@ from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
 
 from .algorithm import Algorithm, fraction
 from .grpo import group_distances
-from .policy import Batch, PolicyOptions, generate, group_violations, policy_calls, score
+from .policy import Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums
 from .statistics import moments, whitened
 from .weights import Aggregation
@@ -28,13 +28,10 @@ class RLOO(PolicyOptions):
     The KL penalty, kl times the log-ratio of a whole response, is subtracted from its reward.
     """
 
+    min_group_size = 2
     generate: Generate = field(default_factory=lambda: Generate(group_size=4))
     kl: float = 0.05
     aggregation: Aggregation = "sequence_sum"
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        yield from group_violations(self.generate)
 
 
 @dataclass(frozen=True)
@@ -93,24 +90,15 @@ def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Sample
     return Samples(samples.ids, batch.result(returns_NR - baselines_N[:, None], reduce))
 
 
-def _rloo_calls(options: RLOO) -> tuple[ModelCall, ...]:
-    return policy_calls(options, partial(rloo_advantages, options), grouped=True)
-
-
-def _reinforce_plus_plus_calls(options: ReinforcePlusPlus) -> tuple[ModelCall, ...]:
-    return policy_calls(options, partial(reinforce_plus_plus_advantages, options))
-
-
 def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
     greedy = generate("greedy_generate", replace(options.generate, temperature=0.0), _GREEDY)
-    return policy_calls(
-        options,
-        partial(remax_advantages, options),
-        between=(greedy, score(options, _GREEDY)),
-        inputs=(f"{_GREEDY}score", f"{_GREEDY}finished"),
-    )
+    inputs = (f"{_GREEDY}score", f"{_GREEDY}finished")
+    between = (greedy, score(options, _GREEDY))
+    return policy_calls(options, partial(remax_advantages, options), between=between, inputs=inputs)
 
 
-RLOO_ALGORITHM = Algorithm(RLOO, _rloo_calls)
-REINFORCE_PLUS_PLUS_ALGORITHM = Algorithm(ReinforcePlusPlus, _reinforce_plus_plus_calls)
+RLOO_ALGORITHM = Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True))
+REINFORCE_PLUS_PLUS_ALGORITHM = Algorithm(
+    ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))
+)
 REMAX_ALGORITHM = Algorithm(ReMax, _remax_calls)

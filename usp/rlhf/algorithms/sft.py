@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from usp.rlhf.graph.calls import Compute, ModelCall
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Compute, ModelCall, Reduce
 
 from .algorithm import Algorithm, Options, train
 from .objectives import NextToken
-from .weights import TokenWeights, Weighting
+from .weights import Weighting
 
 
 @dataclass(frozen=True)
@@ -16,12 +18,15 @@ class SFT(Options):
     """Options of next-token training on the tokens in `mask`; a mini-batch is one optimizer step."""
 
 
+def token_weights(options: SFT, samples: Samples, reduce: Reduce) -> Samples:
+    """Weigh all tokens in `mask` equally."""
+    weighting = Weighting("token_mean", options.mini_batches)
+    return Samples(samples.ids, {"weights": weighting(samples.ids, samples["mask"], reduce)})
+
+
 def _calls(options: SFT) -> tuple[ModelCall, ...]:
-    weights = Compute(TokenWeights(Weighting("token_mean", options.mini_batches)), scalars=())
-    return (
-        ModelCall("weights", "", weights, ("tokens", "mask"), ("weights",)),
-        train("actor", NextToken(), options),
-    )
+    work = Compute(partial(token_weights, options), scalars=())
+    return ModelCall("weights", "", work, ("tokens", "mask"), ("weights",)), train("actor", NextToken(), options)
 
 
 SFT_ALGORITHM = Algorithm(SFT, _calls, data="answers")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from usp.rlhf.data.mini_batches import mini_batch_of
-from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Reduce
 
 from .response_rows import Responses
@@ -38,7 +37,7 @@ class Weighting:
     def __call__(self, ids: Sequence[int], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
         """Return per-token float32 weights of samples `ids` from 0/1 masks. Two all-reduces."""
         lengths = Responses(masks).lengths_N.double()
-        batch = _mini_batch_of(ids, self.mini_batches, self.unit, reduce)
+        batch = mini_batch_numbers(ids, self.mini_batches, self.unit, reduce)
         counted = lengths if self.aggregation == "token_mean" else (lengths > 0).double()
         totals = reduce(torch.zeros(self.mini_batches, dtype=torch.float64).index_add(0, batch, counted))
         divisors = totals.clamp(min=1)[batch]
@@ -49,32 +48,7 @@ class Weighting:
         return [((mask != 0) / divisor).float() for mask, divisor in zip(masks, divisors, strict=True)]
 
 
-@dataclass(frozen=True)
-class TokenWeights:
-    """Function of samples: `weights` of the tokens in `mask`."""
-
-    weighting: Weighting
-
-    def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        return Samples(samples.ids, {"weights": self.weighting(samples.ids, samples["mask"], reduce)})
-
-
-@dataclass(frozen=True)
-class PairWeights:
-    """Function of samples: `weights` is 1 / (pairs of the mini-batch) at each sample's last token, else 0."""
-
-    mini_batches: int
-
-    def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        batch = _mini_batch_of(samples.ids, self.mini_batches, 2, reduce)
-        pairs = reduce(torch.bincount(batch, minlength=self.mini_batches).double() / 2)
-        weights = [torch.zeros(len(tokens)) for tokens in samples["tokens"]]
-        for weight, number in zip(weights, batch.tolist(), strict=True):
-            weight[-1] = 1 / pairs[number]
-        return Samples(samples.ids, {"weights": weights})
-
-
-def _mini_batch_of(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
+def mini_batch_numbers(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
     """Return the mini-batch index of each sample, (samples,) int64. One all-reduce."""
     samples = int(reduce(torch.tensor(len(ids))))
     return torch.tensor(mini_batch_of(ids, samples, mini_batches, unit), dtype=torch.int64)

@@ -157,9 +157,7 @@ class Generator:
         step = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
         hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), step)
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
-        chosen = torch.zeros(
-            2, len(slots.active), dtype=torch.float64, device=self._device
-        )  # represents every id exactly
+        chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
         if logits is not None and self._samples:
             drawn = [noise(r.seed, len(r.tokens)) if r is not None and work.temperature else 0.0 for r in slots.active]
             noise_B = torch.tensor(drawn, dtype=torch.float64, device=self._device)
@@ -224,15 +222,13 @@ def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
         violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        violations.append("the weights are sharded with FSDP, which would gather them for every token: use zero=0")
+        violations.append("the weights are sharded with FSDP, which gathers them for every token: leave it out")
     if mesh.dims.ep > 1:
         violations.append(
             f"ep={mesh.dims.ep} would exchange tokens between data-parallel ranks, which decode independently: use ep=1"
         )
     if mesh.size("tp") > 1 and expert_modules(model):
-        violations.append(
-            f"tp={mesh.size('tp')} would shard the tokens of experts, but decoding has one per sequence: use tp=1"
-        )
+        violations.append(f"tp={mesh.size('tp')} shards expert tokens, but decoding has one per sequence: use tp=1")
     rope = (getattr(getattr(model, "config", None), "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
         violations.append(f"rope_type={rope!r} depends on the sequence length, so cached keys would be wrong")

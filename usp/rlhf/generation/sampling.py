@@ -24,9 +24,9 @@ def noise(seed: int, number: int) -> float:
 def sample(logits_BV: Tensor, noise_B: Tensor, work: Generate) -> tuple[Tensor, Tensor]:
     """Return the next tokens, int64 (B,), and their log-probabilities before top-k and top-p, float32 (B,).
 
-    Inverse transform sampling in float64, over ascending ids: logits that differ by rounding give the same token unless
-    the noise is equally close to a boundary. Logits that are not finite give a nan log-probability and an arbitrary
-    token.
+    Inverse transform sampling in float64, over ascending ids: logits that differ by rounding give the same token,
+    unless the noise is equally close to a boundary. Logits that are not finite give a nan log-probability and an
+    arbitrary token.
 
     Args:
         noise_B: float64 in [0, 1); unused at temperature 0, which takes the most likely token.

@@ -1,9 +1,8 @@
-"""The models of a plan on this rank: one for each role and layout, and the reallocations between them, planned once."""
+"""The weight copies of a plan on this rank, and the reallocations between them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,26 +12,24 @@ from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Rea
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.operations import WeightCopy, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role import BuildRole, RoleModel, Sharing
+from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing
 
-from .timeline import Traffic
+from .timeline import BytesMoved
 
-
-@dataclass(frozen=True)
-class Moving:
-    """How weights move.
-
-    Attributes:
-        ranks_per_host: a rank takes them from its own host where it can.
-        bucket_bytes: of memory that a rank needs for them beside the weights.
-    """
-
-    ranks_per_host: int
-    bucket_bytes: int = 64 << 20
+_BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
 
 class RoleCopies:
-    """Making one is collective over the world."""
+    """A model for each role and layout, and the reallocations that fill copies from the trained ones.
+
+    Collective over the world.
+
+    Args:
+        ranks_per_host: for reallocation, which prefers sources on the same host.
+
+    Attributes:
+        aliases: copies that share the memory of their role's trained copy.
+    """
 
     def __init__(
         self,
@@ -41,63 +38,55 @@ class RoleCopies:
         groups: ProcessGroups,
         build_role: BuildRole,
         device: torch.device,
-        moving: Moving,
+        ranks_per_host: int,
     ) -> None:
-        self._groups, self._device, self._moving = groups, device, moving
-        self._models: dict[WeightCopy, RoleModel] = {}
-        self._homes = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
+        self._device = device
+        self._models: dict[WeightCopy, Role] = {}
+        self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._reallocations: dict[WeightCopy, Reallocation] = {}
-        self._minimum: dict[WeightCopy, int] = {}  # bytes that this rank must receive
+        self._minimum: dict[WeightCopy, int] = {}  # bytes that this rank lacks
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
         for copy, calls in weight_copies(graph, plan).items():
             place = (copy.layout.ranks, copy.layout.dims)
             if place not in meshes:
                 meshes[place] = ParallelMesh.create(copy.layout.dims, device.type, copy.layout.ranks, groups)
             if meshes[place].member:
-                call = graph.train_call(copy.role) if copy == self._homes.get(copy.role) else calls[0]
+                call = graph.train_call(copy.role) if copy == self._trained.get(copy.role) else calls[0]
                 assert call
                 self._models[copy] = build_role(call, copy.layout, meshes[place])
-                if self._homes.get(copy.role, copy) == copy:
+                if self._trained.get(copy.role, copy) == copy:
                     self._models[copy].fill()
-        made = [copy for copy in weight_copies(graph, plan) if self._homes.get(copy.role, copy) != copy]
-        layouts = {copy: gather_layout(self._weights(copy)) for copy in [*self._homes.values(), *made]}
-        self.aliases = frozenset(copy for copy in made if self._share(copy, layouts))
-        for copy in made:
+        filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]
+        layouts = {copy: gather_layout(self._weights(copy)) for copy in [*self._trained.values(), *filled]}
+        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts))
+        for copy in filled:
             if copy not in self.aliases:
-                self._reallocations[copy] = self._plan(layouts[self._homes[copy.role]], layouts[copy])
-                self._minimum[copy] = self._reallocations[copy].plan.lacking_bytes(dist.get_rank())
+                source, target = layouts[self._trained[copy.role]], layouts[copy]
+                realloc = plan_realloc(source, target, bucket_bytes=_BUCKET_BYTES, ranks_per_host=ranks_per_host)
+                self._reallocations[copy] = Reallocation(realloc, groups, device)
+                self._minimum[copy] = realloc.lacking_bytes(dist.get_rank())
 
-    def model(self, copy: WeightCopy) -> RoleModel:
-        """A copy that this rank has a part of."""
+    def model(self, copy: WeightCopy) -> Role:
+        """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
-    @property
-    def trained(self) -> Mapping[str, RoleModel]:
-        """The copies with an optimiser, by role, that this rank has a part of."""
-        return {role: self._models[copy] for role, copy in self._homes.items() if copy in self._models}
-
-    def reallocate(self, copy: WeightCopy, traffic: Traffic) -> None:
-        """Make a copy of the trained weights; for the ranks of both."""
+    def reallocate(self, copy: WeightCopy, moved: BytesMoved) -> None:
+        """Allocate a copy and fill it from the trained one. Collective over the ranks of both."""
         if copy in self._models:
             self._models[copy].allocate()
         reallocation = self._reallocations[copy]
-        reallocation.run(self._weights(self._homes[copy.role]), self._weights(copy))
+        reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy))
         rank = dist.get_rank()
-        traffic.sent = reallocation.plan.sent_bytes.get(rank, 0)
-        traffic.received = reallocation.plan.received_bytes.get(rank, 0)
-        traffic.minimum = self._minimum[copy]
+        moved.sent = reallocation.plan.sent_bytes.get(rank, 0)
+        moved.received = reallocation.plan.received_bytes.get(rank, 0)
+        moved.minimum = self._minimum[copy]
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
 
-    def _plan(self, source: ParamLayout, target: ParamLayout) -> Reallocation:
-        moving = self._moving
-        plan = plan_realloc(source, target, bucket_bytes=moving.bucket_bytes, ranks_per_host=moving.ranks_per_host)
-        return Reallocation(plan, self._groups, self._device)
-
     def _share(self, copy: WeightCopy, layouts: Mapping[WeightCopy, ParamLayout]) -> bool:
-        """Let a copy live in the memory of the trained one, where every rank of it has the same boxes of that."""
-        source = self._homes[copy.role]
+        """Share the memory of the trained copy, if it has the same boxes on every rank of this one."""
+        source = self._trained[copy.role]
         model = self._models.get(copy)
         same = (
             copy.layout.zero == 0
@@ -108,8 +97,9 @@ class RoleCopies:
                 for rank, box in boxes.items()
             )
         )
-        can = torch.tensor(int(same and (model is None or isinstance(model, Sharing))), device=self._device)
-        dist.all_reduce(can, dist.ReduceOp.MIN)
-        if can and isinstance(model, Sharing):
+        supported = model is None or isinstance(model, SupportsSharing)
+        shared = torch.tensor(int(same and supported), device=self._device)
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        if shared and isinstance(model, SupportsSharing):
             model.share(self._models[source].weights())
-        return bool(can)
+        return bool(shared)

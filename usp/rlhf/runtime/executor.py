@@ -1,12 +1,12 @@
-"""Runs the steps of a graph under a plan, on every rank alike: there is no master.
+"""Execute the steps of a graph under a plan, without a controller: every rank runs the same program.
 
-The ranks compare a hash of both at the start; from then on each knows what the others do. A step, on each rank: the
-operations of `schedule` that name it, in order, then one exchange of metrics.
+The ranks compare a hash of the graph and the plan at the start, and from then on know what the others do. In a step,
+each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,25 +18,25 @@ from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import key_kinds
-from usp.rlhf.plan.operations import Operation, schedule
+from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role import BuildRole, RoleModel
+from usp.rlhf.roles.role import BuildRole
 
-from .copies import Moving, RoleCopies
+from .copies import RoleCopies
 from .measure import with_measures
-from .step_plan import Step, step_violations
-from .step_run import LANE, Setting, StepRun
-from .summary import exchange, merge, summarise
+from .step_plan import StepData, step_violations
+from .step_run import TRANSFER_LANE, RunContext, StepRunner
+from .summary import exchange, merge, summarize
 from .timeline import Event, Timeline, clock_offset
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
         metrics: see `summary.merge`; the same on every rank.
-        samples: those collected, on rank 0.
+        samples: the collected samples, on rank 0.
         events: of this rank.
     """
 
@@ -46,18 +46,18 @@ class StepResult:
 
 
 class Executor:
-    """The models of a plan on this rank, and the order of a step. Making one is collective over the world.
+    """Executes steps with the models of a plan. Construction is collective over the world.
 
     Args:
         build_role: see `role.BuildRole`.
-        moving: how weights move.
-        folder: of the run, for its timeline; None keeps no files.
-        collect: keys whose values rank 0 gets of every step.
+        ranks_per_host: for reallocation, which prefers sources on the same host.
+        folder: of the run, for its timeline; None: no files.
+        collect: keys whose values are collected on rank 0 after every step.
         progress: called with every operation of this rank as it begins.
 
     Raises:
-        ValueError: naming everything in which the plan does not fit the graph and the world.
-        RuntimeError: on every rank, if ranks have different graphs or plans.
+        ValueError: naming every violation, if the plan does not fit the graph and the world size.
+        RanksDisagree: on every rank, if ranks have different graphs or plans.
     """
 
     def __init__(
@@ -68,73 +68,58 @@ class Executor:
         build_role: BuildRole,
         device: torch.device,
         *,
-        moving: Moving,
+        ranks_per_host: int,
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        world_size, rank = dist.get_world_size(), dist.get_rank()
+        world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
         self._collected: Samples | None = None
         graph, plan = with_measures(graph, plan, collect, self._collect)
-        self._device = device
-        self._agree(fingerprint((graph, plan, moving, collect)), "the hash of the graph and the plan")
-        copies = RoleCopies(graph, plan, groups, build_role, device, moving)
+        assert dist.group.WORLD
+        self._world = [dist.group.WORLD]
+        digest = fingerprint((graph, plan, ranks_per_host, collect))
+        agree(digest, self._world, "the hash of the graph and the plan", device)
+        copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
         operations = schedule(graph, plan, world_size, copies.aliases)
         for operation in operations:
             if operation.kind in ("call", "transfer"):
-                self._meet(groups.get(operation.ranks, LANE if operation.kind == "transfer" else ""))
-            elif operation.kind == "offload" and operation.copy and rank in operation.ranks:
+                # NCCL connects at a group's first communication, in which all members must take part.
+                if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
+            elif operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
-        timeline = Timeline(rank, clock_offset(device=device), device, folder)
-        self._setting = Setting(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
-        self._rank = rank
+        timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
+        self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._progress = progress
 
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """What a step is made of, in order."""
-        return self._setting.operations
-
-    @property
-    def trained(self) -> Mapping[str, RoleModel]:
-        """The models that have an optimiser, by role, of which this rank has a part."""
-        return self._setting.copies.trained
-
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
-        """Step `number`. Every rank gives all its samples: of prompts, where the graph generates.
+        """Run step `number`. Every rank passes all samples: prompts, if the graph generates.
 
         Raises:
-            ValueError: before anything runs, for samples that cannot be divided, an empty batch among them; and where
-                a call does not give what the graph says.
-            RuntimeError: on every rank, if ranks were given samples of different lengths, or different seeds.
+            ValueError: before anything runs, for samples that the calls cannot divide, such as an empty batch; and if a
+                call's outputs do not match the graph.
+            RanksDisagree: on every rank, if ranks pass samples of different lengths, or different seeds.
         """
-        setting = self._setting
-        if violations := step_violations(setting.graph, given):
+        context = self._context
+        if violations := step_violations(context.graph, given):
             raise ValueError("; ".join(violations))
-        step = Step(setting.graph, setting.plan, setting.kinds, given)
-        self._agree((number, seed, step.samples, step.lengths), "number, seed and samples of a step")
-        setting.timeline.step = number
-        run = StepRun(setting, step, seed)
-        for operation in setting.operations:
+        step = StepData(context.graph, context.plan, context.kinds, given)
+        value = (number, seed, step.samples, step.lengths)
+        agree(value, self._world, "number, seed and samples of a step", context.device)
+        context.timeline.step = number
+        runner = StepRunner(context, step, seed)
+        for operation in context.operations:
             if self._rank in operation.ranks:
                 self._progress(f"{operation.kind} {operation.name}")
-                run.run(operation)
-        self._progress("the end of the step")
-        run.finish()
-        summary = summarise(setting.graph, setting.plan, setting.kinds, step, run.metrics)
+                runner.run(operation)
+        self._progress("end of the step")
+        runner.finish()
+        summary = summarize(context.graph, context.plan, context.kinds, step, runner.metrics)
         metrics = merge(exchange(summary), step.lengths)
         collected, self._collected = self._collected, None
-        return StepResult(metrics, collected, setting.timeline.take())
+        return StepResult(metrics, collected, context.timeline.take())
 
     def _collect(self, samples: Samples) -> None:
         self._collected = samples
-
-    def _meet(self, group: dist.ProcessGroup | None) -> None:
-        """Have all members connect: NCCL does so at a group's first communication, for which all must be there."""
-        if group:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-
-    def _agree(self, value: object, what: str) -> None:
-        assert dist.group.WORLD
-        agree(value, [dist.group.WORLD], what, self._device)

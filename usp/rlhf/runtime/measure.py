@@ -1,9 +1,10 @@
-"""Calls that every graph gets: how far sampling and training are apart, and samples for people to read."""
+"""Calls added to every graph: the rollout/train logprob difference, and samples to log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,17 +21,17 @@ _COMPARED = ("logprobs", "old_logprobs", "mask")
 def with_measures(
     graph: DataflowGraph, plan: ExecutionPlan, collect: tuple[str, ...], keep: Callable[[Samples], None]
 ) -> tuple[DataflowGraph, ExecutionPlan]:
-    """The graph and the plan with two calls more, each where the graph has what it takes.
+    """Add two calls to the graph and the plan, if the graph has their inputs.
 
     sampling_difference compares the log-probabilities at sampling with those of the training layout, on the ranks that
-    have made the latter. collect hands the samples of a step, with the keys `collect`, to `keep` on rank 0.
+    compute the latter. collect passes the keys `collect` of a step's samples to `keep` on rank 0.
 
     Raises:
         ValueError: for keys that the graph does not have.
     """
     keys = {*graph.given, *graph.producers}
     if unknown := [key for key in collect if key not in keys]:
-        raise ValueError(f"collect={list(collect)}: nobody gives {', '.join(unknown)}; keys: {', '.join(sorted(keys))}")
+        raise ValueError(f"collect={list(collect)}: unknown {', '.join(unknown)}; keys: {', '.join(sorted(keys))}")
     calls, layouts = list(graph.calls), dict(plan.calls)
 
     def add(call: ModelCall, ranks: tuple[int, ...]) -> None:
@@ -42,12 +43,12 @@ def with_measures(
         ranks = plan[graph.producers["old_logprobs"]].ranks
         add(ModelCall("sampling_difference", "", work, _COMPARED, work.scalars), ranks)
     if collect:
-        add(ModelCall("collect", "", Compute(_Keep(keep), scalars=()), collect), (0,))
+        add(ModelCall("collect", "", Compute(partial(_collect, keep), scalars=()), collect), (0,))
     return DataflowGraph(tuple(calls), graph.given), replace(plan, calls=layouts)
 
 
 def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:
-    """Of each sample: the largest and the sum of |logprobs - old_logprobs|, and how many tokens count."""
+    """Return per sample the maximum and the sum of |logprobs - old_logprobs| and the number of response tokens."""
     found: dict[str, list[torch.Tensor]] = {MAX: [], SUM: [], TOKENS: []}
     for sampled, trained, mask in zip(*(samples[key] for key in _COMPARED), strict=True):
         difference = (sampled - trained).abs()[mask > 0]
@@ -57,12 +58,6 @@ def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:
     return Samples(samples.ids, found)
 
 
-class _Keep:
-    """A function of samples that hands them over."""
-
-    def __init__(self, keep: Callable[[Samples], None]) -> None:
-        self._keep = keep
-
-    def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        self._keep(samples)
-        return Samples(samples.ids, {})
+def _collect(keep: Callable[[Samples], None], samples: Samples, reduce: Reduce) -> Samples:
+    keep(samples)
+    return Samples(samples.ids, {})

@@ -1,4 +1,4 @@
-"""What a rank knows of the step that runs: samples that it holds, all lengths, and who has which samples."""
+"""The data of the current step on a rank: its values, all lengths, and the partition of samples over ranks."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from usp.rlhf.data.partition import batch_violation, partition
+from usp.rlhf.data.partition import Partition, batch_violation, partition
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph, unit
 from usp.rlhf.graph.keys import KeyKind, canonical
 from usp.rlhf.plan.plan import ExecutionPlan
 
-from .transfer import Part, Store
+from .transfer import Store, TransferEnd
 
 PROMPTS = "prompt_ids"
 
 
 def step_violations(graph: DataflowGraph, given: Samples) -> list[str]:
-    """Why a step cannot begin with what is given."""
+    """Return why a step cannot run on the given samples, one message per violation."""
     if not len(given):
-        return ["an empty batch: a step needs at least one sample"]
+        return ["empty batch: a step must have at least one sample"]
     violations = []
     if given.ids != tuple(range(len(given))):
-        violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank gives all samples of the step")
+        violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank passes all samples of the step")
     if set(given.values) != set(graph.given):
-        violations.append(f"keys {sorted(given.values)} must be those of the graph: {sorted(graph.given)}")
+        violations.append(f"keys {sorted(given.values)} must be the given keys of the graph, {sorted(graph.given)}")
     return violations + batch_violations(graph, len(given) * graph.group_size)
 
 
 def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
-    """Why a step of so many samples cannot be divided."""
+    """Return why the graph's calls cannot divide a step of `samples` samples, one message per call."""
     violations = []
     for call in graph.calls:
         mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
@@ -40,18 +40,18 @@ def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
     return violations
 
 
-class Step:
-    """A step on this rank.
+class StepData:
+    """The data of a step on this rank.
 
     Attributes:
-        samples: how many there are in all.
-        lengths: key of sequences -> tokens of each sample, by id; the same on every rank.
-        store: values that this rank holds, those given among them.
+        samples: total number of samples.
+        lengths: key of sequences -> number of tokens by sample id; the same on every rank.
+        store: values on this rank, including the given ones.
     """
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> None:
         self._graph, self._plan, self._kinds = graph, plan, kinds
-        self._partitions: dict[str, tuple[tuple[tuple[int, ...], ...], ...]] = {}
+        self._partitions: dict[str, Partition] = {}
         group = graph.group_size
         self.samples = len(given) * group
         self.store: Store = {
@@ -63,8 +63,8 @@ class Step:
             if key == PROMPTS or canonical(key) == "tokens"
         }
 
-    def parts(self, call: ModelCall) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each data-parallel index of a call, its ids of each mini-batch, balanced by tokens."""
+    def partition(self, call: ModelCall) -> Partition:
+        """Partition the samples over the data-parallel ranks of a call, balanced by tokens."""
         if call.name not in self._partitions:
             keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
             weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
@@ -73,13 +73,13 @@ class Step:
             self._partitions[call.name] = partition(weights, parts, mini_batches, unit(call))
         return self._partitions[call.name]
 
-    def part(self, call: ModelCall, keys: tuple[str, ...]) -> Part:
-        """A call's side of a transfer."""
-        ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.parts(call))
-        return Part(self._plan[call.name], ids, keys)
+    def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
+        """Return the call's end of a transfer of `keys`."""
+        ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.partition(call))
+        return TransferEnd(self._plan[call.name], ids, keys)
 
     def take(self, call: ModelCall, ids: Sequence[int]) -> Samples:
-        """A call's inputs of some samples. A generate call's are those of the prompts, numbered as prompts."""
+        """Return a call's inputs for the given ids; for a generate call those of the prompts, with prompt ids."""
         if isinstance(call.work, Generate):
             group = call.work.group_size
             prompts = sorted({i // group for i in ids})
@@ -88,16 +88,16 @@ class Step:
         return Samples(tuple(ids), {key: [self.store[key][i] for i in ids] for key in call.inputs})
 
     def put(self, call: ModelCall, ids: Sequence[int], result: Samples) -> None:
-        """Keep a call's outputs.
+        """Store a call's outputs.
 
         Raises:
-            ValueError: if they are not what the graph says of them, which other ranks rely on.
+            ValueError: if they do not match the graph, which other ranks rely on.
         """
         wanted = tuple(sorted(ids))
         if result.ids != wanted:
-            raise ValueError(f"call {call.name} gave samples {result.ids}, but was asked for {wanted}")
+            raise ValueError(f"call {call.name} returned samples {result.ids}, expected {wanted}")
         if missing := [key for key in call.outputs if key not in result.values]:
-            raise ValueError(f"call {call.name} must give {', '.join(missing)}, but gave {', '.join(result.values)}")
+            raise ValueError(f"call {call.name} must return {', '.join(missing)}, got {', '.join(result.values)}")
         for key in call.outputs:
             self.store[key] = dict(zip(wanted, result[key], strict=True))
         for key in call.outputs:
@@ -106,11 +106,11 @@ class Step:
 
     def _check(self, call: ModelCall, key: str, i: int, value: Tensor) -> None:
         kind = self._kinds[key]
-        own = self.store.get(kind.tokens, {})  # tokens just made, or read
+        own = self.store.get(kind.tokens, {})  # just generated, so not in `lengths` yet
         shape = (self.lengths[kind.tokens][i] if kind.tokens in self.lengths else len(own[i]),) if kind.tokens else ()
         if tuple(value.shape) != shape or value.dtype != kind.dtype:
-            what = f"one per token of {kind.tokens!r}" if kind.tokens else "one number (see `scalars`)"
+            meaning = f"one per token of {kind.tokens!r}" if kind.tokens else "one number (see `scalars`)"
             raise ValueError(
-                f"call {call.name} gave {key!r} of sample {i} as {value.dtype} of shape {tuple(value.shape)}, but it "
-                f"must be {kind.dtype} of shape {shape}: {what}"
+                f"call {call.name} returned {key!r} of sample {i} as {value.dtype} of shape {tuple(value.shape)}, "
+                f"expected {kind.dtype} of shape {shape}: {meaning}"
             )

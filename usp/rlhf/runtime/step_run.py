@@ -1,4 +1,4 @@
-"""The operations of a step, done by this rank."""
+"""Run the operations of a step on this rank."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, tokens_key
-from usp.rlhf.plan.operations import Operation, WeightCopy, copy_of
+from usp.rlhf.plan.operations import Operation, copy_of
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role import RoleModel
+from usp.rlhf.roles.role import Role
 
 from .copies import RoleCopies
-from .step_plan import Step
-from .timeline import Timeline, Traffic
-from .transfer import Arriving, Messenger, plan_transfer
+from .step_plan import StepData
+from .timeline import BytesMoved, Timeline
+from .transfer import PendingTransfer, plan_transfer, post_transfer
 
-LANE = "transfer"  # a transfer is on its way while its ranks compute: what their models send must not wait for it
+TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication must not wait for them
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all steps of a run have in common."""
+class RunContext:
+    """The state that all steps of a run share."""
 
     graph: DataflowGraph
     plan: ExecutionPlan
@@ -43,137 +43,131 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class _Posted:
-    """A transfer that this rank has not waited for."""
+    """A transfer that this rank has not waited for yet."""
 
     consumers: tuple[str, ...]
     name: str
     start: float
-    traffic: Traffic
-    arriving: Arriving
+    moved: BytesMoved
+    pending: PendingTransfer
 
 
-class StepRun:
-    """One step on this rank; `run` does its operations one after another, `finish` waits for what is on its way.
+class StepRunner:
+    """Runs one step on this rank: `run` for each operation in order, then `finish`.
 
     Attributes:
-        metrics: of the train steps that this rank is the first of: "actor/loss".
+        metrics: of the train steps whose first rank this is, such as "actor/loss".
     """
 
-    def __init__(self, setting: Setting, step: Step, seed: int) -> None:
-        self._setting, self._step, self._seed = setting, step, seed
+    def __init__(self, context: RunContext, step: StepData, seed: int) -> None:
+        self._context, self._step, self._seed = context, step, seed
         self._rank = dist.get_rank()
         self._posted: list[_Posted] = []
         self.metrics: dict[str, float] = {}
 
     def run(self, operation: Operation) -> None:
-        """Do an operation that names this rank."""
+        """Run an operation that this rank takes part in."""
+        context = self._context
         if operation.kind == "call":
-            self._call(self._setting.graph[operation.call])
+            self._call(context.graph[operation.call])
         elif operation.kind == "transfer":
             self._transfer(operation)
         else:
-            with self._setting.timeline.record(operation.kind, operation.name) as traffic:
+            with context.timeline.record(operation.kind, operation.name) as moved:
                 if operation.kind == "announce":
                     self._announce(operation.calls)
-                else:
+                elif operation.kind == "reallocate":
                     assert operation.copy
-                    self._weights(operation.kind, operation.copy, traffic)
+                    context.copies.reallocate(operation.copy, moved)
+                else:
+                    assert operation.copy and operation.kind in ("release", "load", "offload"), operation.kind
+                    getattr(context.copies.model(operation.copy), operation.kind)()
 
     def finish(self) -> None:
-        """Wait for everything that was posted: what has left may be forgotten."""
+        """Wait for all posted transfers."""
         self._wait(self._posted)
 
-    def _weights(self, kind: str, copy: WeightCopy, traffic: Traffic) -> None:
-        copies = self._setting.copies
-        if kind == "reallocate":
-            copies.reallocate(copy, traffic)
-        elif kind == "release":
-            copies.model(copy).release()
-        elif kind == "load":
-            copies.model(copy).load()
-        else:
-            assert kind == "offload", kind
-            copies.model(copy).offload()
-
     def _announce(self, calls: Sequence[str]) -> None:
-        """Tell every rank the lengths of what was generated: each leader those of its samples, in one sum."""
-        step, graph = self._step, self._setting.graph
+        """Tell every rank the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
+        step, graph = self._step, self._context.graph
         keys = [tokens_key(graph[name]) for name in calls]
-        lengths = torch.zeros(len(keys), step.samples, dtype=torch.int64, device=self._setting.device)
+        lengths = torch.zeros(len(keys), step.samples, dtype=torch.int64, device=self._context.device)
         for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
-            if self._rank in self._setting.plan[name].leaders:
+            if self._rank in self._context.plan[name].leaders:
                 for i, value in step.store.get(key, {}).items():
                     lengths[row, i] = len(value)
         dist.all_reduce(lengths)
         step.lengths.update(zip(keys, lengths.tolist(), strict=True))
 
     def _transfer(self, operation: Operation) -> None:
-        """Post the messages of this rank; calls wait for those that they need."""
-        setting, step = self._setting, self._step
-        producer, *consumers = (setting.graph[name] for name in (operation.call, *operation.calls))
-        served = [step.part(call := setting.graph[name], call.inputs) for name in operation.served]
+        """Post this rank's messages; calls wait for those that they need."""
+        context, step = self._context, self._step
+        producer, *consumers = (context.graph[name] for name in (operation.call, *operation.calls))
         plan = plan_transfer(
-            step.part(producer, producer.outputs), [step.part(call, call.inputs) for call in consumers], served
+            step.transfer_end(producer, producer.outputs),
+            [step.transfer_end(call, call.inputs) for call in consumers],
+            [step.transfer_end(call := context.graph[name], call.inputs) for name in operation.served],
         )
         if not plan.items:
             return
-        group = setting.groups.get(operation.ranks, LANE)
+        group = context.groups.get(operation.ranks, TRANSFER_LANE)
         assert group
-        start = setting.timeline.now()
-        sizes = (setting.kinds, step.lengths)
+        start = context.timeline.now()
+        sizes = (context.kinds, step.lengths)
         received = plan.received(self._rank, *sizes)
-        traffic = Traffic(plan.sent(self._rank, *sizes), received, received)
-        messenger = Messenger(group, setting.device, *sizes)
-        arriving = messenger.post(plan, step.store, tag=setting.operations.index(operation))
-        if traffic.sent and not traffic.received:
-            setting.timeline.add("transfer", operation.name, start, traffic)
-        self._posted.append(_Posted(operation.calls, operation.name, start, traffic, arriving))
+        moved = BytesMoved(plan.sent(self._rank, *sizes), received, received)
+        tag = context.operations.index(operation)
+        pending = post_transfer(plan, step.store, *sizes, group=group, device=context.device, tag=tag)
+        if moved.sent and not moved.received:
+            context.timeline.add("transfer", operation.name, start, moved)
+        self._posted.append(_Posted(operation.calls, operation.name, start, moved, pending))
 
-    def _wait(self, posted: Sequence[_Posted]) -> None:
-        for one in posted:
-            one.arriving.wait(self._step.store)
-            if one.traffic.received:
-                self._setting.timeline.add("transfer", one.name, one.start, one.traffic)
-        self._posted = [one for one in self._posted if one not in posted]
+    def _wait(self, transfers: Sequence[_Posted]) -> None:
+        for transfer in transfers:
+            transfer.pending.wait(self._step.store)
+            if transfer.moved.received:
+                self._context.timeline.add("transfer", transfer.name, transfer.start, transfer.moved)
+        self._posted = [transfer for transfer in self._posted if transfer not in transfers]
 
     def _call(self, call: ModelCall) -> None:
-        setting = self._setting
-        layout = setting.plan[call.name]
-        needed = [one for one in self._posted if call.name in one.consumers and one.traffic.received]
+        context = self._context
+        layout = context.plan[call.name]
+        needed = [transfer for transfer in self._posted if call.name in transfer.consumers and transfer.moved.received]
         if needed:
-            with setting.timeline.record("wait", call.name):
+            with context.timeline.record("wait", call.name):
                 self._wait(needed)
-        batches = self._step.parts(call)[layout.number_of(self._rank)]
-        with setting.timeline.record(call.kind, call.name):
-            ids = sorted(i for batch in batches for i in batch)
+        batches = self._step.partition(call)[layout.number_of(self._rank)]
+        with context.timeline.record(call.kind, call.name):
             if isinstance(call.work, TrainStep):
                 mini_batches = [self._step.take(call, batch) for batch in batches]
-                said = self._model(call).train_step(mini_batches, call.work)
+                metrics = self._model(call).train_step(mini_batches, call.work)
                 if self._rank == layout.ranks[0]:
-                    self.metrics.update({f"{call.role}/{name}": float(value) for name, value in said.items()})
+                    self.metrics.update({f"{call.role}/{name}": float(value) for name, value in metrics.items()})
                 return
-            result = self._work(call, self._step.take(call, ids))
+            ids = sorted(i for batch in batches for i in batch)
+            result = self._run_work(call, self._step.take(call, ids))
         if self._rank in layout.leaders:
             self._step.put(call, ids, result)
 
-    def _model(self, call: ModelCall) -> RoleModel:
-        return self._setting.copies.model(copy_of(self._setting.graph, self._setting.plan, call))
+    def _model(self, call: ModelCall) -> Role:
+        return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))
 
-    def _work(self, call: ModelCall, samples: Samples) -> Samples:
+    def _run_work(self, call: ModelCall, samples: Samples) -> Samples:
         if isinstance(call.work, Generate):
-            made = self._model(call).generate(samples, call.work, derived_seed(self._seed, call.name))
+            result = self._model(call).generate(samples, call.work, derived_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}
-            return Samples(made.ids, {key: made[name] for key, name in names.items() if name in made.values})
+            return Samples(result.ids, {key: result[name] for key, name in names.items() if name in result.values})
         if isinstance(call.work, Inference):
             key = tokens_key(call)
             sequences = Samples(samples.ids, {**samples.only(set(call.inputs) - {key}).values, "tokens": samples[key]})
             return self._model(call).inference(sequences, call.work, call.outputs[0])
         assert isinstance(call.work, Compute)
-        group = self._setting.groups.get(self._setting.plan[call.name].ranks)
+        group = self._context.groups.get(self._context.plan[call.name].ranks)
         assert group
-        return call.work.function(samples, lambda value: self._sum(value, group))
 
-    def _sum(self, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = value.detach().to(self._setting.device, copy=True)
-        dist.all_reduce(total, group=group)
-        return total.to(value.device)
+        def reduce(value: Tensor) -> Tensor:
+            total = value.detach().to(self._context.device, copy=True)
+            dist.all_reduce(total, group=group)
+            return total.to(value.device)
+
+        return call.work.function(samples, reduce)

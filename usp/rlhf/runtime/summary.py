@@ -1,4 +1,4 @@
-"""The metrics of a step, from what its ranks know."""
+"""Compute the metrics of a step from all ranks."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind
 from usp.rlhf.plan.plan import ExecutionPlan
 
 from .measure import MAX, SUM, TOKENS
-from .step_plan import Step
+from .step_plan import StepData
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank adds.
+    """The contribution of one rank.
 
     Attributes:
         trained: metrics of train steps.
-        numbers: key -> the value of each sample that this rank is the leader for.
+        numbers: key -> the value of each sample whose leader this rank is.
     """
 
     trained: Mapping[str, float]
     numbers: Mapping[str, list[float]]
 
 
-def summarise(
+def summarize(
     graph: DataflowGraph,
     plan: ExecutionPlan,
     kinds: Mapping[str, KeyKind],
-    step: Step,
+    step: StepData,
     trained: Mapping[str, float],
 ) -> Summary:
-    """This rank's summary of a step that has ended: each sample counts where its leader is."""
+    """Return this rank's summary of a finished step. Each sample counts on its leader."""
     rank = dist.get_rank()
     numbers = {
-        key: [float(step.store[key][i]) for i in step.part(call, ()).ids[plan[call.name].leaders.index(rank)]]
+        key: [float(step.store[key][i]) for i in step.transfer_end(call, ()).ids[plan[call.name].leaders.index(rank)]]
         for call in graph.calls
         if rank in plan[call.name].leaders
         for key in call.outputs
@@ -50,18 +49,18 @@ def summarise(
 
 
 def exchange(summary: Summary) -> list[Summary]:
-    """Every rank's summary, on every rank. Collective over the world."""
+    """Gather every rank's summary on every rank. Collective over the world."""
     summaries: list[Summary] = [summary] * dist.get_world_size()
     dist.all_gather_object(summaries, summary)
     return summaries
 
 
 def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """The metrics of a step.
+    """Return the metrics of a step.
 
-    "actor/loss": what a train step says. "score": the mean over samples, for every key with one number per sample.
-    "tokens_length": the mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
-    |logprobs - old_logprobs| over the tokens in `mask`, where the graph has these keys.
+    "actor/loss": of a train step. "score": mean over samples, for every key with one number per sample.
+    "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
+    |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys.
     """
     metrics: dict[str, float] = {}
     numbers: dict[str, list[float]] = {}
@@ -74,10 +73,5 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
         largest, total, tokens = (of_keys.pop(key) for key in (MAX, SUM, TOKENS))
         metrics["logprob_difference_max"] = largest.max().item()
         metrics["logprob_difference_mean"] = (total.sum() / tokens.sum().clamp(min=1)).item()
-    metrics.update({key: _mean(values) for key, values in of_keys.items()})
-    metrics.update({f"{key}_length": _mean(torch.tensor(n, dtype=torch.float64)) for key, n in lengths.items()})
-    return metrics
-
-
-def _mean(values: Tensor) -> float:
-    return values.mean().item()
+    of_keys |= {f"{key}_length": torch.tensor(of_key, dtype=torch.float64) for key, of_key in lengths.items()}
+    return metrics | {key: values.mean().item() for key, values in of_keys.items()}

@@ -1,4 +1,4 @@
-"""What every rank did when, on one clock: RUN/timeline/rank-N.jsonl, one event a line."""
+"""The events of every rank on one clock: RUN/timeline/rank-N.jsonl, one event per line."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 
 _FOLDER = "timeline"
-_ROUNDS = 5  # of measuring clocks: a rank may be late for one
+_ROUNDS = 5  # of the clock measurement, because a rank may be late for one
 
 
 @dataclass(frozen=True)
 class Event:
-    """A part of a step on one rank.
+    """One operation of a step on one rank.
 
     Attributes:
-        kind: an `Operation`'s, a call's (generate, inference, train_step, compute) in place of "call", or wait: for
-            values that other ranks send. A transfer is beside other events: on a rank that receives it lasts from being
-            posted to being waited for, on the others until it is posted.
+        kind: of an `Operation`, with "call" replaced by the call's kind (generate, inference, train_step, compute); or
+            wait, for values from other ranks. Transfers overlap with other events: on a receiving rank they last from
+            the post to the end of the wait, on other ranks until the post returns.
         start, end: seconds since the run began, on rank 0's clock.
-        sent, received: bytes between ranks that the operation itself moves; those within a model are not counted.
-        minimum: bytes that this rank cannot do without.
+        sent, received: bytes that the operation moves between ranks, without communication inside a model.
+        minimum: bytes that this rank lacked, so had to receive.
     """
 
     step: int
@@ -42,8 +42,8 @@ class Event:
 
 
 @dataclass
-class Traffic:
-    """Bytes of an operation on this rank, filled in while it runs: see `Event`."""
+class BytesMoved:
+    """Bytes that an operation moves on this rank, filled in while it runs: see `Event`."""
 
     sent: int = 0
     received: int = 0
@@ -51,13 +51,13 @@ class Traffic:
 
 
 def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
-    """What to subtract from this rank's `time.perf_counter()` for seconds since now on rank 0. Collective."""
+    """Return what to subtract from `time.perf_counter()` to get seconds since this call on rank 0. Collective."""
     offsets: list[float] = []
     begin = 0.0
     for _ in range(_ROUNDS):
         together = torch.zeros(1, device=device)
         dist.all_reduce(together, group=group)
-        together.item()  # a device may be behind its host
+        together.item()  # synchronizes the device
         own = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
         first = own.clone()
         dist.broadcast(first, group_src=0, group=group)
@@ -67,7 +67,7 @@ def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | 
 
 
 class Timeline:
-    """The events of this rank; `take` hands over those of a step, and adds them to the run's file."""
+    """Records the events of this rank; `take` returns those of a step and appends them to the run's file."""
 
     def __init__(self, rank: int, offset: float, device: torch.device, folder: Path | None = None) -> None:
         self._rank, self._offset, self._device = rank, offset, device
@@ -76,24 +76,24 @@ class Timeline:
         self.step = 0
 
     def now(self) -> float:
-        """Seconds since the run began, with the device's work done."""
+        """Return seconds since the run began, after synchronizing the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._offset
 
     @contextmanager
-    def record(self, kind: str, name: str) -> Iterator[Traffic]:
-        """Around an operation, which may fill in its traffic."""
-        start, traffic = self.now(), Traffic()
-        yield traffic
-        self.add(kind, name, start, traffic)
+    def record(self, kind: str, name: str) -> Iterator[BytesMoved]:
+        """Record the operation in the `with` block, which may fill in the bytes."""
+        start, moved = self.now(), BytesMoved()
+        yield moved
+        self.add(kind, name, start, moved)
 
-    def add(self, kind: str, name: str, start: float, traffic: Traffic) -> None:
-        """An operation that began at `start` and ends now."""
-        self._events.append(Event(self.step, self._rank, kind, name, start, self.now(), **asdict(traffic)))
+    def add(self, kind: str, name: str, start: float, moved: BytesMoved) -> None:
+        """Record an operation that began at `start` and ends now."""
+        self._events.append(Event(self.step, self._rank, kind, name, start, self.now(), **asdict(moved)))
 
     def take(self) -> tuple[Event, ...]:
-        """The events since the last call, in the order of their ends."""
+        """Return the events since the last call, in the order of their ends."""
         events, self._events = tuple(self._events), []
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,24 +103,24 @@ class Timeline:
 
 
 def read_events(run: Path, step: int | None = None) -> list[Event]:
-    """The events of a run, of one of its steps or of all.
+    """Read the events of a run, for one step or all.
 
-    A step that was run twice, because the run continued from a checkpoint before it, counts as it ran last.
+    For a step that ran twice, because the run resumed from an earlier checkpoint, only the last time counts.
 
     Raises:
-        ValueError: if there is no such run, it has no timeline, a line is no event, or no event is of the step.
+        ValueError: if the run or its timeline does not exist, a line is not a valid event, or the step has no events.
     """
     if not run.is_dir():
-        raise ValueError(f"{run} is no folder of a run")
+        raise ValueError(f"{run} is not a run folder")
     paths = sorted((run / _FOLDER).glob("rank-*.jsonl"))
     if not paths:
-        raise ValueError(f"{run} has no timeline: there is no {_FOLDER}/rank-N.jsonl in it")
+        raise ValueError(f"{run} has no timeline: {_FOLDER}/rank-N.jsonl does not exist")
     events = [event for path in paths for event in _last_runs(list(_parse(path)))]
     chosen = [event for event in events if step in (None, event.step)]
     if not chosen:
         steps = sorted({event.step for event in events})
-        held = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-        raise ValueError(f"{run} has no step {step} in its timeline, which has {held}")
+        found = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+        raise ValueError(f"step {step} is not in the timeline of {run}, which has {found}")
     return chosen
 
 
@@ -131,16 +131,16 @@ def _parse(path: Path) -> Iterator[Event]:
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines):  # the run was killed while it wrote
+            if number == len(lines):  # the run was killed while writing
                 return
-            raise ValueError(f"{path}, line {number} is no event: {error}") from None
+            raise ValueError(f"{path}, line {number} is not an event: {error}") from None
         if not isinstance(values, dict) or set(values) != names:
-            raise ValueError(f"{path}, line {number} is no event: it needs {', '.join(sorted(names))}")
+            raise ValueError(f"{path}, line {number} is not an event: expected the keys {', '.join(sorted(names))}")
         yield Event(**values)
 
 
 def _last_runs(events: list[Event]) -> list[Event]:
-    """A rank's events without those of steps that it ran again later: a step number that falls begins anew."""
+    """Drop the events of steps that ran again later: when the step number falls, the run has resumed."""
     kept: list[Event] = []
     for event in events:
         if kept and event.step < kept[-1].step:

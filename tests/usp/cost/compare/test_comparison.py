@@ -76,7 +76,15 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
     assert "Sent per rank and step" in shown and "| ep | " in shown and "tiny has none" in shown
     assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
     usp, ep = json.loads(capsys.readouterr().out)
-    assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" in ep
+    assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" not in usp
+    assert ep.keys() == {"method", "problem"} and {"rank", "memory", "paper"} < usp.keys()
+
+
+def test_pipeline_messages_are_exposed_as_in_the_time_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "pp2+dp", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "| pp | exposed |" in shown and "| loss | overlaps with" not in shown and "| fsdp | overlaps with" in shown
+    assert "As the paper counts" not in shown  # no row of Table 2
 
 
 class Reader(HTMLParser):

@@ -32,10 +32,10 @@ def job(world_size: int, **flags: Any) -> Job:
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
 def test_the_peak_equals_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
-    told = footprint(job(world_size, **flags), 0)
-    seen = dry_run(TrainConfig(**flags), world_size, 0)
-    assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
-    assert told.parameters + told.optimizer == pytest.approx(seen.start_bytes, rel=0.001)
+    formula = footprint(job(world_size, **flags), 0)
+    measured = dry_run(TrainConfig(**flags), world_size, 0)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+    assert formula.parameters + formula.optimizer == pytest.approx(measured.start_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("rank", range(2))
@@ -44,9 +44,9 @@ def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_p
     tiny_model("llama-deep").save_pretrained(tmp_path)
     pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
     flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
-    told, seen = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
-    assert told.peak.total == pytest.approx(seen.peak_bytes, rel=0.05)
-    assert told.peak.name == "first norm, inputs"
+    formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+    assert formula.peak.name == "first norm, inputs"
 
 
 def test_offloaded_activations_count_as_host_memory() -> None:

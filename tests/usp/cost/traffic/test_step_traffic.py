@@ -38,7 +38,7 @@ AXES: dict[str, Flags] = {
     "tp": {"tp": 2, "tp_sequence_parallel": True},
     "ep": {"ep": 2, "model": "mixtral", "router_aux_loss_coef": 0.02},
 }
-ALONE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}]
+SINGLE: list[Flags] = [*AXES.values(), {"tp": 2}, {"zero": 0}]
 PAIRS: list[Flags] = [AXES[a] | AXES[b] for a, b in combinations(AXES, 2)]
 MIXTURES: list[Flags] = [
     {"model": "qwen3", "sp_ulysses": 4, "sp_ring": 2},  # 2 key-value heads, so they are replicated
@@ -109,7 +109,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "mixtures"), [(2, ALONE), (4, PAIRS), (8, MIXTURES)], ids=["alone", "pairs", "mixtures"]
+    ("world_size", "mixtures"), [(2, SINGLE), (4, PAIRS), (8, MIXTURES)], ids=["single", "pairs", "mixtures"]
 )
 def test_every_byte_is_predicted(
     ranks: RankPool, models: Path, exhaustive: bool, world_size: int, mixtures: list[Flags]

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
 from usp.rlhf.algorithms.algorithm import Stateful
-from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo, grpo_advantages
+from usp.rlhf.algorithms.grpo import GRPO, grpo_advantages
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
+from usp.rlhf.algorithms.preferences import DPO, pair_weights
 from usp.rlhf.algorithms.reinforce import (
     RLOO,
     ReinforcePlusPlus,
@@ -27,7 +29,7 @@ from usp.rlhf.algorithms.reinforce import (
 )
 from usp.rlhf.algorithms.response_rows import discounted_sums
 from usp.rlhf.algorithms.statistics import Moments, RunningMoments
-from usp.rlhf.algorithms.weights import PairWeights, Weighting
+from usp.rlhf.algorithms.weights import Weighting
 from usp.rlhf.data.mini_batches import mini_batch_ids
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate
@@ -38,7 +40,7 @@ PER_TOKEN = ("logprobs", "old_logprobs", "ref_logprobs", "values")
 
 
 def make(seed: int = 0, scores: tuple[float, ...] = ()) -> Samples:
-    """Twelve samples of one to three prompt tokens; every third response was cut."""
+    """Return twelve samples with one to three prompt tokens; every third response is truncated."""
     draw = torch.Generator().manual_seed(seed)
     values: dict[str, list[Tensor]] = {key: [] for key in PER_TOKEN}
     masks = []
@@ -66,7 +68,7 @@ def make(seed: int = 0, scores: tuple[float, ...] = ()) -> Samples:
 
 
 def chosen(samples: Samples, key: str) -> list[list[float]]:
-    """Of each sample the values where its mask is 1."""
+    """Return the values where the mask is 1, by sample."""
     return [value[mask == 1].tolist() for value, mask in zip(samples[key], samples["mask"], strict=True)]
 
 
@@ -86,7 +88,7 @@ def shaped(samples: Samples, options: PolicyOptions) -> list[float]:
 
 
 def penalised(samples: Samples, options: PolicyOptions, kl: float) -> list[list[float]]:
-    """Rewards of tokens."""
+    """Return the rewards of tokens with the KL penalty."""
     rows = []
     for old, ref, reward in zip(
         chosen(samples, "old_logprobs"), chosen(samples, "ref_logprobs"), shaped(samples, options), strict=True
@@ -106,7 +108,7 @@ def alike(values: list[float]) -> list[list[float]]:
 
 
 def oracle_gae(samples: Samples, options: PPO, kl: float, mean: float = 0.0, std: float = 1.0) -> list[list[float]]:
-    """A[t] = the sum over l of (gamma lam)^l delta[t + l], summed as it stands."""
+    """Sum (gamma lam)^l delta[t + l] over l in a plain loop."""
     rows = []
     for i, (rewards, values) in enumerate(zip(penalised(samples, options, kl), chosen(samples, "values"), strict=True)):
         values = [v * std + mean for v in values]
@@ -119,7 +121,7 @@ def oracle_gae(samples: Samples, options: PPO, kl: float, mean: float = 0.0, std
 
 
 def check_rows(samples: Samples, key: str, expected: list[list[float]], result: Samples) -> None:
-    """The values where the mask is, and 0 elsewhere."""
+    """Check the values inside the mask, and 0 outside."""
     for i, (value, mask, row) in enumerate(zip(result[key], samples["mask"], expected, strict=True)):
         assert value.dtype == torch.float32 and value.shape == mask.shape
         assert value[mask == 1].tolist() == pytest.approx(row, rel=1e-5, abs=1e-5), f"{key} of sample {i}"
@@ -131,7 +133,7 @@ def test_gae(gamma: float, lam: float) -> None:
     options = PPO(gamma=gamma, lam=lam, normalise_advantages=False, value_norm="none", zero_unfinished=True)
     options = replace(options, reward_bias=0.5, reward_scaling=3.0, max_reward_clip=2.0)
     samples = make()
-    result = PPOAdvantages.of(options)(samples, alone)
+    result = PPOAdvantages(options)(samples, alone)
     expected = oracle_gae(samples, options, kl=0.1)
     check_rows(samples, "advantages", expected, result)
     returns = [
@@ -163,9 +165,9 @@ def test_long_rows() -> None:
     assert discounted_sums(torch.zeros(3, 0), 0.5).shape == (3, 0)
 
 
-def test_ppo_normalises_and_remembers() -> None:
+def test_ppo_normalizes_and_keeps_state() -> None:
     options = PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="exp", value_norm_beta=0.75, lam=0.9)
-    function = PPOAdvantages.of(options)
+    function = PPOAdvantages(options)
     coefficient, batches = 0.2, []
     mean, std = 0.0, 1.0
     for step in range(3):
@@ -197,7 +199,7 @@ def test_ppo_normalises_and_remembers() -> None:
     assert function.kl.coefficient == pytest.approx(coefficient)
 
     assert isinstance(function, Stateful)
-    again = PPOAdvantages.of(options)
+    again = PPOAdvantages(options)
     again.load_state_dict(function.state_dict())
     samples = make(3)
     for key in ("advantages", "returns"):
@@ -207,11 +209,11 @@ def test_ppo_normalises_and_remembers() -> None:
         again.load_state_dict({"total": 1.0})
 
 
-def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
-    function = PPOAdvantages.of(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
+def test_options_of_a_resumed_run_override_its_state() -> None:
+    function = PPOAdvantages(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
     function(make(), alone)
     assert function.kl.coefficient != 0.2 and function.returns.weight
-    fixed = PPOAdvantages.of(PPO(kl=0.3, value_norm="none"))
+    fixed = PPOAdvantages(PPO(kl=0.3, value_norm="none"))
     fixed.load_state_dict(function.state_dict())
     assert fixed.kl.coefficient == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
 
@@ -219,8 +221,8 @@ def test_options_of_a_run_that_goes_on_win_over_what_it_remembers() -> None:
 def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
     options = PPO(normalise_rewards=True, normalise_advantages=False, value_norm="none", reward_scaling=3.0)
     samples = make()
-    result = PPOAdvantages.of(options)(samples, alone)
-    assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options))  # as they were
+    result = PPOAdvantages(options)(samples, alone)
+    assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options))  # unchanged
     (rewards,) = standardised([shaped(samples, options)])
     normal = samples.updated(Samples(samples.ids, {"score": [torch.tensor(reward / 3) for reward in rewards]}))
     check_rows(samples, "advantages", oracle_gae(normal, options, kl=0.1), result)
@@ -269,7 +271,7 @@ def test_grpo_and_its_variants() -> None:
     check_rows(samples, "weights", alike([1 / (12 * 7)] * 12), result)
 
 
-def test_dapo_drops_equal_groups_and_punishes_length() -> None:
+def test_dapo_drops_equal_groups_and_penalizes_length() -> None:
     options = replace(dapo(GRPO(generate=GROUP, mini_batches=3)), scale_by_std=False)
     samples = make(scores=(1.0, 0.0, 0.0, 1.0, *[1.0] * 4, *[0.0] * 4))
     result = grpo_advantages(options, samples, alone)
@@ -280,7 +282,7 @@ def test_dapo_drops_equal_groups_and_punishes_length() -> None:
     check_rows(samples, "token_weights", alike(whole), result)
     kept = grpo_advantages(replace(options, drop_equal_groups=False), samples, alone)
     check_rows(samples, "weights", alike(whole), kept)
-    assert all(not value.any() for value in kept["advantages"][4:])  # equal rewards say nothing
+    assert all(not value.any() for value in kept["advantages"][4:])  # equal rewards carry no signal
 
     long = replace(options, overlong_buffer=4, overlong_penalty=0.5)
     rewards = [
@@ -321,7 +323,7 @@ def test_reinforce_plus_plus() -> None:
     check_rows(samples, "advantages", standardised(returns), result)
 
 
-def test_remax_takes_the_greedy_reward_away() -> None:
+def test_remax_subtracts_the_greedy_reward() -> None:
     samples, options = make(), ReMax(kl=0.3, zero_unfinished=True, reward_scaling=2.0)
     baselines = [0.2 * number if number % 2 == 0 else 0.0 for number in range(12)]
     rewards = penalised(samples, options, 0.3)
@@ -354,25 +356,25 @@ def test_weights_sum_up_by_mini_batch(mini_batches: int) -> None:
     assert sums("constant") == pytest.approx([mean / 7 for mean in means])
 
 
-def test_pairs_weigh_alike_in_their_mini_batch() -> None:
+def test_pairs_of_a_mini_batch_have_equal_weights() -> None:
     samples = make()
-    weights = PairWeights(mini_batches=4)(samples, alone)["weights"]
+    weights = pair_weights(DPO(mini_batches=4), samples, alone)["weights"]
     for weight, pairs in zip(weights, [1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 2, 2], strict=True):
         assert float(weight[-1]) == 1 / pairs and not weight[:-1].any()
 
 
 FUNCTIONS: dict[str, Callable[[], Function]] = {
-    "ppo": lambda: PPOAdvantages.of(PPO(kl_target=0.5, mini_batches=5)),
+    "ppo": lambda: PPOAdvantages(PPO(kl_target=0.5, mini_batches=5)),
     "grpo": lambda: partial(grpo_advantages, GRPO(generate=GROUP, drop_equal_groups=True, mini_batches=5)),
     "rloo": lambda: partial(rloo_advantages, RLOO(generate=GROUP, mini_batches=5)),
     "reinforce++": lambda: partial(reinforce_plus_plus_advantages, ReinforcePlusPlus(mini_batches=5)),
     "remax": lambda: partial(remax_advantages, ReMax(mini_batches=5)),
-    "pairs": lambda: PairWeights(mini_batches=4),
+    "pairs": lambda: partial(pair_weights, DPO(mini_batches=4)),
 }
 
 
 @pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_ranks_change_nothing(make_function: Callable[[], Function]) -> None:
+def test_results_do_not_depend_on_ranks(make_function: Callable[[], Function]) -> None:
     samples, function = make(), make_function()
     whole = function(samples, alone)
     for parts in ([range(4, 8), (0, 1, 2, 3, 8, 9, 10, 11)], [range(8, 12), (), range(8), ()]):
@@ -387,12 +389,12 @@ def test_ranks_change_nothing(make_function: Callable[[], Function]) -> None:
 
 
 @pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_what_stands_at_other_tokens_is_not_seen(make_function: Callable[[], Function]) -> None:
+def test_values_outside_the_mask_are_not_read(make_function: Callable[[], Function]) -> None:
     samples = make()
     spoilt = {}
     for key in PER_TOKEN:
         spoilt[key] = [x.where(mask == 1, math.nan) for x, mask in zip(samples[key], samples["mask"], strict=True)]
-    # the critic's word on what follows a response that was cut does count
+    # the value after a truncated response does count
     for i, value in enumerate(spoilt["values"]):
         if not samples["finished"][i]:
             value[-1] = samples["values"][i][-1]

@@ -1,4 +1,4 @@
-"""The graphs of algorithms: their calls, their options, and steps of them with models that are functions of tokens."""
+"""Graphs of the algorithms: calls, options, and steps in which models are functions of their tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import minimise, on_ranks
 from usp.rlhf.algorithms.algorithm import Options, stateful
-from usp.rlhf.algorithms.grpo import GRPO, dapo, dr_grpo
+from usp.rlhf.algorithms.grpo import GRPO
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO, RewardModel
@@ -53,7 +54,7 @@ OPTIONS: dict[str, tuple[str, Options]] = {
 each = pytest.mark.parametrize("name", OPTIONS)
 
 
-# What the calls are
+# Calls
 
 
 def described(graph: DataflowGraph) -> dict[str, tuple[str, str, set[str], set[str]]]:
@@ -64,7 +65,7 @@ GENERATED = {"tokens", "mask", "logprobs", "finished", "prompt_length"}
 
 
 def test_ppo_is_six_calls_of_four_models() -> None:
-    """And two more: old log-probabilities in the training layout, and the advantages."""
+    """And two calls more: old log-probabilities in the training layout, and the advantages."""
     graph = build_graph("ppo", PPO(generate=GROUP))
     of_batch = {"tokens", "mask", "score", "finished", "old_logprobs", "ref_logprobs"}
     policy = {"tokens", "weights", "token_weights", "advantages", "old_logprobs"}
@@ -86,7 +87,7 @@ def test_ppo_is_six_calls_of_four_models() -> None:
         "ref_inference": graph["ref_inference"].work.temperature,  # type: ignore[union-attr]
         "actor_train": graph["actor_train"].work.objective.temperature,  # type: ignore[union-attr]
     }
-    assert set(temperatures.values()) == {0.7}  # that of sampling: else ratios would not start at 1
+    assert set(temperatures.values()) == {0.7}  # of sampling: otherwise ratios would not start at 1
     assert list(stateful(graph)) == ["advantages"]
 
 
@@ -147,10 +148,10 @@ def test_options_reach_the_calls() -> None:
     )
 
 
-# What is refused
+# Invalid options
 
 
-def test_unknown_algorithms_and_options_of_others() -> None:
+def test_unknown_algorithms_and_options_of_other_algorithms() -> None:
     with pytest.raises(ValueError, match=r"algorithm='a2c' is unknown: use sft, reward_model, dpo, ppo, grpo"):
         build_graph("a2c", PPO())
     with pytest.raises(TypeError, match="ppo has the options PPO, not GRPO"):
@@ -159,7 +160,7 @@ def test_unknown_algorithms_and_options_of_others() -> None:
         build_graph("sft", RewardModel())
 
 
-def test_all_that_is_wrong_is_named() -> None:
+def test_every_invalid_option_is_named() -> None:
     options = PPO(generate=Generate(temperature=0.0), gamma=1.5, kl=-1.0, mini_batches=0, zero_unfinished=True)
     with pytest.raises(ValueError) as refused:
         build_graph("ppo", options)
@@ -202,7 +203,7 @@ def test_all_that_is_wrong_is_named() -> None:
         ("remax", ReMax(generate=GROUP), "generate.group_size=3: ReMax samples one"),
     ],
 )
-def test_options_that_cannot_be_honoured(algorithm: str, options: Options, match: str) -> None:
+def test_invalid_options(algorithm: str, options: Options, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         build_graph(algorithm, options)
 
@@ -217,7 +218,7 @@ def test_a_bound_may_be_infinite() -> None:
     build_graph("ppo", PPO(eps_high=infinite, value_eps_clip=infinite, max_reward_clip=infinite))
 
 
-# What mini-batches are
+# Mini-batches
 
 
 @pytest.mark.parametrize("samples, mini_batches, of_unit", [(12, 5, 1), (12, 5, 2), (7, 7, 1), (3, 5, 1), (12, 1, 4)])
@@ -231,11 +232,11 @@ def test_mini_batches_divide_the_samples(samples: int, mini_batches: int, of_uni
     assert found == [number for number, batch in enumerate(batches) for _ in batch]
 
 
-# What a step does
+# Steps
 
 
 def number(tokens: Tensor, seed: int) -> Tensor:
-    """(tokens,) that look random."""
+    """Return pseudo-random numbers, (tokens,)."""
     places = torch.arange(1.0, len(tokens) + 1, dtype=torch.float64)
     return torch.sin(1.7 * tokens.cumsum(0) + 0.3 * seed + places.sqrt()).float()
 
@@ -257,7 +258,7 @@ def generated(prompts: list[Tensor], work: Generate) -> dict[str, list[Tensor]]:
 
 @dataclass
 class Walk:
-    """A step in this process, with as many ranks for functions and for the tokens of a row."""
+    """A step in this process that simulates `ranks` ranks for functions and for the tokens of a row."""
 
     graph: DataflowGraph
     ranks: int
@@ -312,7 +313,7 @@ class Walk:
 
 
 def build_function(graph: DataflowGraph, call: ModelCall, rank: int) -> Callable[..., Samples]:
-    """Each rank has its own graph in a run; here those that remember would be called by all."""
+    """Copy functions with state: in a run every rank has its own graph."""
     assert isinstance(call.work, Compute)
     function: Any = call.work.function
     return replace(function) if call.name in stateful(graph) else function
@@ -334,7 +335,7 @@ def data(name: str) -> Samples:
 
 
 @each
-def test_a_step_is_the_same_on_any_ranks(name: str) -> None:
+def test_a_step_does_not_depend_on_the_number_of_ranks(name: str) -> None:
     graph = build_graph(*OPTIONS[name])
     values, trained = Walk(graph, 1).run(data(name))
     shared_values, shared_trained = Walk(graph, 3).run(data(name))
@@ -347,7 +348,7 @@ def test_a_step_is_the_same_on_any_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, o) in OPTIONS.items() if isinstance(o, PolicyOptions)])
 def test_the_first_optimiser_step_starts_at_the_old_policy(name: str) -> None:
-    """The models never change here, so each mini-batch of the actor must find what actor_inference said."""
+    """The models never change here, so every mini-batch must find the log-probabilities of actor_inference."""
     values, trained = Walk(build_graph(*OPTIONS[name]), 1).run(data(name))
     for metrics in trained["actor_train"]:
         assert metrics["importance_ratio"] == pytest.approx(1, rel=1e-5)
@@ -365,7 +366,7 @@ def test_sft_is_the_mean_over_the_tokens_of_a_mini_batch() -> None:
 
 
 def test_dpo_without_a_difference_to_the_reference() -> None:
-    """Chosen and rejected are the same there: log 2."""
+    """Chosen and rejected are equal, so the loss is log 2."""
     samples = data("dpo")
     twice = {key: [samples[key][i - i % 2] for i in range(8)] for key in ("tokens", "mask")}
     _, trained = Walk(build_graph(*OPTIONS["dpo"]), 1).run(Samples(samples.ids, twice))

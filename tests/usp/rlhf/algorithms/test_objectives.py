@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tests.usp.rlhf.simulate import alone, minimise
 from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken, kl_estimate
-from usp.rlhf.algorithms.preferences import DirectPreference, PreferredScore
-from usp.rlhf.algorithms.weights import PairWeights
+from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Objective
 
@@ -21,7 +20,7 @@ Oracle = Callable[[Samples, list[float], list[float]], dict[str, float]]
 
 
 def make(seed: int = 0) -> Samples:
-    """Six samples in float64, whose first response token comes after one to three prompt tokens."""
+    """Return six float64 samples with one to three prompt tokens."""
     draw = torch.Generator().manual_seed(seed)
     masks = []
     for number, length in enumerate(LENGTHS):
@@ -50,7 +49,7 @@ def make(seed: int = 0) -> Samples:
 
 def make_pairs() -> Samples:
     samples = make()
-    weights = PairWeights(mini_batches=1)(samples, alone)
+    weights = pair_weights(DPO(mini_batches=1), samples, alone)
     return samples.updated(
         Samples(samples.ids, {"weights": [(weight != 0).double() / 3 for weight in weights["weights"]]})
     )
@@ -193,7 +192,7 @@ def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
 
 
 @each_case
-def test_ranks_and_padding_change_nothing(case: Case) -> None:
+def test_results_do_not_depend_on_ranks_or_padding(case: Case) -> None:
     objective, samples, _ = case
 
     def all_of(degree: int, padding: int) -> tuple[Tensor, dict[str, float], Tensor]:
@@ -204,7 +203,7 @@ def test_ranks_and_padding_change_nothing(case: Case) -> None:
         return loss.detach(), metrics, output.grad
 
     loss, metrics, gradient = all_of(1, 0)
-    for degree, padding in ((1, 3), (3, 0), (4, 5), (40, 13)):  # of 40 ranks some have no token
+    for degree, padding in ((1, 3), (3, 0), (4, 5), (40, 13)):  # some of 40 ranks have no token
         other_loss, other_metrics, other_gradient = all_of(degree, padding)
         torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-12, atol=1e-12)
@@ -212,7 +211,7 @@ def test_ranks_and_padding_change_nothing(case: Case) -> None:
 
 
 @each_case
-def test_what_stands_at_other_tokens_is_not_seen(case: Case) -> None:
+def test_values_outside_the_mask_are_not_read(case: Case) -> None:
     objective, make_samples, _ = case
     samples, (output, entropy) = make_samples(), said()
     whole = minimise(objective, samples, output, entropy)

@@ -1,4 +1,4 @@
-"""Rewards from people's functions: what they are given, and what is kept of a sample for which they fail."""
+"""Rewards from user functions: their arguments, and the record of a sample for which they fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def score_with(reward: Callable[[Any, Any, Any], Any], **options: Any) -> ScoreW
     return ScoreWith(reward, options.pop("decode", text), ANSWERS.__getitem__, **options)
 
 
-def test_it_is_given_prompt_response_and_answer() -> None:
+def test_the_function_gets_prompt_response_and_answer() -> None:
     seen = []
 
     def reward(prompt: str, response: str, answer: str) -> float:
@@ -70,7 +70,7 @@ def test_numbers_of_all_kinds(number: Any) -> None:
 @pytest.mark.parametrize(
     "said", [math.nan, math.inf, -math.inf, 1e300, None, "1", [1.0], 1j, torch.tensor(1.0)], ids=repr
 )
-def test_what_is_not_a_finite_number(said: Any) -> None:
+def test_results_that_are_not_finite_numbers(said: Any) -> None:
     function = score_with(lambda prompt, response, answer: said if answer == "a" else 0.0)
     with pytest.raises(
         RewardFailed, match=r"failed for sample 5 \(prompt_index 0\): it returned .*; it must"
@@ -112,7 +112,7 @@ def test_the_rank_that_sees_it_raises() -> None:
         on_ranks([function, function], make(), [(4, 5), (9,)])
 
 
-def test_an_interruption_is_no_reward() -> None:
+def test_an_interrupt_is_not_caught() -> None:
     def reward(prompt: str, response: str, answer: str) -> float:
         raise KeyboardInterrupt
 
@@ -131,6 +131,6 @@ def test_the_shape_of_rewards() -> None:
     assert shaped(RewardShape()) == [0, 1, 2, 20, -20]
     assert shaped(RewardShape(bias=1, scaling=2, max_clip=5)) == [-2, 0, 2, 5, -5]
     assert shaped(RewardShape(zero_unfinished=True)) == [0, 1, 0, 20, 0]
-    # of 10 tokens the last 4 cost more and more (DAPO, equation 13)
+    # the penalty grows over the last 4 of 10 tokens (DAPO, equation 13)
     assert shaped(RewardShape(overlong_buffer=4, max_tokens=10)) == [0, 1, 1.5, 19, -21]
     assert shaped(RewardShape(overlong_buffer=4, max_tokens=10, overlong_penalty=2)) == [0, 1, 1, 18, -22]

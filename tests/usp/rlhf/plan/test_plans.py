@@ -151,7 +151,7 @@ def test_sampling_difference_runs_where_the_training_layout_recomputes() -> None
     assert measured["sampling_difference"].ranks == plan["actor_inference"].ranks
     assert (graph["collect"].inputs, measured["collect"].ranks) == (("tokens",), (0,))
     measured.check(graph, FACTS.world_size)
-    with pytest.raises(ValueError, match=r"collect=\['text'\]: nobody gives text; keys: advantages"):
+    with pytest.raises(ValueError, match=r"collect=\['text'\]: unknown text; keys: advantages"):
         with_measures(ppo(), plan, ("text",), print)
 
 

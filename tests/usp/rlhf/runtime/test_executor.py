@@ -1,4 +1,4 @@
-"""Steps under several plans are those of one process; what must overlap overlaps; what is wrong is said."""
+"""Steps under several plans match a single process; concurrent calls overlap; errors are reported on every rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.runtime.copies import Moving
 from usp.rlhf.runtime.executor import Executor, StepResult
-from usp.rlhf.runtime.timeline import Event, Traffic
+from usp.rlhf.runtime.timeline import BytesMoved, Event
 
 STEPS, PROMPTS = 3, 5
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
@@ -67,7 +67,7 @@ def plans(graph: DataflowGraph) -> list[ExecutionPlan]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank saw of some steps. Attributes: weights: of trained roles of which it has a part."""
+    """One rank's results of some steps, and the weights of its trained roles."""
 
     metrics: list[dict[str, float]]
     samples: list[Samples | None]
@@ -77,29 +77,32 @@ class Run:
 
 def executor(graph: DataflowGraph, plan: ExecutionPlan, groups: ProcessGroups, **options: object) -> Executor:
     build_role = options.pop("build_role", SharingModel)
-    moving = Moving(ranks_per_host=8)
-    return Executor(graph, plan, groups, build_role, torch.device("cpu"), moving=moving, **options)  # type: ignore[arg-type]
+    return Executor(graph, plan, groups, build_role, torch.device("cpu"), ranks_per_host=8, **options)  # type: ignore[arg-type]
 
 
 def steps(made: Executor, number: int = STEPS) -> list[StepResult]:
     return [made.run_step(prompts(PROMPTS, n), number=n, seed=n) for n in range(1, number + 1)]
 
 
-def weights(made: Executor) -> dict[str, dict[str, Tensor]]:
-    return {role: model.full() for role, model in made.trained.items()}  # type: ignore[attr-defined]
-
-
 def run_plans(folder: Path) -> list[Run]:
     graph, groups, runs = ppo(), ProcessGroups(), []
     for plan in plans(graph):
-        made = executor(graph, plan, groups, collect=COLLECTED, folder=folder / plan.name)
+        trained: dict[str, ToyModel] = {}
+
+        def build_role(call: ModelCall, *place: Any, trained: dict[str, ToyModel] = trained) -> ToyModel:
+            model = SharingModel(call, *place)
+            if call.kind == "train_step":
+                trained[call.role] = model
+            return model
+
+        made = executor(graph, plan, groups, build_role=build_role, collect=COLLECTED, folder=folder / plan.name)
         results = steps(made)
         metrics, samples, events = ([getattr(r, key) for r in results] for key in ("metrics", "samples", "events"))
-        runs.append(Run(metrics, samples, events, weights(made)))
+        runs.append(Run(metrics, samples, events, {role: model.full() for role, model in trained.items()}))
     return runs
 
 
-def test_every_plan_makes_the_steps_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+def test_every_plan_matches_a_single_process(ranks: RankPool, tmp_path: Path) -> None:
     graph, alone = ppo(), Alone()
     wanted = [alone.step(graph, prompts(PROMPTS, n), derived_seed(n, "actor_generate")) for n in range(1, STEPS + 1)]
     found = ranks.run(run_plans, 8, tmp_path, timeout=240)
@@ -124,17 +127,17 @@ def test_every_plan_makes_the_steps_of_one_process(ranks: RankPool, tmp_path: Pa
 
 
 def _check_events(plan: ExecutionPlan, events: list[Event]) -> None:
-    """What each plan is for is seen in its timeline, and bytes that leave arrive."""
+    """Check that the timeline shows what the plan is for, and that all sent bytes are received."""
     kinds = {event.kind for event in events}
     assert sum(e.sent for e in events) == sum(e.received for e in events) == sum(e.minimum for e in events)
     assert ("offload" in kinds) == ("load" in kinds) == bool(plan.offload)
-    moves = plan.name in ("flattening", "separation", "mixed")  # the others have the boxes of the trained copy
+    moves = plan.name in ("flattening", "separation", "mixed")  # the others share the memory of the trained copy
     assert ("reallocate" in kinds) == ("release" in kinds) == moves
     assert ("transfer" in kinds) == (plan.name != "one rank")
 
 
 class Meeting(ToyModel):
-    """A model whose inference ends only when other calls have begun: each says so with a file."""
+    """A model whose inference ends only once the other inference calls have begun, as marked by files."""
 
     def __init__(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, folder: Path) -> None:
         super().__init__(call, layout, mesh)
@@ -145,7 +148,7 @@ class Meeting(ToyModel):
         deadline = time.monotonic() + 60
         while not all((self._folder / key).exists() for key in ("ref_logprobs", "score", "values")):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{output} is alone")
+                raise RuntimeError(f"{output} does not overlap with the other calls")
             time.sleep(0.01)
         return super().inference(samples, work, output)
 
@@ -167,9 +170,9 @@ def run_stale() -> list[dict[str, float]]:
     graph = ppo()
     plan = separation(graph, replace(FACTS, world_size=4))
     made = executor(graph, plan, ProcessGroups(), build_role=partial(ToyModel, stale=True))
-    copies = made._setting.copies
+    copies = made._context.copies
 
-    def forget(copy: WeightCopy, traffic: Traffic) -> None:
+    def forget(copy: WeightCopy, moved: BytesMoved) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 
@@ -178,7 +181,7 @@ def run_stale() -> list[dict[str, float]]:
     return [first.metrics, made.run_step(prompts(PROMPTS, 2), number=2, seed=2).metrics]
 
 
-def test_weights_of_the_step_before_are_noticed(ranks: RankPool) -> None:
+def test_stale_weights_are_noticed(ranks: RankPool) -> None:
     alone = Alone()
     wanted = [alone.step(ppo(), prompts(PROMPTS, n), derived_seed(n, "actor_generate"))[0] for n in (1, 2)]
     first, second = ranks.run(run_stale, 4)[0]
@@ -192,7 +195,7 @@ def scores(samples: Samples, reduce: Reduce) -> Samples:
 
 
 def run_refusals() -> list[str]:
-    """Every message on this rank, in order; after each, the next begins on all ranks alike."""
+    """Return every error message on this rank, in order."""
     call = ModelCall("rewards", "", Compute(scores), ("prompt_ids",), ("score",))
     graph, groups, said = DataflowGraph((call,), ("prompt_ids",)), ProcessGroups(), []
     everywhere = CallLayout((0, 1), ParallelDims(dp_shard=2))
@@ -214,12 +217,12 @@ def run_refusals() -> list[str]:
     return said
 
 
-def test_what_is_refused_is_refused_on_every_rank(ranks: RankPool) -> None:
+def test_errors_are_raised_on_every_rank(ranks: RankPool) -> None:
     for said in ranks.run(run_refusals, 2):
         missing, own, empty, different, shape = said
         assert "ValueError: plan 'mine': rewards: ranks 2 are missing from the world of 2 ranks (0-1)" in missing
-        assert "RuntimeError: the hash of the graph and the plan must be the same on all ranks, but differs" in own
-        assert empty == "ValueError: an empty batch: a step needs at least one sample"
-        assert "RuntimeError: number, seed and samples of a step must be the same on all ranks" in different
-        assert "call rewards gave 'score' of sample" in shape
-        assert "torch.float32 of shape (2,), but it must be torch.float32 of shape (): one number" in shape
+        assert "RanksDisagree: the hash of the graph and the plan must be the same on all ranks, but differs" in own
+        assert empty == "ValueError: empty batch: a step must have at least one sample"
+        assert "RanksDisagree: number, seed and samples of a step must be the same on all ranks" in different
+        assert "call rewards returned 'score' of sample" in shape
+        assert "torch.float32 of shape (2,), expected torch.float32 of shape (): one number" in shape

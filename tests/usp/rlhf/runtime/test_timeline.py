@@ -1,4 +1,4 @@
-"""A timeline survives the disk, and is shown as a table, a trace and a plot."""
+"""A timeline is written, read, and shown as a table, a trace and a plot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def events(step: int) -> list[Event]:
 
 
 def write(run: Path, *numbers: int) -> None:
-    """The files of a run that made these steps, in this order."""
+    """Write the files of a run that ran these steps, in this order."""
     (run / "timeline").mkdir(parents=True)
     for step in numbers:
         for event in events(step):
@@ -46,7 +46,7 @@ def write(run: Path, *numbers: int) -> None:
                 file.write(json.dumps(vars(event)) + "\n")
 
 
-def test_what_is_recorded_is_read(tmp_path: Path) -> None:
+def test_recorded_events_are_read_back(tmp_path: Path) -> None:
     timeline = Timeline(rank=1, offset=0.0, device=torch.device("cpu"), folder=tmp_path)
     taken: list[Event] = []
     for step in (1, 2):
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     ]
     assert all(event.start <= event.end for event in taken)
     with (tmp_path / "timeline" / "rank-1.jsonl").open("a") as file:
-        file.write('{"step": 3, "ra')  # killed while it wrote
+        file.write('{"step": 3, "ra')  # killed while writing
     assert read_events(tmp_path) == taken
 
 
@@ -70,7 +70,7 @@ def test_a_step_that_ran_twice_counts_once(tmp_path: Path) -> None:
     assert len(read_events(tmp_path, step=2)) == len(events(2))
 
 
-def test_totals_are_of_all_ranks_and_a_step_on_average() -> None:
+def test_totals_sum_over_ranks_and_average_over_steps() -> None:
     rows = {(row.kind, row.name): row for row in totals([*events(1), *events(2)])}
     moved = rows["reallocate", "actor"]
     assert (moved.bytes, moved.minimum, moved.ratio) == (8 * 4000, 8 * 4000, 1.0)
@@ -100,15 +100,15 @@ def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no folder of a run"),
-        (["empty"], "empty has no timeline: there is no timeline/rank-N.jsonl in it"),
-        (["run", "--step", "7"], "run has no step 7 in its timeline, which has steps 1 to 2"),
+        (["nowhere"], "nowhere is not a run folder"),
+        (["empty"], "empty has no timeline: timeline/rank-N.jsonl does not exist"),
+        (["run", "--step", "7"], "step 7 is not in the timeline of run, which has steps 1 to 2"),
         (["run", "--out", "plot.pdf"], "--out plot.pdf must end in .png"),
         (["run", "--out", "nowhere/plot.png"], "--out nowhere/plot.png: nowhere is not a directory"),
-        (["broken"], "line 1 is no event: it needs"),
+        (["broken"], "line 1 is not an event: expected the keys"),
     ],
 )
-def test_what_the_command_refuses(
+def test_the_command_reports_bad_input(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Every rank gets what its calls take, each value once, from the rank that made it."""
+"""Every rank receives the inputs of its calls, each value once, from the rank that produced it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel import ParallelDims
 from usp.rlhf.data.partition import balance
 from usp.rlhf.graph.keys import KeyKind
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.runtime.transfer import Part, plan_transfer
+from usp.rlhf.runtime.transfer import TransferEnd, plan_transfer
 
 KINDS = {
     "tokens": KeyKind(torch.int64, "tokens"),
@@ -20,20 +20,20 @@ KINDS = {
 
 
 @st.composite
-def parts(draw: st.DrawFn, keys: tuple[str, ...], weights: list[int]) -> Part:
+def ends(draw: st.DrawFn, keys: tuple[str, ...], weights: list[int]) -> TransferEnd:
     degrees = {axis: draw(st.integers(1, 2)) for axis in ("pp", "dp_shard", "ring", "tp")}
     dims = ParallelDims(**degrees)  # type: ignore[arg-type]
     number = degrees["pp"] * degrees["dp_shard"] * degrees["ring"] * degrees["tp"]
     ranks = draw(st.lists(st.integers(0, 19), min_size=number, max_size=number, unique=True))
-    return Part(CallLayout(tuple(sorted(ranks)), dims), balance(range(len(weights)), weights, dims.batch), keys)
+    return TransferEnd(CallLayout(tuple(sorted(ranks)), dims), balance(range(len(weights)), weights, dims.batch), keys)
 
 
 @given(st.data())
-def test_each_rank_receives_what_it_takes_and_lacks_and_nothing_else(data: st.DataObject) -> None:
+def test_each_rank_receives_exactly_the_inputs_that_it_lacks(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    producer = data.draw(parts(tuple(KINDS), lengths))
+    producer = data.draw(ends(tuple(KINDS), lengths))
     takes = st.lists(st.sampled_from([*KINDS, "given"]), unique=True).map(tuple)
-    consumers = [data.draw(parts(data.draw(takes), lengths)) for _ in range(data.draw(st.integers(0, 3)))]
+    consumers = [data.draw(ends(data.draw(takes), lengths)) for _ in range(data.draw(st.integers(0, 3)))]
     late = data.draw(st.integers(0, len(consumers)))
     plans = [plan_transfer(producer, consumers[:late]), plan_transfer(producer, consumers[late:], consumers[:late])]
     made = {
@@ -50,19 +50,19 @@ def test_each_rank_receives_what_it_takes_and_lacks_and_nothing_else(data: st.Da
     for rank, values in held.items():
         wanted = {
             (key, i)
-            for part in consumers
-            if rank in part.layout.ranks
-            for key in part.keys
+            for end in consumers
+            if rank in end.layout.ranks
+            for key in end.keys
             if key in KINDS
-            for i in part.ids[part.layout.number_of(rank)]
+            for i in end.ids[end.layout.number_of(rank)]
         }
         assert values - made.get(rank, set()) == wanted - made.get(rank, set())
 
 
-def test_bytes() -> None:
+def test_sent_and_received_bytes() -> None:
     one, two = CallLayout((0,), ParallelDims(dp_shard=1)), CallLayout((0, 1), ParallelDims(dp_shard=1, tp=2))
     keys = tuple(KINDS)
-    plan = plan_transfer(Part(one, ((0, 1),), keys), [Part(two, ((0, 1),), keys)])
+    plan = plan_transfer(TransferEnd(one, ((0, 1),), keys), [TransferEnd(two, ((0, 1),), keys)])
     lengths = {"tokens": [3, 5]}
     assert plan.sent(0, KINDS, lengths) == plan.received(1, KINDS, lengths) == (3 + 5) * (8 + 4) + 2
     assert plan.received(0, KINDS, lengths) == 0

@@ -1,0 +1,19 @@
+"""The variants of GRPO, from the option strings that docs/rlhf.md gives for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from usp.rlhf.algorithms.grpo import GRPO
+from usp.rlhf.config import parse_options
+
+DR_GRPO = "scale_by_std=false,aggregation=constant"
+DAPO = "eps_high=0.28,kl=0,aggregation=token_mean,drop_equal_groups=true"
+
+
+def dr_grpo(options: GRPO) -> GRPO:
+    return replace(options, **parse_options(DR_GRPO, GRPO, "--options"))
+
+
+def dapo(options: GRPO, overlong_buffer: int = 0) -> GRPO:
+    return replace(options, **parse_options(DAPO, GRPO, "--options"), overlong_buffer=overlong_buffer)
