@@ -84,14 +84,7 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=config.model, seed=0))
 
     def step() -> object:
-        return train_step(
-            engine,
-            mesh,
-            blank_batch(config, mesh),
-            micro_batches=config.micro_batches,
-            learning_rate=config.learning_rate,
-            max_grad_norm=config.max_grad_norm,
-        )
+        return train_step(engine, mesh, blank_batch(config, mesh), config, config.learning_rate)
 
     return step
 

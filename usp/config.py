@@ -8,7 +8,7 @@ here depends on the machine; the rules that a configuration must satisfy are in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from tyro.conf import arg
@@ -188,11 +188,6 @@ def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
     return kind(**values)
 
 
-def config_to_mapping(config: Any) -> dict[str, Any]:
-    """Return every field by name; `config_from_mapping` restores an equal configuration."""
-    return asdict(config)
-
-
 def flag(name: str) -> str:
     """Return the flag of a field: `sp_ring` is `--sp-ring`."""
     return "--" + name.replace("_", "-")
@@ -200,10 +195,8 @@ def flag(name: str) -> str:
 
 def _convert(value: Any, kind: type) -> Any:
     """Convert `value` to `kind` if that is lossless. YAML reads 3e-4 as a string, so a string may hold a float."""
-    if isinstance(value, bool) != (kind is bool):
-        raise TypeError
-    if kind is float and isinstance(value, (int, float, str)):
+    if kind is float and type(value) in (int, float, str):
         return float(value)
-    if not isinstance(value, kind):
+    if type(value) is not kind:
         raise TypeError
     return value

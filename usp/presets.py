@@ -18,8 +18,20 @@ class Preset:
     options: dict[str, Any] = field(hash=False)
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
-    return {
+def _preset(
+    model_type: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocab: int,
+    longest: int,
+    theta: float = 1e4,
+    **others: Any,
+) -> Preset:
+    options = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
@@ -30,11 +42,15 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": False,
+        "max_position_embeddings": longest,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
+    return Preset(model_type, options | others)
 
 
-def _positions(longest: int, theta: float = 1e4) -> dict[str, Any]:
-    return {"max_position_embeddings": longest, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+def _tiny(model_type: str, **others: Any) -> Preset:
+    others = {"pad_token_id": 0, "eos_token_id": BYTE_EOS} | others
+    return _preset(model_type, 128, 352, 2, 8, 4, vocab=BYTE_VOCAB, longest=131072, **others)
 
 
 def _experts(number: int, chosen: int, intermediate: int) -> dict[str, Any]:
@@ -48,44 +64,23 @@ def _experts(number: int, chosen: int, intermediate: int) -> dict[str, Any]:
 
 
 _LLAMA = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
-_TINY = _sizes(128, 352, 2, 8, 4, vocab=BYTE_VOCAB) | _positions(131072) | {"pad_token_id": 0, "eos_token_id": BYTE_EOS}
+_LLAMA3 = _LLAMA | {"bos_token_id": 128000, "eos_token_id": 128001}
+_MIXTRAL = _LLAMA | {"router_aux_loss_coef": 0.02}
+_QWEN3_MOE = _experts(128, 8, intermediate=768) | {"head_dim": 128}
 
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset("llama", _TINY),
-    "qwen2-tiny": Preset("qwen2", _TINY),
-    "qwen3-tiny": Preset("qwen3", _TINY),
-    "mistral-tiny": Preset("mistral", _TINY | {"sliding_window": 1024}),
-    "mixtral-tiny": Preset(
-        "mixtral", _TINY | {"num_local_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.02}
-    ),
-    "qwen3-moe-tiny": Preset("qwen3_moe", _TINY | _experts(16, 4, intermediate=96) | {"output_router_logits": True}),
-    "llama2-7b": Preset("llama", _sizes(4096, 11008, 32, 32, 32, vocab=32000) | _positions(4096) | _LLAMA),
-    "llama2-70b": Preset("llama", _sizes(8192, 28672, 80, 64, 8, vocab=32000) | _positions(4096) | _LLAMA),
-    "llama3-8b": Preset(
-        "llama",
-        _sizes(4096, 14336, 32, 32, 8, vocab=128256)
-        | _positions(8192, theta=5e5)
-        | _LLAMA
-        | {"bos_token_id": 128000, "eos_token_id": 128001},
-    ),
-    "qwen2-7b": Preset("qwen2", _sizes(3584, 18944, 28, 28, 4, vocab=152064) | _positions(131072, theta=1e6)),
-    "qwen3-8b": Preset("qwen3", _sizes(4096, 12288, 36, 32, 8, vocab=151936) | _positions(40960, theta=1e6)),
-    "mistral-7b": Preset(
-        "mistral",
-        _sizes(4096, 14336, 32, 32, 8, vocab=32000) | _positions(32768) | _LLAMA | {"sliding_window": 4096},
-    ),
-    "mixtral-8x7b": Preset(
-        "mixtral",
-        _sizes(4096, 14336, 32, 32, 8, vocab=32000)
-        | _positions(32768, theta=1e6)
-        | _LLAMA
-        | {"router_aux_loss_coef": 0.02},
-    ),
-    "qwen3-30b-a3b": Preset(
-        "qwen3_moe",
-        _sizes(2048, 6144, 48, 32, 4, vocab=151936)
-        | _positions(40960, theta=1e6)
-        | _experts(128, 8, intermediate=768)
-        | {"head_dim": 128},
-    ),
+    "tiny": _tiny("llama"),
+    "qwen2-tiny": _tiny("qwen2"),
+    "qwen3-tiny": _tiny("qwen3"),
+    "mistral-tiny": _tiny("mistral", sliding_window=1024),
+    "mixtral-tiny": _tiny("mixtral", num_local_experts=8, output_router_logits=True, router_aux_loss_coef=0.02),
+    "qwen3-moe-tiny": _tiny("qwen3_moe", **_experts(16, 4, intermediate=96), output_router_logits=True),
+    "llama2-7b": _preset("llama", 4096, 11008, 32, 32, 32, vocab=32000, longest=4096, **_LLAMA),
+    "llama2-70b": _preset("llama", 8192, 28672, 80, 64, 8, vocab=32000, longest=4096, **_LLAMA),
+    "llama3-8b": _preset("llama", 4096, 14336, 32, 32, 8, vocab=128256, longest=8192, theta=5e5, **_LLAMA3),
+    "qwen2-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, vocab=152064, longest=131072, theta=1e6),
+    "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, vocab=151936, longest=40960, theta=1e6),
+    "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, sliding_window=4096, **_LLAMA),
+    "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, theta=1e6, **_MIXTRAL),
+    "qwen3-30b-a3b": _preset("qwen3_moe", 2048, 6144, 48, 32, 4, vocab=151936, longest=40960, theta=1e6, **_QWEN3_MOE),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import usp.run.failures
 from tests.e2e.processes import ROOT, Run
 from usp.commands.rlhf import main
-from usp.config import config_to_mapping
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
@@ -119,7 +118,7 @@ def test_supervised_steps_of_another_run_are_refused(
 ) -> None:
     (tmp_path / "sft" / "model").mkdir(parents=True)
     saved = RlhfConfig(algorithm="sft", steps=100, learning_rate=2e-3, prompt_tokens=64)
-    (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(config_to_mapping(saved)))
+    (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(asdict(saved)))
     args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
     said = refusal(args, monkeypatch, capsys)
     assert f"--output = {tmp_path} already holds a run: choose another directory, or continue it with --resume" in said
@@ -134,7 +133,7 @@ def test_supervised_steps_of_another_run_are_refused(
 
 def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(model: str, config: RlhfConfig) -> Start:
-        saved = RlhfState(2, 8, {}, config_to_mapping(replace(config, model=model)))
+        saved = RlhfState(2, 8, {}, asdict(replace(config, model=model)))
         monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
         return Start(tmp_path, tmp_path / "checkpoints" / "step-00000002")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from usp.config import TrainConfig, config_from_mapping, config_to_mapping
+from usp.config import TrainConfig, config_from_mapping
 from usp.model.facts import ModelFacts
 from usp.run.failures import nearest
 from usp.train.validate import settle_batch, violations
@@ -16,7 +16,7 @@ FACTS = ModelFacts("some-model", num_heads=6, num_kv_heads=2, head_dim=16, vocab
 
 def test_a_mapping_gives_back_the_configuration() -> None:
     config = TrainConfig(sp_ulysses=4, learning_rate=1e-4, data="corpus.jsonl")
-    assert config_from_mapping(config_to_mapping(config), TrainConfig) == config
+    assert config_from_mapping(asdict(config), TrainConfig) == config
 
 
 def test_keys_may_have_dashes_and_floats_may_be_what_yaml_reads() -> None:

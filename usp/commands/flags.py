@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,7 +18,7 @@ import tyro
 import yaml
 from tyro.conf import arg
 
-from usp.config import config_from_mapping, config_to_mapping
+from usp.config import config_from_mapping
 from usp.run.failures import ConfigurationError
 
 if sys.version_info >= (3, 11):
@@ -63,7 +63,7 @@ def parse(
     mistakes = io.StringIO()
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
-            default = flags(**config_to_mapping(from_file), config=path)
+            default = flags(**asdict(from_file), config=path)  # type: ignore[call-overload]
             return as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
     except SystemExit as stop:
         if stop.code:

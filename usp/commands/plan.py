@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from tyro.conf import arg
 
 from parallel import load_hardware, node_names
-from usp.config import TrainConfig, config_to_mapping
+from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 
 from .flags import as_kind, output_problem, parse
@@ -52,5 +52,5 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware))
     Console().print(render_plan(choice, suppose(choice)))
     if asked.out:
-        out.write_text(yaml.safe_dump(config_to_mapping(choice.best.config), sort_keys=False))
+        out.write_text(yaml.safe_dump(asdict(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")

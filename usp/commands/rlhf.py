@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 
 from usp.rlhf.config import RlhfConfig
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
 
 from .command import Command
 
-
-def _load() -> Callable[[RlhfConfig, Launch, StopRequest, str | None], None]:
-    from usp.rlhf.trainer import train_rlhf
-
-    return train_rlhf
-
-
-main = Command("rlhf.py", RlhfConfig, _load).main
+main = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf).main

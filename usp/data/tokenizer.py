@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,36 +20,18 @@ BYTE_EOS = 1
 BYTE_VOCAB = 384  # 3 + 256 bytes + 125 sentinels, as in transformers' ByT5Tokenizer
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer to the data pipeline."""
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id it can produce."""
-
-    def encode(self, document: bytes) -> Ids:
-        """Return the ids of a document, shape (ids,)."""
-
-    @property
-    def eos(self) -> int | None:
-        """Id that ends a document; None without one."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
-
-
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Byte tokenizer: id = byte + 3, then the end of sequence. Same ids as ByT5Tokenizer, without a Python loop."""
+    """Byte tokenizer: id = byte + 3, then the end of sequence. Same ids as ByT5Tokenizer, without a Python loop.
+
+    name: for messages. vocab_size: one more than the largest id it can produce.
+    """
 
     name: str = BYTES
     vocab_size: int = BYTE_VOCAB
 
     def encode(self, document: bytes) -> Ids:
+        """Return the ids of a document, shape (ids,)."""
         ids = np.empty(len(document) + 1, dtype=np.int64)
         ids[:-1] = np.frombuffer(document, dtype=np.uint8)
         ids[:-1] += BYTE_OFFSET
@@ -58,9 +40,11 @@ class ByteTokenizer:
 
     @property
     def eos(self) -> int:
+        """Id that ends a document; None without one."""
         return BYTE_EOS
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, without special tokens."""
         return bytes(i - BYTE_OFFSET for i in ids if 0 <= i - BYTE_OFFSET < 256).decode("utf-8", "replace")
 
 
@@ -85,3 +69,6 @@ class TextTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | TextTokenizer

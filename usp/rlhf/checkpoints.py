@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from usp.config import config_to_mapping, flag
+from usp.config import flag
 from usp.train.checkpoints import steps_violations
 
 from .config import RlhfConfig
@@ -63,7 +63,7 @@ def resume_violations(
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
     """Return why `config`, with `steps` supervised steps, cannot use those with the configuration `saved`."""
-    asked = {**config_to_mapping(config), "sft_steps": steps}
+    asked = {**asdict(config), "sft_steps": steps}
     return [
         f"{flag(name)} = {asked[name]} (supervised steps of this run: {saved.get(key)}) must not change on resume"
         for key, name in _FIXED_SFT.items()

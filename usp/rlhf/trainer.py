@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, latest
-from usp.config import config_to_mapping
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -46,8 +45,7 @@ from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import count
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
-from usp.train.learning_rate import learning_rate
-from usp.train.loop import TrainingLoop
+from usp.train.loop import TrainingLoop, learning_rate
 from usp.train.resume import CHECKPOINTS, Start, run_folder
 
 from .algorithms.algorithm import Algorithm, stateful
@@ -171,7 +169,8 @@ class RlhfTrainer(TrainingLoop):
         """Run step `number` (from 1): from prompts to new weights."""
         begin = time.perf_counter()
         self.watchdog.progress(number, "step", long=True)
-        rate = learning_rate(number, self.config) / self.config.learning_rate
+        peak = self.config.learning_rate
+        rate = learning_rate(number, peak, self.config.warmup_steps, self.config.steps) / peak
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * rate
         indices = example_indices(self.taken, self.config.prompts, len(self.prepared.examples), self.config.seed)
@@ -233,7 +232,7 @@ class RlhfTrainer(TrainingLoop):
         return {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
 
     def extra(self) -> dict[str, Any]:
-        return RlhfState(self.done, self.taken, self._remembered(), config_to_mapping(self.config)).to_extra()
+        return RlhfState(self.done, self.taken, self._remembered(), asdict(self.config)).to_extra()
 
     def _remembered(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have."""

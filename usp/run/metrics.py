@@ -15,7 +15,7 @@ import json
 import resource
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -167,17 +167,15 @@ def peak_memory(device: torch.device) -> int:
 
 def size(number_of_bytes: float) -> str:
     """Format bytes: 1536 is `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number_of_bytes < 1024:
-            return f"{number_of_bytes:.0f} B" if unit == "B" else f"{number_of_bytes:.1f} {unit}"
-        number_of_bytes /= 1024
-    return f"{number_of_bytes:.1f} TiB"
+    return _scaled(number_of_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def count(number: float) -> str:
     """Format a count: 12345 is `12.3k`."""
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f}G"
+    return _scaled(number, 1000, ("", "k", "M", "G"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str], digits: int = 0) -> str:
+    if number < base or len(units) == 1:
+        return f"{number:.{digits}f}{units[0]}"
+    return _scaled(number / base, base, units[1:], digits=1)

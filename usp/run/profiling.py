@@ -35,10 +35,7 @@ def parse_steps(text: str, steps: int) -> range:
 
 
 class StepProfiler:
-    """Profiler of `steps` on this rank; writes the trace below `folder` after the last of them.
-
-    As a context manager it also writes the trace of a run that ends earlier, unless by an error.
-    """
+    """Profiler of `steps` on this rank; writes the trace below `folder` after the last of them."""
 
     def __init__(self, steps: range, folder: Path, rank: int, device: torch.device) -> None:
         self._steps = steps
@@ -53,29 +50,16 @@ class StepProfiler:
             yield
             return
         if self._profile is None:
-            activities = [ProfilerActivity.CPU]
-            if self._device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
+            self._profile = profile(
+                activities={ProfilerActivity.CPU, getattr(ProfilerActivity, self._device.type.upper())}
+            )
             self._profile.start()
         with record_function(f"step {number}"):
             yield
         if number == self._steps[-1]:
-            self._write()
-
-    def __enter__(self) -> StepProfiler:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._write()
-
-    def _write(self) -> None:
-        if self._profile is None:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._profile.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile = None
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None

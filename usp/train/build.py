@@ -119,15 +119,18 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
     assert recipe.optimizer is not None and recipe.zero is not None
     pipeline = None
     if mesh.size("pp") > 1:
-        from .engines.pipeline_runner import HandedOver, PipelineRunner  # takes seconds to import
+        from .engines.pipeline_runner import PipelineRunner  # takes seconds to import
 
-        handed = HandedOver(
+        pipeline = PipelineRunner(
+            stages,
+            mesh,
+            recipe.pp_schedule,
+            recipe.zero,
             recipe.model.hidden_size,
             recipe.dtype,
             token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
             num_experts=recipe.model.num_experts if recipe.balance else 0,
         )
-        pipeline = PipelineRunner(stages, mesh, schedule=recipe.pp_schedule, zero=recipe.zero, handed=handed)
     return Fsdp2Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 
-from usp.config import TrainConfig, config_to_mapping, flag
+from usp.config import TrainConfig, flag
 
 # Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
@@ -40,7 +40,7 @@ class TrainingState:
         tokens: tokens read so far, over all ranks.
         stream: `BatchStream.state_dict()`.
         random: `random_state()`.
-        config: the resolved configuration, from `config_to_mapping`.
+        config: the resolved configuration, from `asdict`.
         model: the model's configuration, from transformers' `to_dict`.
     """
 
@@ -53,8 +53,7 @@ class TrainingState:
 
     def to_extra(self) -> dict[str, Any]:
         """Return the mapping that `Checkpointer.save` takes."""
-        extra = {field.name: getattr(self, field.name) for field in fields(self)}
-        return extra | {"model": _as_json(self.model)}
+        return {**vars(self), "model": _as_json(self.model)}
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> TrainingState:
@@ -94,10 +93,9 @@ def steps_violations(saved: int, steps: int, finished_too: bool) -> list[str]:
 
 def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:
     """Return the fields that differ from the run that is continued: allowed, and worth a line each."""
-    here = config_to_mapping(config)
     return [
         f"{flag(name)} = {value} (checkpoint: {saved.config[name]})"
-        for name, value in here.items()
+        for name, value in asdict(config).items()
         if name not in _NOT_THE_RUN and name in saved.config and saved.config[name] != value
     ]
 

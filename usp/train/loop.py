@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,24 @@ import yaml
 from torch import Tensor
 
 from parallel import Checkpointer, latest
-from usp.config import RunConfig, config_to_mapping
+from usp.config import RunConfig
 from usp.run.failures import ConfigurationError, Stopped
 from usp.run.metrics import Record, RunLog, open_wandb
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
 from .resume import CHECKPOINTS
+
+FINAL_RATE = 0.1  # of the peak
+
+
+def learning_rate(step: int, peak: float, warmup_steps: int, steps: int) -> float:
+    """Return the rate of step 1, 2, ...: linear to `peak` over `warmup_steps`, then a cosine to a tenth of it."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    done = (step - warmup_steps) / (steps - warmup_steps)
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return peak * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
 class TrainingLoop(ABC):
@@ -67,7 +80,7 @@ class TrainingLoop(ABC):
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the YAML files of the run's folder."""
-        return {"config.yaml": config_to_mapping(self._run_config)}
+        return {"config.yaml": asdict(self._run_config)}
 
     def run(self) -> None:
         """Run the remaining steps with their checkpoints, then write the trained model."""
@@ -124,5 +137,5 @@ class TrainingLoop(ABC):
             log_every=config.log_every,
             out=sys.stdout,
             after=self.done,
-            wandb=open_wandb(config.wandb_project, self.folder, config_to_mapping(config)),
+            wandb=open_wandb(config.wandb_project, self.folder, asdict(config)),
         )

@@ -87,16 +87,14 @@ def _holds_a_run(folder: Path, traces: Sequence[str]) -> bool:
 def _named(resume: str, folder: Path | None) -> Start:
     """Resolve `--resume`: a run's folder, its `checkpoints` folder, or one checkpoint."""
     path = Path(resume).expanduser().absolute()  # not resolved: `checkpoints` may be a link to another disk
-    if re.fullmatch(r"step-\d+", path.name):
-        found, run = (path if path.is_dir() else None), path.parent.parent
-    else:
-        run = path.parent if path.name == CHECKPOINTS else path
-        found = latest(run / CHECKPOINTS)
-    if found is None:
+    is_checkpoint = re.fullmatch(r"step-\d+", path.name)
+    run = path.parent.parent if is_checkpoint else path.parent if path.name == CHECKPOINTS else path
+    newest = latest(run / CHECKPOINTS)
+    found = path if is_checkpoint else newest
+    if found is None or not found.is_dir():
         raise ValueError(
             f"--resume = {resume} holds no complete checkpoint: give the folder of a run, or one of its checkpoints"
         )
-    newest = latest(run / CHECKPOINTS)
     is_newest = newest is not None and found.resolve() == newest.resolve()
     if not is_newest and (folder is None or folder.resolve() == run.resolve()):
         raise ValueError(

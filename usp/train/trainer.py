@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, local_tensor, peak_flops
-from usp.config import config_to_mapping
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
@@ -45,8 +45,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 
 from .build import EngineRecipe, build_engine, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
-from .learning_rate import learning_rate
-from .loop import TrainingLoop
+from .loop import TrainingLoop, learning_rate
 from .prepare import PreparedRun
 from .resume import run_folder
 from .step import train_step
@@ -100,10 +99,6 @@ class Trainer(TrainingLoop):
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
-    def run(self) -> None:
-        with self.profiler:
-            super().run()
-
     def trace(self, number: int) -> AbstractContextManager[None]:
         return self.profiler.step(number)
 
@@ -114,16 +109,9 @@ class Trainer(TrainingLoop):
         batch = next(self.prepared.batches)
         self.mesh.agree(batch.digest(), f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
-        rate = learning_rate(number, self.config)
-        loss, norm = train_step(
-            self.engine,
-            self.mesh,
-            self._local_part(batch),
-            micro_batches=self.config.micro_batches,
-            learning_rate=rate,
-            max_grad_norm=self.config.max_grad_norm,
-            before_update=self._exchange,
-        )
+        rate = learning_rate(number, self.config.learning_rate, self.config.warmup_steps, self.config.steps)
+        local = self._local_part(batch)
+        loss, norm = train_step(self.engine, self.mesh, local, self.config, rate, before_update=self._exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         self.done, self.tokens = number, self.tokens + batch.ids.numel()
@@ -152,7 +140,7 @@ class Trainer(TrainingLoop):
             tokens=self.tokens,
             stream=self.prepared.batches.state_dict(),
             random=random_state(self.device),
-            config=config_to_mapping(self.config),
+            config=asdict(self.config),
             model=self.prepared.model_config.to_dict(),
         )
         return state.to_extra()

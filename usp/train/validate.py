@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -171,7 +171,7 @@ def _micro_batches(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
             f"--batch-size {_above(config.batch_size, config.micro_batches)}, or --micro-batches "
-            f"{_listed(divisors(config.batch_size))}"
+            f"{', '.join(map(str, divisors(config.batch_size)))}"
         )
     violation = micro_batch_violation(config.pp_schedule, config.pp, config.micro_batches) if config.pp > 1 else None
     if violation:
@@ -259,10 +259,6 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 def _above(number: int, multiple: int) -> int:
     """Round `number` up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _heads(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from parallel import RanksDisagree
 from usp.commands.flags import parse
 from usp.commands.train import main
-from usp.config import TrainConfig, config_to_mapping
+from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device
 
@@ -44,7 +45,7 @@ def test_flags_override_a_file(tmp_path: Path, name: str, text: str) -> None:
 def test_a_saved_configuration_can_be_loaded(tmp_path: Path) -> None:
     config = TrainConfig(sp_ulysses=2, max_grad_norm=float("inf"), learning_rate=1e-5)
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(config_to_mapping(config)))
+    file.write_text(yaml.safe_dump(asdict(config)))
     assert parse(["--config", str(file)], TrainConfig) == config
 
 
@@ -77,7 +78,7 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
         parse(["--help"], TrainConfig)
     shown = capsys.readouterr().out
     assert stop.value.code == 0
-    for name in [*config_to_mapping(TrainConfig()), "config"]:
+    for name in [*asdict(TrainConfig()), "config"]:
         assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
     assert "llama3-8b" in shown and "{contiguous,zigzag,striped}" in shown
 

@@ -35,10 +35,10 @@ def test_steps_behind_the_last_are_refused(text: str) -> None:
 
 def trace(steps: range, begin: int, end: int, folder: Path) -> None:
     rank = dist.get_rank()
-    with StepProfiler(steps, folder, rank, torch.device("cpu")) as profiler:
-        for number in range(begin, end):
-            with profiler.step(number):
-                dist.all_reduce(torch.ones(4))
+    profiler = StepProfiler(steps, folder, rank, torch.device("cpu"))
+    for number in range(begin, end):
+        with profiler.step(number):
+            dist.all_reduce(torch.ones(4))
 
 
 def names(file: Path) -> list[str]:
@@ -53,9 +53,9 @@ def test_every_rank_traces_its_steps(ranks: RankPool, tmp_path: Path) -> None:
         assert any("all_reduce" in name or "allreduce" in name for name in found)
 
 
-def test_what_there_is_of_the_steps_is_written(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(trace, 1, range(2, 6), 4, 5, tmp_path)  # continued after step 3, ended after step 4
+def test_a_resumed_run_traces_the_rest_of_the_steps(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(trace, 1, range(2, 6), 4, 7, tmp_path)  # continued after step 3
     found = set(names(tmp_path / "profile" / "rank-0.json.gz"))
-    assert {name for name in found if name.startswith("step ")} == {"step 4"}
+    assert {name for name in found if name.startswith("step ")} == {"step 4", "step 5"}
     ranks.run(trace, 1, range(8, 9), 1, 3, tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from usp.config import TrainConfig, config_to_mapping
+from usp.config import TrainConfig
 from usp.train.checkpoints import TrainingState, random_state, restore_random_state, resume_changes, resume_violations
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, rope_parameters={"rope_
 
 def saved(config: TrainConfig, model: LlamaConfig = MODEL) -> TrainingState:
     state = TrainingState(
-        step=20, tokens=4096, stream={"seed": 0}, random={}, config=config_to_mapping(config), model=model.to_dict()
+        step=20, tokens=4096, stream={"seed": 0}, random={}, config=asdict(config), model=model.to_dict()
     )
     return TrainingState.from_extra(json.loads(json.dumps(state.to_extra())))
 

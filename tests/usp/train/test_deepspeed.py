@@ -138,5 +138,5 @@ def refused() -> str:
 
 def test_what_deepspeed_does_not_serve_is_refused(ranks: RankPool) -> None:
     (message, _) = ranks.run(refused, 2)
-    assert "dp_replicate=2: DeepSpeed's ZeRO spans dp_shard x sp alone" in message
-    assert "zero=0 with bfloat16" in message
+    assert "dp_replicate=2 is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp" in message
+    assert "zero=0 would accumulate gradients in bfloat16" in message

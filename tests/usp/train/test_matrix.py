@@ -113,17 +113,7 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
     for step in range(STEPS):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        history.append(
-            train_step(
-                engine,
-                mesh,
-                local,
-                micro_batches=config.micro_batches,
-                learning_rate=LEARNING_RATE,
-                max_grad_norm=MAX_NORM,
-                before_update=summed,
-            )
-        )
+        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=summed))
     return history
 
 
@@ -134,6 +124,8 @@ def config_of(case: Row, folder: Path) -> TrainConfig:
         adam_eps=ADAM_EPS,
         dtype="float32",
         loss_chunk=24,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_NORM,
         router_aux_loss_coef=reference(case)[1] or -1.0,
         **{"batch_size": ROWS} | case.flags,
     )

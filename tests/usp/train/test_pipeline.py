@@ -17,7 +17,7 @@ from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
 from usp.sp.batch import IGNORED_LABEL
-from usp.train.engines.pipeline_runner import HandedOver, PipelineRunner, joined
+from usp.train.engines.pipeline_runner import PipelineRunner, joined
 
 LAYERS, MICRO_BATCHES = 4, 4
 
@@ -50,8 +50,7 @@ def train_pipelined(
     """(loss, gradient norm) of each step, and the names of this rank's parameters."""
     mesh = ParallelMesh.create(dims)
     stages = stages_of(family, mesh, schedule, zero)
-    handed = HandedOver(SIZES["hidden_size"], torch.float32)
-    runner = PipelineRunner(stages, mesh, schedule=schedule, zero=zero, handed=handed)
+    runner = PipelineRunner(stages, mesh, schedule, zero, SIZES["hidden_size"], torch.float32)
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     optimizer, history = optimiser(torch.nn.ModuleList(stages)), []
     share = ROWS // mesh.size("batch")

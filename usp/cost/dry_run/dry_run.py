@@ -189,15 +189,7 @@ def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: 
         memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
         return 0.0
 
-    train_step(
-        engine,
-        mesh,
-        batch,
-        micro_batches=config.micro_batches,
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
-        before_update=label_gradients,
-    )
+    train_step(engine, mesh, batch, config, config.learning_rate, before_update=label_gradients)
 
 
 def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Group
 
-from usp.config import config_to_mapping
 from usp.cost.grid import GIB, Grid
 from usp.run.metrics import count
 from usp.train.validate import parallel_dims
@@ -17,7 +16,7 @@ from .dry_run import DryRun
 
 def dry_run_json(run: DryRun) -> dict[str, Any]:
     """Return all results as JSON values, sizes in bytes."""
-    return asdict(run) | {"config": config_to_mapping(run.config), "collectives": run.collectives}
+    return asdict(run) | {"collectives": run.collectives}
 
 
 def render_dry_run(run: DryRun) -> Group:

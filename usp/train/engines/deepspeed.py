@@ -59,7 +59,7 @@ class DeepSpeedEngine:
     ) -> None:
         _check(mesh, zero, param_dtype)
         self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
-        self.parameters = dict(self.stage.named_parameters())
+        self.parameters = dict(self.stage.model.named_parameters())
         self.deepspeed = load_deepspeed(mesh.device_type)
         self.optimizer = optimizer.over(self.parameters.values())
         with _own_errors_only():
@@ -106,21 +106,19 @@ class DeepSpeedEngine:
         step = next(iter(self.optimizer.state.values()))["step"]
         state: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            bare = name.removeprefix("model.")
-            state[f"model.{bare}"] = self._sharded(self._whole(parameter))
+            state[f"model.{name}"] = self._sharded(self._whole(parameter))
             for key in MOMENTS:
-                state[f"optimizer.{bare}.{key}"] = self._sharded(self._whole(parameter, key))
-            state[f"optimizer.{bare}.step"] = step.detach().clone().cpu()
+                state[f"optimizer.{name}.{key}"] = self._sharded(self._whole(parameter, key))
+            state[f"optimizer.{name}.step"] = step.detach().clone().cpu()
         return state
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            bare = name.removeprefix("model.")
-            self._put(parameter, _full(state[f"model.{bare}"]))
+            self._put(parameter, _full(state[f"model.{name}"]))
             for key in MOMENTS:
-                self._put(parameter, _full(state[f"optimizer.{bare}.{key}"]), key)
-            step = state[f"optimizer.{bare}.step"]
+                self._put(parameter, _full(state[f"optimizer.{name}.{key}"]), key)
+            step = state[f"optimizer.{name}.step"]
         for kept in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have the same step
             kept["step"].copy_(step)
 

@@ -37,9 +37,8 @@ class Fsdp2Engine:
         optimizer: AdamW,
         pipeline: PipelineRunner | None = None,
     ) -> None:
-        self.stages, self.mesh, self.zero = stages, mesh, zero
-        self.pipeline = pipeline
-        self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+        self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
+        self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters()}
         self.optimizer = optimizer.over(self.parameters.values())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
@@ -71,9 +70,8 @@ class Fsdp2Engine:
             if not kept:  # AdamW creates its state in the first step
                 kept.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter.detach()))
                 kept["exp_avg_sq"] = torch.zeros_like(parameter.detach())
-            bare = name.removeprefix("model.")
-            state[f"model.{bare}"] = parameter.detach()
-            state.update({f"optimizer.{bare}.{key}": value for key, value in kept.items()})
+            state[f"model.{name}"] = parameter.detach()
+            state.update({f"optimizer.{name}.{key}": value for key, value in kept.items()})
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -17,39 +17,27 @@ from usp.losses.output_heads import Head
 from .base import MicroBatch
 
 
-@dataclass(frozen=True)
-class HandedOver:
-    """The tensors that a stage sends to the next.
+@dataclass(eq=False)
+class PipelineRunner:
+    """Runs the stages of this rank. Every rank calls it in the same order, with micro-batches of the same shapes.
 
     Attributes:
-        hidden_size: of the model.
-        dtype: of hidden states.
+        stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
+        hidden_size, dtype: of the hidden states that a stage sends to the next.
         token_parts: ranks that share the tokens of a sequence-parallel rank: tp with tp_sequence_parallel.
         num_experts: of a model with a load-balancing loss, whose float32 counts (2, num_experts) are sent as well.
     """
 
+    stages: Sequence[CausalLMStage]
+    mesh: ParallelMesh
+    schedule: str
+    zero: int
     hidden_size: int
     dtype: torch.dtype
     token_parts: int = 1
     num_experts: int = 0
 
-    def tensors(self, rows: int, tokens: int) -> tuple[Tensor, ...]:
-        """Return them for a micro-batch of (rows, tokens) ids per sequence-parallel rank, on the meta device."""
-        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
-        return (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
-
-
-class PipelineRunner:
-    """Runs the stages of this rank. Every rank calls it in the same order, with micro-batches of the same shapes.
-
-    Args:
-        stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
-    """
-
-    def __init__(
-        self, stages: Sequence[CausalLMStage], mesh: ParallelMesh, *, schedule: str, zero: int, handed: HandedOver
-    ) -> None:
-        self.stages, self.mesh, self.schedule, self.zero, self.handed = stages, mesh, schedule, zero, handed
+    def __post_init__(self) -> None:
         # A pipeline keeps its receive buffers, so those of shapes that vary from step to step must not accumulate.
         self._prepare = lru_cache(maxsize=4)(self._pipeline)
 
@@ -61,9 +49,10 @@ class PipelineRunner:
         return self._prepare(*shape).step(ids, **batch, head=head)
 
     def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
-        handed = self.handed.tensors(rows, tokens)
+        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
+        sent = (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
         return Pipeline(
-            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, stage_outputs=handed, zero=self.zero
+            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, stage_outputs=sent, zero=self.zero
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.usp.cost.real_step import Sent, peak_of_step, sent_by_steps
 from tests.usp.tiny import tiny_model
 from usp.__main__ import main
 from usp.commands.dry_run import DryRunConfig
-from usp.config import TrainConfig, config_to_mapping
+from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.hf.models import empty_model, load_model_config, model_facts
 from usp.hf.shapes import model_shape
@@ -192,7 +192,7 @@ def test_a_process_with_a_process_group_is_refused(ranks: RankPool) -> None:
 def test_the_example_reads_the_file_of_a_run_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     resolved = TrainConfig(dp_shard=8, device="cpu", dtype="float32", output="runs/last")
-    file.write_text(yaml.safe_dump(config_to_mapping(resolved)))
+    file.write_text(yaml.safe_dump(asdict(resolved)))
     (example,) = re.findall(r"python -m usp (dry-run .*)", DryRunConfig.__doc__ or "")
     assert main([str(file) if word.endswith(".yaml") else word for word in example.split()]) == 0
     assert "rank 0 of 1024 (dp_shard=64 ring=16)" in capsys.readouterr().out

@@ -81,7 +81,7 @@ def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
     local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
     def step() -> None:
-        train_step(engine, mesh, local, micro_batches=config.micro_batches, learning_rate=1e-3, max_grad_norm=1.0)
+        train_step(engine, mesh, local, config, learning_rate=1e-3)
 
     step()  # the first step has agreements between the ranks that later steps do not repeat
     with count_sent_bytes() as sent:
