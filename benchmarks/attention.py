@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import AttentionSpec, HeadPlan
 from benchmarks.baselines import yunchang_cpu
 from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
@@ -89,8 +88,15 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
     if dist.get_rank() == 0:
         single = Runner.make(one_process, torch.clone, whole)
         runners["one process"] = replace(single, threads=os.cpu_count() or 1)
-    heads = HeadPlan(case.heads, case.kv_heads, case.ulysses)
-    predicted = attention.plan(AttentionSpec(), heads, BATCH, case.seq_len).wire_bytes(HEAD_DIM, dtype)
+    predicted = attention.wire_bytes(
+        batch=BATCH,
+        seq_len=case.seq_len,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        causal=True,
+    )
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
     return {
         "spans": time_in_turns(runners, warmups, iterations),

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import LAYOUTS, AttentionSpec, HeadPlan
+from attention import LAYOUTS
 from parallel import SP_ORDERS, ParallelDims, ParallelMesh
 from parallel.testing import RankPool, count_sent_bytes
 from usp import UnifiedSPAttention, shard_sequence
-from usp.sp.sp_attention import documents_of
 
 from .dense import dense_attention, relative_l2, visible, worst
 
@@ -119,10 +118,10 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
     with count_sent_bytes() as sent:
         out = module(*leaves[:3], **arguments, sinks=leaves[3] if case.sinks else None)
         out.backward(dout)
-    mask = case.mask_arguments()
-    spec = AttentionSpec(documents=documents_of(mask.pop("cu_seqlens", None)), **mask)
-    plan = module.plan(spec, HeadPlan(*case.heads, mesh.size("ulysses")), case.batch, case.seq_len)
-    planned = plan.wire_bytes(HEAD_DIM, case.dtype)
+    planned = module.wire_bytes(
+        batch=case.batch, seq_len=case.seq_len, num_heads=case.heads[0], num_kv_heads=case.heads[1],
+        head_dim=HEAD_DIM, dtype=case.dtype, **case.mask_arguments(),
+    )  # fmt: skip
 
     found = [out.detach(), *(x.grad for x in leaves)]
     assert all(x.dtype == case.dtype for x in found)

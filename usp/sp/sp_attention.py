@@ -24,6 +24,7 @@ from attention import (
     Keep,
     RingProgram,
     UnifiedPlan,
+    WireBytes,
     check_kernel_name,
     compute_now,
     select_kernel,
@@ -123,6 +124,24 @@ class UnifiedSPAttention(nn.Module):
         finally:
             self._keep = outside
 
+    def wire_bytes(
+        self,
+        *,
+        batch: int,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> WireBytes:
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`)."""
+        spec = AttentionSpec(causal, _window(window), documents=documents_of(cu_seqlens))
+        heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
+        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
+
     @property
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent through this module so far."""
@@ -131,8 +150,7 @@ class UnifiedSPAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
-        """Return this rank's plan of a call on `batch` rows of `seq_len` global tokens."""
+    def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
         layout = self.axes.layout(self.layout, seq_len)
         return UnifiedPlan.make(layout, spec, heads, batch, self.axes.ring_rank, self.axes.ulysses_rank)
 
@@ -146,7 +164,7 @@ class UnifiedSPAttention(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
-        plan = self.plan(spec, heads, batch, seq_len)
+        plan = self._plan(spec, heads, batch, seq_len)
         kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim)
         call = (plan.layout, spec, heads, batch, head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
