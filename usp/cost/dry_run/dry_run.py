@@ -7,8 +7,6 @@ modelled: the dry run calls the same training step as the trainer.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, materialise
 from usp.hf.stage import CausalLMStage
 from usp.run.failures import ConfigurationError
+from usp.run.metrics import peak_memory
 from usp.sp.batch import shard_batch
 from usp.train.build import EngineRecipe, build_stages, fsdp2_engine
 from usp.train.engines.fsdp2 import Fsdp2Engine
@@ -104,7 +103,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     started = time.perf_counter()
     config, model_config, kernel = _checked(config, world_size, rank)
     device, host, meter = torch.device(config.device), HostMemory(), StepMeter()
-    with fake_world(world_size, rank), stand_ins(device, host, pipeline=config.pp > 1):
+    with fake_world(world_size, rank), stand_ins(device, host):
         mesh = ParallelMesh.create(parallel_dims(config, config.ep))
         recipe = EngineRecipe.of(config, model_config)
         stages = _stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
@@ -129,7 +128,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
         attention_flops=meter.attention_flops,
         kernel=kernel,
         seconds=time.perf_counter() - started,
-        process_bytes=_process_bytes(),
+        process_bytes=peak_memory(torch.device("cpu")),
     )
 
 
@@ -215,8 +214,3 @@ def _by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:
         for (ranks, collective), nbytes in wire.by_group.items()
     ]
     return tuple(sorted(found, key=lambda sent: (-sent.nbytes, sent.collective, sent.ranks)))
-
-
-def _process_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
@@ -57,27 +60,17 @@ class HostMemory:
 
     def hooks(self, pin_memory: bool = False) -> saved_tensors_hooks:
         """Replace `torch.autograd.graph.save_on_cpu` for tensors that stand for a GPU's."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, lambda load: load())
 
-    def _pack(self, x: Tensor) -> _Offloaded:
-        offloaded = _Offloaded(x)
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+        load = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
         self._add(x.nbytes)
-        weakref.finalize(offloaded, self._add, -x.nbytes)
-        return offloaded
-
-    def _unpack(self, x: _Offloaded) -> Tensor:
-        return torch.empty_strided(x.size, x.stride, dtype=x.dtype, device=x.device)
+        weakref.finalize(load, self._add, -x.nbytes)
+        return load
 
     def _add(self, nbytes: int) -> None:
         self.current_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-
-
-class _Offloaded:
-    """A tensor in host memory."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
 
 
 def kernel_for(
@@ -92,7 +85,7 @@ def kernel_for(
 
 
 @contextmanager
-def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterator[None]:
+def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     """Patch the code to decide as on `device` although tensors are on the CPU.
 
     The agreements that ranks make once, in the first step of a run, are skipped.
@@ -103,12 +96,11 @@ def stand_ins(device: torch.device, host: HostMemory, pipeline: bool) -> Iterato
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(usp.sp.sp_attention, "select_kernel", choose))
+        stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _give_shapes))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
         if device.type == "cuda":
             stack.enter_context(patch.object(usp.model.recompute, "save_on_cpu", host.hooks))
-        if pipeline:
-            stack.enter_context(_stages_know_their_shapes())
         yield
 
 
@@ -122,15 +114,7 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def _stages_know_their_shapes() -> Iterator[None]:
+def _give_shapes(_: Any, stages: list[Any], *__: Any) -> None:
     """Skip the vote on shape inference in the first step of torch's pipelines: the shapes are given."""
-    from torch.distributed.pipelining._utils import InferenceMode
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-
-    def vote(_: Any, stages: list[Any], *__: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    with patch.object(_PipelineSchedule, "_warmup_p2p", vote):
-        yield
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

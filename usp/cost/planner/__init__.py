@@ -1,4 +1,4 @@
 """The search for the fastest layout that fits into memory. Each file imports only earlier ones:
 
-layouts, search, advice, predictor, choice, plan_report.
+layouts, search, advice, choice, plan_report.
 """

@@ -8,6 +8,7 @@ planned    apply --plan auto to the configuration that training starts with, on 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -15,14 +16,17 @@ from parallel import Hardware, load_hardware, node_of
 from usp.config import TrainConfig, flag
 from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
+from usp.cost.memory.footprint import footprint
+from usp.cost.time.step_time import step_seconds
+from usp.cost.traffic.order import first_ranks
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
+from usp.train.validate import parallel_dims
 
 from .advice import degrees, memory_options, seconds
 from .layouts import Question, layouts, suppositions
-from .predictor import predictor_for
 from .search import Candidate, Found, Predictor, search
 
 USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers
@@ -30,6 +34,7 @@ CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
     *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
 )
+_JOB_FIELDS = ("micro_batches", "zero", "ac", "ac_offload", "mlp_tile", "tp_sequence_parallel", "pp_schedule")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,23 @@ def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
     if not choice.found.best:
         raise ConfigurationError(_nothing_fits(choice))
     return choice
+
+
+def predictor_for(job: Job, hardware: Hardware) -> Predictor:
+    """Return a predictor for configurations that differ from `job` in what the planner chooses, on as many ranks."""
+
+    @cache
+    def job_like(config: TrainConfig) -> Job:
+        dims = parallel_dims(config, config.ep).resolve(job.world_size)
+        return replace(job, dims=dims, rows=config.batch_size, **{name: getattr(config, name) for name in _JOB_FIELDS})
+
+    @cache
+    def peak_bytes(config: TrainConfig) -> int:
+        # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
+        ranks = first_ranks(job_like(config))
+        return max(footprint(job_like(config), rank).peak.total for rank in {ranks[0], ranks[-1]})
+
+    return Predictor(cache(lambda config: step_seconds(job_like(config), hardware)), peak_bytes)
 
 
 def _refused(asked: TrainConfig, world_size: int) -> list[str]:

@@ -22,8 +22,7 @@ class Question:
     """The input of a search.
 
     Attributes:
-        base: the model, data, sequence length and optimizer; its degrees, batch size, ZeRO stage and activation
-            checkpointing are replaced.
+        base: the model, data, sequence length and optimizer; whatever the planner chooses has its default here.
         sequences: per step, over all ranks.
         ranks_per_host: the limit of tensor parallelism.
     """
@@ -59,14 +58,10 @@ def _degrees(question: Question, tp: int, pp: int, dp: int, ulysses: int, ring: 
         tp_sequence_parallel=tp > 1,
         pp=pp,
         dp_shard=dp,
-        dp_replicate=1,
         sp_ulysses=ulysses,
         sp_ring=ring,
         batch_size=question.sequences // dp,
         zero=1,
-        ac="none",
-        ac_offload=False,
-        mlp_tile=0,
     )
 
 
