@@ -32,18 +32,13 @@ def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Ite
 
 @dataclass(eq=False)
 class _Stage:
-    """The state of one stage.
-
-    Attributes:
-        fresh: there are gradients that are not yet in the float32 sums; summed: there are float32 sums.
-        weights: weight halves so far; reduced: the unsharded gradients have been reduced and freed.
-    """
+    """The state of one stage."""
 
     memory: StageMemory
-    fresh: bool = False
-    summed: bool = False
-    weights: int = 0
-    reduced: bool = False
+    fresh: bool = False  # there are gradients that are not yet in the float32 sums
+    summed: bool = False  # there are float32 sums
+    weights: int = 0  # weight halves so far
+    reduced: bool = False  # the unsharded gradients have been reduced and freed
 
     @property
     def whole(self) -> int:

@@ -62,14 +62,12 @@ class Generator:
         self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
-        sizes = {axis: mesh.size(axis) for axis in ("tp", "sp", "pp")}
-        self._sp, self._sp_rank = sizes["sp"], mesh.rank("sp")
-        self._groups = {axis: mesh.group(axis) for axis, size in sizes.items() if size > 1}
+        self._sp, self._sp_rank = mesh.size("sp"), mesh.rank("sp")
+        self._groups = {axis: mesh.group(axis) for axis in ("tp", "sp", "pp") if mesh.size(axis) > 1}
         self._samples = last and self._sp_rank == 0 and mesh.rank("tp") == 0
-        self._multiple = SequenceLayout.multiple_of(
-            self._attention.layout, self._attention.axes.ring, self._attention.axes.ulysses
-        )
-        self._multiple *= -(-_ROW_MULTIPLE // self._multiple)
+        axes = self._attention.axes
+        multiple = SequenceLayout.multiple_of(self._attention.layout, axes.ring, axes.ulysses)
+        self._multiple = multiple * -(-_ROW_MULTIPLE // multiple)
         self.cache_bytes = 0
 
     @torch.inference_mode()

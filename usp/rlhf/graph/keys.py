@@ -81,8 +81,7 @@ def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
 def _violations(call: ModelCall) -> Iterator[str]:
     known = ", ".join(GENERATED)
     if isinstance(call.work, Generate):
-        wrong = [key for key in call.outputs if not canonical(key)]
-        if wrong:
+        if wrong := [key for key in call.outputs if not canonical(key)]:
             yield f"generate call {call.name!r} produces {wrong}, expected {known}, with or without a prefix"
         if not tokens_key(call):
             yield f"generate call {call.name!r} must produce tokens"

@@ -61,7 +61,7 @@ def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     tp = math.gcd(divisors(facts.world_size // hosts, _MAX_TP)[-1], facts.heads)
     pp = divisors(hosts, facts.layers)[-1]
     dims = ParallelDims(pp=pp, tp=tp, dp_replicate=facts.world_size // (pp * tp), dp_shard=1)
-    facts = replace(facts, dims=dims, zero=0, tp_sequence_parallel=False)
+    facts = replace(facts, zero=0, tp_sequence_parallel=False)
     everything = tuple(range(facts.world_size))
 
     def layout(call: ModelCall) -> CallLayout:

@@ -26,7 +26,7 @@ from .copies import RoleCopies
 from .measure import with_measures
 from .step_plan import StepData, step_violations
 from .step_run import TRANSFER_LANE, RunContext, StepRunner
-from .summary import exchange, merge, summarize
+from .summary import merge, summarize
 from .timeline import Event, Timeline, clock_offset
 
 
@@ -75,8 +75,8 @@ class Executor:
     ) -> None:
         world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
-        self._collected: Samples | None = None
-        graph, plan = with_measures(graph, plan, collect, self._collect)
+        self._collected: list[Samples] = []
+        graph, plan = with_measures(graph, plan, collect, self._collected.append)
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
         digest = fingerprint((graph, plan, ranks_per_host, collect))
@@ -116,10 +116,7 @@ class Executor:
                 runner.run(operation)
         self._progress("end of the step")
         runner.finish()
-        summary = summarize(context.graph, context.plan, context.kinds, step, runner.metrics)
-        metrics = merge(exchange(summary), step.lengths)
-        collected, self._collected = self._collected, None
-        return StepResult(metrics, collected, context.timeline.take())
-
-    def _collect(self, samples: Samples) -> None:
-        self._collected = samples
+        summaries = [summarize(step, runner.metrics)] * dist.get_world_size()
+        dist.all_gather_object(summaries, summaries[0])
+        collected = self._collected.pop() if self._collected else None
+        return StepResult(merge(summaries, step.lengths), collected, context.timeline.take())

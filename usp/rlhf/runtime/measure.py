@@ -32,19 +32,16 @@ def with_measures(
     keys = {*graph.given, *graph.producers}
     if unknown := [key for key in collect if key not in keys]:
         raise ValueError(f"collect={list(collect)}: unknown {', '.join(unknown)}; keys: {', '.join(sorted(keys))}")
-    calls, layouts = list(graph.calls), dict(plan.calls)
-
-    def add(call: ModelCall, ranks: tuple[int, ...]) -> None:
-        calls.append(call)
-        layouts[call.name] = CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
-
+    added: list[tuple[ModelCall, tuple[int, ...]]] = []
     if keys.issuperset(_COMPARED) and "old_logprobs" in graph.producers:
         work = Compute(sampling_difference, scalars=(MAX, SUM, TOKENS))
-        ranks = plan[graph.producers["old_logprobs"]].ranks
-        add(ModelCall("sampling_difference", "", work, _COMPARED, work.scalars), ranks)
+        call = ModelCall("sampling_difference", "", work, _COMPARED, work.scalars)
+        added.append((call, plan[graph.producers["old_logprobs"]].ranks))
     if collect:
-        add(ModelCall("collect", "", Compute(partial(_collect, keep), scalars=()), collect), (0,))
-    return DataflowGraph(tuple(calls), graph.given), replace(plan, calls=layouts)
+        added.append((ModelCall("collect", "", Compute(partial(_collect, keep), scalars=()), collect), (0,)))
+    layouts = {call.name: CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1)) for call, ranks in added}
+    calls = (*graph.calls, *(call for call, _ in added))
+    return DataflowGraph(calls, graph.given), replace(plan, calls={**plan.calls, **layouts})
 
 
 def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:

@@ -50,7 +50,7 @@ class StepData:
     """
 
     def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> None:
-        self._graph, self._plan, self._kinds = graph, plan, kinds
+        self.graph, self.plan, self.kinds = graph, plan, kinds
         self._partitions: dict[str, Partition] = {}
         group = graph.group_size
         self.samples = len(given) * group
@@ -68,7 +68,7 @@ class StepData:
         if call.name not in self._partitions:
             keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
             weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
-            parts = self._plan[call.name].dims.batch
+            parts = self.plan[call.name].dims.batch
             mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
             self._partitions[call.name] = partition(weights, parts, mini_batches, unit(call))
         return self._partitions[call.name]
@@ -76,7 +76,7 @@ class StepData:
     def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
         """Return the call's end of a transfer of `keys`."""
         ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.partition(call))
-        return TransferEnd(self._plan[call.name], ids, keys)
+        return TransferEnd(self.plan[call.name], ids, keys)
 
     def take(self, call: ModelCall, ids: Sequence[int]) -> Samples:
         """Return a call's inputs for the given ids; for a generate call those of the prompts, with prompt ids."""
@@ -105,7 +105,7 @@ class StepData:
                 self._check(call, key, i, self.store[key][i])
 
     def _check(self, call: ModelCall, key: str, i: int, value: Tensor) -> None:
-        kind = self._kinds[key]
+        kind = self.kinds[key]
         own = self.store.get(kind.tokens, {})  # just generated, so not in `lengths` yet
         shape = (self.lengths[kind.tokens][i] if kind.tokens in self.lengths else len(own[i]),) if kind.tokens else ()
         if tuple(value.shape) != shape or value.dtype != kind.dtype:

@@ -102,12 +102,12 @@ class StepRunner:
     def _transfer(self, operation: Operation) -> None:
         """Post this rank's messages; calls wait for those that they need."""
         context, step = self._context, self._step
-        producer, *consumers = (context.graph[name] for name in (operation.call, *operation.calls))
-        plan = plan_transfer(
-            step.transfer_end(producer, producer.outputs),
-            [step.transfer_end(call, call.inputs) for call in consumers],
-            [step.transfer_end(call := context.graph[name], call.inputs) for name in operation.served],
+        producer = context.graph[operation.call]
+        consumers, served = (
+            [step.transfer_end(context.graph[name], context.graph[name].inputs) for name in names]
+            for names in (operation.calls, operation.served)
         )
+        plan = plan_transfer(step.transfer_end(producer, producer.outputs), consumers, served)
         if not plan.items:
             return
         group = context.groups.get(operation.ranks, TRANSFER_LANE)

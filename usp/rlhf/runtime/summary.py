@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import KeyKind
-from usp.rlhf.plan.plan import ExecutionPlan
-
 from .measure import MAX, SUM, TOKENS
 from .step_plan import StepData
 
@@ -29,30 +25,17 @@ class Summary:
     numbers: Mapping[str, list[float]]
 
 
-def summarize(
-    graph: DataflowGraph,
-    plan: ExecutionPlan,
-    kinds: Mapping[str, KeyKind],
-    step: StepData,
-    trained: Mapping[str, float],
-) -> Summary:
+def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
     """Return this rank's summary of a finished step. Each sample counts on its leader."""
     rank = dist.get_rank()
-    numbers = {
-        key: [float(step.store[key][i]) for i in step.transfer_end(call, ()).ids[plan[call.name].leaders.index(rank)]]
-        for call in graph.calls
-        if rank in plan[call.name].leaders
-        for key in call.outputs
-        if not kinds[key].tokens
-    }
+    numbers: dict[str, list[float]] = {}
+    for call in step.graph.calls:
+        leaders = step.plan[call.name].leaders
+        if rank in leaders:
+            ids = step.transfer_end(call, ()).ids[leaders.index(rank)]
+            scalars = [key for key in call.outputs if not step.kinds[key].tokens]
+            numbers.update({key: [float(step.store[key][i]) for i in ids] for key in scalars})
     return Summary(trained, numbers)
-
-
-def exchange(summary: Summary) -> list[Summary]:
-    """Gather every rank's summary on every rank. Collective over the world."""
-    summaries: list[Summary] = [summary] * dist.get_world_size()
-    dist.all_gather_object(summaries, summary)
-    return summaries
 
 
 def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
