@@ -32,7 +32,7 @@ _GRIDS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One optimiser step of `Fsdp2Engine`. Sequences are one document each.
+    """One optimizer step of `Fsdp2Engine`. Sequences are one document each.
 
     Attributes:
         dims: resolved.

@@ -1,4 +1,4 @@
-"""The state of an RLHF run in a checkpoint beside its tensors, and what must match when the run is resumed."""
+"""The state of an RLHF run in a checkpoint besides its tensors, and what must match when the run is resumed."""
 
 from __future__ import annotations
 

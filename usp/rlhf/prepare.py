@@ -51,7 +51,7 @@ class PreparedRlhf:
     Attributes:
         config: the configuration with every `auto` and default resolved.
         sft_steps: supervised steps before the first step.
-        start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state beside tensors.
+        start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
     """
 
     config: RlhfConfig

@@ -9,7 +9,7 @@ RUN/                          the output of a run
     samples.jsonl             some prompts with their responses and scores
     bad-samples.jsonl         samples that a reward function failed on
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
-    checkpoints/step-N/       trained weights, optimisers, places in the data: --resume continues from the newest
+    checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained
     sft/                      the run of the supervised steps
 """
@@ -204,7 +204,7 @@ class RlhfTrainer(TrainingLoop):
         return Samples(ids, {key: values[key] for key in given})
 
     def _sequence(self, example: Example, response: str) -> tuple[Tensor, Tensor]:
-        """A prompt with a response that ends, and the mask of the response."""
+        """Return a prompt with a response that ends, and the mask of the response."""
         ids = self.prepared.tokenizer.encode(response.encode())
         tokens = torch.cat((torch.from_numpy(example.prompt), torch.from_numpy(ids)))
         mask = torch.zeros(len(tokens))

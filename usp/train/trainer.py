@@ -6,7 +6,7 @@ RUN/                          the output of a run
     config.yaml               the resolved configuration; train.py --config takes it
     metrics.jsonl             every step
     tensorboard/              the same numbers
-    checkpoints/step-N/       weights, optimiser, data position: --resume continues from the newest
+    checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained
     tokenizer/                only for the byte tokenizer; others are in model/

@@ -26,13 +26,13 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
     facts: None if the model was not found; rules about it are then skipped.
     """
     config = settle_batch(config, world_size)
-    alone = value_violations(config, {**CHOICES, "plan": PLANS}, RANGES)
-    found = list(alone.values())
+    invalid = value_violations(config, {**CHOICES, "plan": PLANS}, RANGES)
+    found = list(invalid.values())
     for rule, reads in RULES:
-        if not set(reads) & set(alone):  # no arithmetic with values that are invalid on their own
+        if not set(reads) & set(invalid):  # no arithmetic with values that are invalid on their own
             found += rule(config, world_size)
     for model_rule, reads in MODEL_RULES:
-        if facts is not None and not set(reads) & set(alone):
+        if facts is not None and not set(reads) & set(invalid):
             found += model_rule(config, facts)
     return [with_flags(message) for message in found]
 
@@ -227,7 +227,7 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
 
 
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
-    if config.tp > 1:  # a rule of its own refuses tp_sequence_parallel without tp
+    if config.tp > 1:  # `_switches` refuses tp_sequence_parallel without tp
         yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
     local = config.seq_len // (config.sp_ring * config.sp_ulysses)
     if config.tp_sequence_parallel and local % config.tp:

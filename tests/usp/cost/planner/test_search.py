@@ -147,7 +147,7 @@ def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.Capt
         ),
         (["--model", "llama2-70b", "--seq-len", "1048576"], "does not fit 8 x H100 in any of"),
         (["--hardware", "h900"], "'h900' must be a file or one of"),
-        (["--engine", "deepspeed"], "--engine = deepspeed is not counted"),
+        (["--engine", "deepspeed"], "--engine = deepspeed is not modelled"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
     ],
 )
