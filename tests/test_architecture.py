@@ -33,11 +33,8 @@ SHARED_NAMES = {
     "dry_run": "the command and what it runs",
     "plan": "the command and what it prints; a plan of RLHF calls",
     "prepare": "checks before communication: usp/train and usp/rlhf",
-    "shapes": "the shapes of a model, and how they are read from transformers",
-    "spec": "what something is, without where it runs: an attention call, a role's model",
     "trainer": "the training loop: usp/train and usp/rlhf",
     "validate": "the rules of a configuration: usp/train and usp/rlhf",
-    "weights": "of a model in files, of tokens in a loss",
 }
 
 

@@ -24,7 +24,7 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping
-from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.step_plan import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch, choose_device, computation_dtype

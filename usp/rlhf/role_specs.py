@@ -12,7 +12,7 @@ from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelHead, load_model_config, model_facts
 from usp.presets import PRESETS
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
 
 from .algorithms.algorithm import Algorithm

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from usp.rlhf.algorithms.algorithm import Algorithm
+from usp.rlhf.algorithms.loss_weights import Aggregation
 from usp.rlhf.algorithms.policy import Batch, PolicyOptions, policy_calls
 from usp.rlhf.algorithms.response_rows import per_sample
 from usp.rlhf.algorithms.statistics import moments
-from usp.rlhf.algorithms.weights import Aggregation
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Reduce
 

@@ -31,7 +31,7 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.sp.batch import shard_batch
 from usp.sp.sequence import shard_sequence

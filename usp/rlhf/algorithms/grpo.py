@@ -13,11 +13,11 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, Reduce
 
 from .algorithm import Algorithm, at_least, one_of
+from .loss_weights import Aggregation
 from .objectives import ClippedPolicy, Estimator
 from .policy import Batch, PolicyOptions, policy_calls
 from .response_rows import per_sample
 from .rewards import RewardShape
-from .weights import Aggregation
 
 _EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
 _STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small

@@ -18,10 +18,10 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 
 from .algorithm import Options, at_least, finite, logprobs, one_of, train
+from .loss_weights import Aggregation, Weighting
 from .objectives import ClippedPolicy
 from .response_rows import Responses, per_sample
 from .rewards import RewardShape, ScoreWith
-from .weights import Aggregation, Weighting
 
 _PENALTY = ("old_logprobs", "ref_logprobs")
 

@@ -21,8 +21,8 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Compute, ModelCall, Reduce, Sequences
 
 from .algorithm import Algorithm, Options, logprobs, train
+from .loss_weights import mini_batch_numbers
 from .objectives import Metrics, ObjectiveDefaults
-from .weights import mini_batch_numbers
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
 
 from .algorithm import Algorithm, fraction
 from .grpo import group_distances
+from .loss_weights import Aggregation
 from .policy import Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums
 from .statistics import moments, whitened
-from .weights import Aggregation
 
 _GREEDY = "greedy_"
 

@@ -9,8 +9,8 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Compute, ModelCall, Reduce
 
 from .algorithm import Algorithm, Options, train
+from .loss_weights import Weighting
 from .objectives import NextToken
-from .weights import Weighting
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from usp.train.engines.fsdp2 import Fsdp2Engine
 
 from .forward import forward_stages
 from .readers import ObjectiveLoss, TokenOutputs
+from .role_spec import RoleSpec
 from .rows import micro_batches, plan_rows, unpack
-from .spec import RoleSpec
 from .weight_memory import WeightMemory, alias_parameters
 
 

@@ -16,6 +16,7 @@ from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
 from usp.rlhf.algorithms.algorithm import Stateful
 from usp.rlhf.algorithms.grpo import GRPO, grpo_advantages
+from usp.rlhf.algorithms.loss_weights import Weighting
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
 from usp.rlhf.algorithms.preferences import DPO, pair_weights
@@ -29,7 +30,6 @@ from usp.rlhf.algorithms.reinforce import (
 )
 from usp.rlhf.algorithms.response_rows import discounted_sums
 from usp.rlhf.algorithms.statistics import Moments, RunningMoments
-from usp.rlhf.algorithms.weights import Weighting
 from usp.rlhf.data.mini_batches import mini_batch_ids
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate

@@ -24,7 +24,7 @@ from usp.rlhf.generation.responses import GeneratedResponse, generate_samples
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.spec import RoleSpec
+from usp.rlhf.roles.role_spec import RoleSpec
 from usp.run.failures import TrainingDiverged
 from usp.train.engines.base import AdamW
 
