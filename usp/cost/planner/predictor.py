@@ -10,12 +10,9 @@ from usp.config import TrainConfig
 from usp.cost.job import Job
 from usp.cost.memory.footprint import footprint
 from usp.cost.time.step_time import step_seconds
-from usp.cost.traffic.order import first_ranks
 from usp.train.validate import parallel_dims
 
 from .search import Predictor
-
-_FIELDS = ("micro_batches", "zero", "ac", "ac_offload", "mlp_tile", "tp_sequence_parallel", "pp_schedule")
 
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
@@ -23,13 +20,12 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
 
     @cache
     def job_like(config: TrainConfig) -> Job:
-        dims = parallel_dims(config, config.ep).resolve(job.world_size)
-        return replace(job, dims=dims, rows=config.batch_size, **{name: getattr(config, name) for name in _FIELDS})
+        return replace(job, config=config, dims=parallel_dims(config, config.ep).resolve(job.world_size))
 
     @cache
     def peak_bytes(config: TrainConfig) -> int:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        ranks = first_ranks(job_like(config))
+        ranks = job_like(config).ranks("pp", 0)
         return max(footprint(job_like(config), rank).peak.total for rank in {ranks[0], ranks[-1]})
 
     return Predictor(cache(lambda config: step_seconds(job_like(config), hardware)), peak_bytes)
