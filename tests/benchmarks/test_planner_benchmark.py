@@ -11,7 +11,7 @@ def test_every_mixture_trains_the_same_batch() -> None:
     configs = mixtures(8, quick=False)
     assert len({name(config) for config in configs}) == len(configs) >= 20
     jobs = [job_of(config, load_model_config(config.model), 8) for config in configs]
-    assert {job.rows * job.dims.batch for job in jobs} == {SEQUENCES}
+    assert {job.config.batch_size * job.dims.batch for job in jobs} == {SEQUENCES}
 
 
 def test_the_predicted_fastest_is_compared_with_the_measured_fastest() -> None:

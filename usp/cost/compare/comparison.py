@@ -11,7 +11,6 @@ from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import Footprint, footprint
 from usp.cost.methods import Method, config_for
-from usp.cost.traffic.order import first_ranks
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
 from usp.hf.models import ModelConfig, model_facts
@@ -79,11 +78,13 @@ def compare(
 
 
 def _compared(method: Method, job: Job, batch: int) -> Compared:
-    memory, rank = max(((footprint(job, rank), rank) for rank in first_ranks(job)), key=lambda pair: pair[0].peak.total)
+    memory, rank = max(
+        ((footprint(job, rank), rank) for rank in job.ranks("pp", 0)), key=lambda pair: pair[0].peak.total
+    )
     parameters, activations = block_traffic(job, rank)
     return Compared(
         method=method.name,
-        degrees=f"{job.dims} zero={job.zero}",
+        degrees=f"{job.dims} zero={job.config.zero}",
         rank=rank,
         block_parameters=parameters,
         block_activations=activations,
@@ -104,7 +105,7 @@ def _paper_cost(method: str, job: Job, batch: int) -> PaperCost | None:
     return PaperCost(
         parameters_printed=_bytes(row.printed_parameter_cost() * hidden**2),
         parameters=_bytes(row.parameter_cost() * hidden**2),
-        activations=_bytes(cost * batch * job.seq_len * hidden),
+        activations=_bytes(cost * batch * job.config.seq_len * hidden),
         states=row.states,
     )
 

@@ -34,7 +34,9 @@ def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
     """Return the activations of one decoder layer for one micro-batch."""
     size, hidden = job.dtype.itemsize, job.model.hidden_size
     entering = job.outer_tokens * hidden * size  # hidden states between attention and MLP, and their gradients
-    inside = job.tokens * hidden * size if job.tp_sequence_parallel else entering  # the input of attention or MLP
+    inside = (
+        job.tokens * hidden * size if job.config.tp_sequence_parallel else entering
+    )  # the input of attention or MLP
     region = norm_activations(job, job.outer_tokens, hidden) + inside
     if size == FLOAT32:  # without a cast a norm saves its input itself
         region += entering
@@ -42,8 +44,8 @@ def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
     mlp, mlp_extra = _experts(job) if layer.experts else _dense(job)
     saved = 2 * region + results + _attention_inputs(job, layer) + mlp
     kept = saved
-    if job.ac != "none":
-        kept = entering + (results + _kept_calls(job) if job.ac == "attention-saved" else 0)
+    if job.config.ac != "none":
+        kept = entering + (results + _kept_calls(job) if job.config.ac == "attention-saved" else 0)
         saved += entering if size < FLOAT32 else 0
     # The norm's backward is in float32: its gradient, that of the mean square with two factors, and their sum.
     norm = entering + job.outer_tokens * hidden * 4 * FLOAT32
@@ -82,8 +84,8 @@ def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
     """
     size, hidden, facts, tp = job.dtype.itemsize, job.model.hidden_size, job.model.facts, job.dims.tp
     entering = job.outer_tokens * hidden * size
-    gathered = job.tokens * hidden * size if job.tp_sequence_parallel else 0
-    flowing = entering if job.tp_sequence_parallel else 0  # the residual stream's gradient, not needed later
+    gathered = job.tokens * hidden * size if job.config.tp_sequence_parallel else 0
+    flowing = entering if job.config.tp_sequence_parallel else 0  # the residual stream's gradient, not needed later
     home, _, _ = _widths(job)
     keys = job.tokens * facts.head_dim * facts.num_kv_heads // tp
     normed = _has_head_norms(layer)
@@ -170,9 +172,9 @@ def _dense(job: Job) -> tuple[int, int]:
     """Return (saved bytes, bytes added at the peak) of a dense MLP: gate, its activation, up and their product; at the
     peak the gradients of activation, up and product are alive, and the product is freed."""
     columns = job.model.facts.intermediate_size // job.dims.tp
-    if job.mlp_tile:  # saves nothing, and has one tile at a time
-        rows = job.rows // job.micro_batches
-        tile = min(job.mlp_tile, job.tokens // rows) * rows
+    if job.config.mlp_tile:  # saves nothing, and has one tile at a time
+        rows = job.rows
+        tile = min(job.config.mlp_tile, job.tokens // rows) * rows
         return 0, 6 * tile * columns * job.dtype.itemsize
     each = job.tokens * columns * job.dtype.itemsize
     return 4 * each, 2 * each

@@ -51,7 +51,7 @@ def footprint(job: Job, rank: int) -> Footprint:
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
     moments = [replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks]
     # foreach AdamW updates the parameters of one mesh at a time.
-    moments[-1] = replace(moments[-1], transient=moments[-1].transient + max(by_axis))
+    moments[-1] = moments[-1].plus(transient=max(by_axis))
     return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=tuple(moments))
 
 
@@ -66,13 +66,8 @@ def _moments(
     for (number, later), kept in others.items():
         idle = sum(stage.idle(later) for other, stage in stages.items() if other != number)
         for moment in stages[number].moments(later):
-            yield replace(
-                moment,
-                gradients=shards if later and job.zero >= 2 else moment.gradients,
-                whole=moment.whole + idle,
-                activations=moment.activations + kept,
-                transient=moment.transient + buffers,
-            )
+            gradients = shards if later and job.config.zero >= 2 else moment.gradients
+            yield replace(moment, gradients=gradients).plus(whole=idle, activations=kept, transient=buffers)
     yield Moment("optimizer", gradients=shards, transient=buffers)
 
 

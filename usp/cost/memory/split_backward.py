@@ -52,7 +52,7 @@ class _Stage:
         if not self.fresh:
             return self.whole
         memory = self.memory
-        done = sum(unit.numel for later in range(index + 1, len(memory.layers)) for unit in memory.units_of(later))
+        done = sum(unit.numel for later in range(index + 1, len(memory.layers)) for unit in memory.units.layers[later])
         return self.whole - done * memory.size + (0 if self.summed else done * FLOAT32)
 
 
@@ -61,7 +61,7 @@ class _Rank:
 
     def __init__(self, job: Job, stages: Mapping[int, _Stage]) -> None:
         self.job, self.stages = job, stages
-        self.turns = job.dims.pp - 1 in stages  # the next stage is on the same rank
+        self.early = stages.get(job.dims.pp - 1)  # the stage whose next stage is on the same rank
         self.activations = self.halves = self.gradients = 0
         self.buffers = sum(stage.memory.buffers for stage in stages.values())
         self.split = cache(lambda shape: split_layer(job, shape))
@@ -76,7 +76,7 @@ class _Rank:
             else:
                 yield from self._whole_backward(stage) if stage.memory.first else self._weights(stage)
                 stage.weights += 1
-                if stage.weights == self.job.micro_batches:
+                if stage.weights == self.job.config.micro_batches:
                     yield from self._reduce(stage)
         yield self._moment("optimizer", 0, stage)
 
@@ -93,13 +93,10 @@ class _Rank:
     def _forward(self, stage: _Stage) -> Iterator[Moment]:
         memory = stage.memory
         self.activations += memory.kept
-        if self.turns and self._early(stage):
+        if stage is self.early:
             self.buffers -= memory.handed  # the output replaces the next stage's receive buffer
         if memory.last:
             yield self._moment("loss", memory.logits, stage)
-
-    def _early(self, stage: _Stage) -> bool:
-        return stage is self.stages[self.job.dims.pp - 1]
 
     def _inputs(self, stage: _Stage) -> Iterator[Moment]:
         memory, left = stage.memory, 0
@@ -116,7 +113,7 @@ class _Rank:
             left += layer.left + layer.passed
         stage.summed, stage.fresh = stage.summed or stage.fresh, False
         self.halves += self._left(stage) + memory.handed  # the input's gradient stays
-        if self.turns and not self._early(stage):
+        if self.early and stage is not self.early:
             self.buffers -= memory.handed  # the input's gradient replaces the earlier stage's receive buffer
 
     def _left(self, stage: _Stage) -> int:
@@ -138,7 +135,7 @@ class _Rank:
         freed = sum(self.split(shape).inputs for shape in memory.shapes)
         yield self._moment("weights", scaled - freed, stage)
         self.activations -= memory.kept
-        if self.turns and self._early(stage):
+        if stage is self.early:
             self.buffers += memory.handed
 
     def _whole_backward(self, stage: _Stage) -> Iterator[Moment]:
@@ -146,12 +143,8 @@ class _Rank:
         self.activations -= memory.kept
         others = self._moment("", 0, stage, whole=0)
         for moment in memory.layer_moments(later=stage.summed, reduces=False):
-            yield replace(
-                moment,
-                gradients=self.gradients,
-                whole=moment.whole + others.whole,
-                activations=moment.activations + others.activations,
-                transient=moment.transient + others.transient,
+            yield replace(others, name=moment.name).plus(
+                whole=moment.whole, activations=moment.activations, transient=moment.transient
             )
         stage.summed = True
 

@@ -14,14 +14,14 @@ Only tensor storage counts, without allocator fragmentation. The formulas follow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from usp.cost.job import Job, LayerShape
-from usp.cost.traffic.sharding import FLOAT32, StageUnits, Unit, stage_units
+from usp.cost.job import Job
+from usp.cost.traffic.sharding import FLOAT32, stage_units
 
-from .activations import LayerActivations, layer_activations, norm_activations
+from .activations import layer_activations, norm_activations
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Moment:
     def total(self) -> int:
         return self.parameters + self.optimizer + self.gradients + self.whole + self.activations + self.transient
 
+    def plus(self, **added: int) -> Moment:
+        """Return this moment with more bytes of some categories."""
+        return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in added.items()})
+
 
 class StageMemory:
     """The memory of one pipeline stage.
@@ -57,12 +61,12 @@ class StageMemory:
     def __init__(self, job: Job, stage: int) -> None:
         self.job, self.size = job, job.dtype.itemsize
         self.cast = self.size if self.size < FLOAT32 else 0
-        self.units: StageUnits = stage_units(job, stage)
+        self.units = stage_units(job, stage)
         self.groups = self.units.all
         self.first, self.last = stage == 0, stage == len(job.stage_layers) - 1
         self.shapes = [job.model.layers[index] for index in job.stage_layers[stage]]
         per_shape = cache(lambda shape: layer_activations(job, shape))
-        self.layers: list[LayerActivations] = [per_shape(shape) for shape in self.shapes]
+        self.layers = [per_shape(shape) for shape in self.shapes]
         facts, hidden = job.model.facts, job.model.hidden_size
         self.hidden = job.tokens * hidden * self.size
         self.handed = 0 if job.dims.pp == 1 else job.outer_tokens * hidden * self.size
@@ -70,15 +74,17 @@ class StageMemory:
         self.head = facts.vocab_size // job.dims.tp * hidden
         self.norm = norm_activations(job, job.outer_tokens, hidden)
         self.ends = self.norm + self.hidden + self.head * FLOAT32 if self.last else 0
-        layers = [0 if job.ac_offload else layer.kept for layer in self.layers]
+        layers = [0 if job.config.ac_offload else layer.kept for layer in self.layers]
         self.before = list(accumulate(layers))
         self.own = tables + self.handed
         self.kept = sum(layers) + self.own + self.ends
-        self.host = sum(layer.kept for layer in self.layers) if job.ac_offload else 0
-        self.accumulates = job.zero < 2 and job.micro_batches > 1  # unsharded gradients, until the last backward
+        self.host = sum(layer.kept for layer in self.layers) if job.config.ac_offload else 0
+        self.accumulates = (
+            job.config.zero < 2 and job.config.micro_batches > 1
+        )  # unsharded gradients, until the last backward
         self.numel = sum(unit.numel for unit in self.groups)
         # torch's pipeline keeps its receive buffers, one per micro-batch.
-        self.buffers = (2 - self.first - self.last) * job.micro_batches * self.handed
+        self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.handed
 
     def accumulated(self, later: bool) -> int:
         """Return the bytes of the accumulated unsharded gradients once an earlier backward has run."""
@@ -86,12 +92,12 @@ class StageMemory:
 
     def idle(self, later: bool) -> int:
         """Return the bytes of unsharded parameters and accumulated gradients while other stages run."""
-        return (0 if self.job.zero == 3 else self.numel * self.size) + self.accumulated(later)
+        return (0 if self.job.config.zero == 3 else self.numel * self.size) + self.accumulated(later)
 
     @property
     def logits(self) -> int:
         """Return the bytes of a chunk's logits, of their product or gradient, and of the hidden states' gradient."""
-        chunk = min(self.job.loss_chunk, self.job.tokens) * self.head // self.job.model.hidden_size
+        chunk = min(self.job.config.loss_chunk, self.job.tokens) * self.head // self.job.model.hidden_size
         product = self.head * self.size if self.cast else 0
         return self.hidden + max(chunk * (FLOAT32 + self.cast), chunk * self.size + product)
 
@@ -123,13 +129,13 @@ class StageMemory:
         gradients = 0
         reducing = self._last_reduction(later) + self.accumulated(later)
         for index in reversed(range(len(self.layers))):
-            layer, shape = self.layers[index], self.shapes[index]
-            units = self.units_of(index)
+            layer, parts = self.layers[index], (*self.shapes[index].parameters, *self.shapes[index].experts)
+            units = self.units.layers[index]
             numel = sum(unit.numel for unit in units)
             held = index + 1 if reduces else len(self.layers)
             whole = self._whole(held, current=index) + self._prefetched(index - 1) + root_gradient
             kept = self.before[index] + self.own
-            mlp = numel * _mlp_share(shape) // sum(p.numel for p in (*shape.parameters, *shape.experts))
+            mlp = numel * sum(p.numel for p in parts if p.name.startswith("mlp")) // sum(p.numel for p in parts)
             for name, added, weights in (
                 ("MLP backward", layer.mlp, mlp // 3),
                 ("norm backward", layer.norm, mlp),
@@ -148,45 +154,31 @@ class StageMemory:
             gradients += sum(unit.shard for unit in units) * FLOAT32
             yield Moment(
                 "layer reduced", gradients=gradients, whole=after + reducing + numel * self.size,
-                activations=kept - (0 if self.job.ac_offload else layer.kept), transient=self.hidden,
+                activations=kept - (0 if self.job.config.ac_offload else layer.kept), transient=self.hidden,
             )  # fmt: skip
 
     def _root(self) -> Iterator[Moment]:
-        if self.units.root is None:
-            return
-        root = self.units.root
         each = FLOAT32 if self.accumulates else self.size
-        copies = root.numel * each + root.shard * root.ranks * FLOAT32
-        shards = sum(unit.shard for unit in self.groups if unit is not root) * FLOAT32
-        yield Moment("root reduced", gradients=shards, whole=copies)
-
-    def units_of(self, index: int) -> list[Unit]:
-        """Return the FSDP2 units of one layer."""
-        experts = self.units.experts[index]
-        return [self.units.layers[index], *([] if experts is None else [experts])]
+        shards = sum(unit.shard for units in self.units.layers for unit in units) * FLOAT32
+        for root in self.units.root:
+            copies = root.numel * each + root.shard * root.ranks * FLOAT32
+            yield Moment("root reduced", gradients=shards, whole=copies)
 
     def _whole(self, layers: int, current: int | None = None) -> int:
         """Return the bytes of the gathered parameters: root and first `layers` layers, under ZeRO-3 only `current`."""
-        kept = range(layers) if self.job.zero < 3 else () if current is None else (current,)
-        numel = sum(unit.numel for index in kept for unit in self.units_of(index))
-        root = 0 if self.units.root is None else self.units.root.numel
-        return (numel + root) * self.size
+        kept = range(layers) if self.job.config.zero < 3 else () if current is None else (current,)
+        units = [*self.units.root, *(unit for index in kept for unit in self.units.layers[index])]
+        return sum(unit.numel for unit in units) * self.size
 
     def _prefetched(self, index: int) -> int:
         """Return the bytes of the gather buffer of a prefetched layer."""
-        if self.job.zero < 3 or index < 0:
+        if self.job.config.zero < 3 or index < 0:
             return 0
-        unit = self.units_of(index)[-1]
+        unit = self.units.layers[index][-1]
         return unit.shard * unit.ranks * self.size if unit.ranks > 1 else 0
 
     def _last_reduction(self, later: bool) -> int:
         """Return the bytes of the previous micro-batch's last reduction buffer, which the next reduction frees."""
-        root = self.units.root
-        if root is None or self.job.zero < 2 or not later:
+        if self.job.config.zero < 2 or not later:
             return 0
-        return root.shard * root.ranks * FLOAT32
-
-
-def _mlp_share(shape: LayerShape) -> int:
-    """Return the number of elements of a layer's MLP, or of its router and experts."""
-    return sum(p.numel for p in (*shape.parameters, *shape.experts) if p.name.startswith("mlp"))
+        return sum(root.shard * root.ranks for root in self.units.root) * FLOAT32

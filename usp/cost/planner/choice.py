@@ -18,7 +18,6 @@ from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import footprint
 from usp.cost.time.step_time import step_seconds
-from usp.cost.traffic.order import first_ranks
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
@@ -34,7 +33,6 @@ CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
     *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
 )
-_JOB_FIELDS = ("micro_batches", "zero", "ac", "ac_offload", "mlp_tile", "tp_sequence_parallel", "pp_schedule")
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,12 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
 
     @cache
     def job_like(config: TrainConfig) -> Job:
-        dims = parallel_dims(config, config.ep).resolve(job.world_size)
-        return replace(job, dims=dims, rows=config.batch_size, **{name: getattr(config, name) for name in _JOB_FIELDS})
+        return replace(job, config=config, dims=parallel_dims(config, config.ep).resolve(job.world_size))
 
     @cache
     def peak_bytes(config: TrainConfig) -> int:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        ranks = first_ranks(job_like(config))
+        ranks = job_like(config).ranks("pp", 0)
         return max(footprint(job_like(config), rank).peak.total for rank in {ranks[0], ranks[-1]})
 
     return Predictor(cache(lambda config: step_seconds(job_like(config), hardware)), peak_bytes)

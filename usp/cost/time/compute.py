@@ -99,11 +99,13 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     forward = [_linear(job, p) for p in linears]
     rows = job.outer_tokens * job.model.experts_per_token
     forward += [_of_experts(job, p, rows) for p in layer.experts]
-    again = forward[:-1] if job.ac != "none" else []
-    if job.mlp_tile and not layer.experts:
+    again = forward[:-1] if job.config.ac != "none" else []
+    if job.config.mlp_tile and not layer.experts:
         mlp = [_linear(job, p) for p in linears if _in_mlp(p)]
-        if job.ac != "none":  # the recomputation of the layer skips the last tile
-            before_last = (-(-job.layout.local_len // job.mlp_tile) - 1) * job.mlp_tile / job.layout.local_len
+        if job.config.ac != "none":  # the recomputation of the layer skips the last tile
+            before_last = (
+                (-(-job.layout.local_len // job.config.mlp_tile) - 1) * job.config.mlp_tile / job.layout.local_len
+            )
             tiled = [Product(before_last * product.flops, before_last * product.nbytes) for product in mlp]
             again = [_linear(job, p) for p in linears if not _in_mlp(p)] + tiled
         again = again + mlp[:-1]
@@ -128,7 +130,7 @@ def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> tuple[Seco
     forward, again = layer_products(job, layer)
     memory = hardware.memory_seconds(sum(_layer_bytes(job, layer)))
     matmul, repeated = _matmul_seconds(job, hardware, forward), _matmul_seconds(job, hardware, again)
-    recomputed = memory if job.ac != "none" else 0.0
+    recomputed = memory if job.config.ac != "none" else 0.0
     return Seconds(matmul, 0.0, memory), Seconds(2 * matmul + repeated, 0.0, 2 * memory + recomputed)
 
 
@@ -161,7 +163,7 @@ def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: i
     products = BACKWARD if backward else FORWARD
     sums = 0.0
     if len(ring.steps) > 1:  # the float32 sum is read and written, and the addend is read
-        queries = job.layout.ring_len * (job.rows // job.micro_batches)
+        queries = job.layout.ring_len * (job.rows)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.head_dim * (2 * FLOAT32 + job.dtype.itemsize))
 
     def seconds(flops: float, task: Task) -> float:

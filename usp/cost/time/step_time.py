@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
 from attention import Message
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
 from usp.cost.job import Job
-from usp.cost.traffic.order import first_ranks
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.sharding import FLOAT32
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
@@ -145,7 +145,7 @@ def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> 
     busy, compute, communication = max(
         (_rank_seconds(job, hardware, overlap, rank) for rank in _slowest_ranks(job)), key=lambda found: found[0]
     )
-    fraction = bubble_fraction(job.pp_schedule, job.dims.pp, job.micro_batches)
+    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
     bubble = busy * fraction / (1 - fraction)
     if hardware.crowding > 1:
         slowest, compute = compute.total, _mean_compute(job, hardware, overlap)
@@ -166,23 +166,22 @@ def _causal_flops(job: Job) -> int:
     for layer in job.model.layers:
         weights += sum(p.numel for p in layer.parameters if is_matrix(p))
         weights += sum(p.numel // p.shape[0] * job.model.experts_per_token for p in layer.experts)
-    sequences = job.rows * job.dims.batch
-    boundaries = torch.tensor([[0, job.seq_len]] * sequences)  # of one document per sequence
-    tokens = job.seq_len * sequences
+    sequences = job.config.batch_size * job.dims.batch
+    boundaries = torch.tensor([[0, job.config.seq_len]] * sequences)  # of one document per sequence
+    tokens = job.config.seq_len * sequences
     return training_flops(job.model.facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=boundaries)
 
 
 def _slowest_ranks(job: Job) -> list[int]:
     """Return one rank per pipeline stage: the one with the most attention of those that share a sequence."""
-    inside = max(job.ranks("ring", 0)) if job.sp_layout == "contiguous" else 0
-    return [first + inside for first in first_ranks(job)]
+    inside = max(job.ranks("ring", 0)) if job.config.sp_layout == "contiguous" else 0
+    return [first + inside for first in job.ranks("pp", 0)]
 
 
 def _mean_compute(job: Job, hardware: Hardware, overlap: Overlap) -> Seconds:
     """Return the mean over all stages and ring ranks; along the other axes compute is even."""
-    ranks = [first + rank for first in first_ranks(job) for rank in job.ranks("ring", 0)]
-    total = sum((_rank_seconds(job, hardware, overlap, rank)[1] for rank in ranks), Seconds())
-    return total.times(1 / len(ranks))
+    ranks = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
+    return sum((_rank_seconds(job, hardware, overlap, rank)[1] for rank in ranks), Seconds()).times(1 / len(ranks))
 
 
 def _rank_seconds(
@@ -191,14 +190,12 @@ def _rank_seconds(
     """Return (seconds without bubble and optimizer, compute, communication by axis) of a rank's stages."""
     forward, backward, ring = Seconds(), Seconds(), TransferSeconds()
     layers = 0
-    attention = {
-        window: _attention(job, hardware, overlap, rank, window) for window in dict.fromkeys(job.model.facts.windows)
-    }
+    attention = cache(partial(_attention, job, hardware, overlap, rank))
     for stage in job.stages(rank):
         for index in job.stage_layers[stage]:
             layers += 1
             passes = layer_seconds(job, hardware, job.model.layers[index])
-            kernels, messages = attention[job.model.facts.windows[index]]
+            kernels, messages = attention(job.model.facts.windows[index])
             forward += passes[0] + kernels[0]
             backward += passes[1] + kernels[1]
             ring += messages
@@ -207,11 +204,11 @@ def _rank_seconds(
     sent = step_traffic(job, rank)
     hiding = (forward.total, backward.total) if overlap.fsdp and hardware.streams else (0.0, 0.0)
     communication = {
-        "ring": ring.times(job.micro_batches),
+        "ring": ring.times(job.config.micro_batches),
         **_exposed(job, hardware, sent, rank),
         **_parameters(job, hardware, sent, rank, layers, hiding),
     }
-    compute = (forward + backward).times(job.micro_batches)
+    compute = (forward + backward).times(job.config.micro_batches)
     communication = {
         axis: transfers.with_free_part(overlap_of(hardware, job.ranks(axis, rank)))
         for axis, transfers in communication.items()
@@ -264,7 +261,7 @@ def _attention(
     """Return ((forward, backward), ring messages) of one layer and micro-batch; the backward includes recomputation."""
     forward, backward = attention_passes(job, hardware, overlap, rank, window)
     messages, once, again = forward.messages + backward.messages, Seconds(attention=forward.kernels), Seconds()
-    if job.ac == "full":
+    if job.config.ac == "full":
         messages, again = messages + forward.messages, once
     return (once, again + Seconds(attention=backward.kernels)), messages
 
@@ -320,18 +317,18 @@ def _parameters(
     micro_batch: seconds of compute of one micro-batch's forward and backward, which hide them.
     """
     forward, backward = micro_batch
-    number = job.micro_batches
-    transfers: defaultdict[tuple[float, int], dict[str, float]] = defaultdict(dict)  # (compute, times): seconds by axis
+    number = job.config.micro_batches
+    # (compute, times): seconds by axis
+    transfers: defaultdict[tuple[float, int], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def add(compute: float, times: int, axis: str, seconds: float) -> None:
-        group = transfers[compute, times]
-        group[axis] = group.get(axis, 0.0) + seconds / times
+        transfers[compute, times][axis] += seconds / times
 
     for part in filter(_of_parameters, sent):
         axis, seconds = part.axis, sent_seconds(job, hardware, part, rank)
         if "gather" not in part.collective:
-            add(backward, number if job.zero >= 2 and axis in ("fsdp", "efsdp") else 1, axis, seconds)
-        elif job.zero == 3:
+            add(backward, number if job.config.zero >= 2 and axis in ("fsdp", "efsdp") else 1, axis, seconds)
+        elif job.config.zero == 3:
             add(forward, number, axis, seconds / 2)
             add(backward, number, axis, seconds / 2)
         else:

@@ -6,8 +6,8 @@ through its stages in rounds; ScheduleZBVZeroBubble splits backwards in two (arX
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal
 
 from usp.cost.job import Job
@@ -22,21 +22,16 @@ class Action:
     micro_batch: int
 
 
-def first_ranks(job: Job) -> range:
-    """Return the first rank of each group of ranks with the same pipeline coordinate."""
-    return range(0, job.world_size, job.world_size // job.dims.pp)
-
-
 def actions(job: Job, rank: int) -> list[Action]:
     """Return the actions of a step on `rank`, in order."""
     place, pp = job.place("pp", rank), job.dims.pp
     if job.splits_backwards:
-        return _zero_bubble(place, pp, job.micro_batches)
-    if job.pp_schedule == "interleaved-1f1b" and pp > 1:
-        return _interleaved(place, pp, job.micro_batches)
-    ahead = min(job.micro_batches, pp - place)
-    forwards = [Action("forward", place, number) for number in range(job.micro_batches)]
-    backwards = [Action("backward", place, number) for number in range(job.micro_batches)]
+        return _zero_bubble(place, pp, job.config.micro_batches)
+    if job.config.pp_schedule == "interleaved-1f1b" and pp > 1:
+        return _interleaved(place, pp, job.config.micro_batches)
+    ahead = min(job.config.micro_batches, pp - place)
+    forwards = [Action("forward", place, number) for number in range(job.config.micro_batches)]
+    backwards = [Action("backward", place, number) for number in range(job.config.micro_batches)]
     return _alternate(forwards, backwards, ahead)
 
 
@@ -63,11 +58,13 @@ def _interleaved(place: int, pp: int, micro_batches: int) -> list[Action]:
 
 def _zero_bubble(place: int, pp: int, micro_batches: int) -> list[Action]:
     early, late = place, 2 * pp - 1 - place
-    numbers = {(kind, stage): count() for kind in ("forward", "inputs", "weights") for stage in (early, late)}
+    done: Counter[tuple[str, int]] = Counter()  # micro-batches by kind and stage
     order: list[Action] = []
 
     def add(stage: int, *kinds: Literal["forward", "inputs", "weights"]) -> None:
-        order.extend(Action(kind, stage, next(numbers[kind, stage])) for kind in kinds)
+        for kind in kinds:
+            order.append(Action(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
 
     for _ in range(2 * (pp - place) - 1):
         add(early, "forward")
@@ -76,9 +73,8 @@ def _zero_bubble(place: int, pp: int, micro_batches: int) -> list[Action]:
         add(early, "forward")
     for _ in range(pp - place):
         add(late, "forward", "inputs", "weights")
-    done = 2 * (pp - place) - 1 + place
-    for number in range(micro_batches - (pp - place) - place):
-        if done + number < micro_batches:
+    for _ in range(micro_batches - pp):
+        if done["forward", early] < micro_batches:
             add(early, "forward")
         add(early, "inputs", "weights")
         add(late, "forward", "inputs", "weights")
@@ -88,7 +84,6 @@ def _zero_bubble(place: int, pp: int, micro_batches: int) -> list[Action]:
     for _ in range(pp - place):
         add(early, "inputs", "weights")
     for stage in (late, early):
-        missing = micro_batches - sum(action.kind == "weights" and action.stage == stage for action in order)
-        for _ in range(missing):
+        while done["weights", stage] < micro_batches:
             add(stage, "weights")
     return order

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from usp.cost.job import Job, ParameterShape
 
@@ -20,47 +21,36 @@ FLOAT32 = 4  # bytes: the dtype of sharded parameters and of gradient reductions
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together over one axis.
+    """Parameters that are gathered together over one axis, after tensor or expert parallelism.
 
     Attributes:
-        shapes: of the gathered parameters, after tensor or expert parallelism.
-        ranks: number of shards; dims: the sharded dim of each parameter.
-        axis: of the gather; replicas: the axis over which the gradients of equal shards are summed, or None.
+        ranks: number of shards.
+        numel: gathered elements, without padding.
+        shard: elements that a rank stores and sends to each other rank in a gather, with padding.
         summed_over_tp: elements of each gradient that is summed over tp first.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
-    ranks: int
-    dims: tuple[int, ...]
     axis: str
-    replicas: str | None
-    summed_over_tp: tuple[int, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """The number of gathered elements, without padding."""
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    @property
-    def shard(self) -> int:
-        """The number of elements that a rank stores and sends to each other rank in a gather, with padding."""
-        return sum(
-            -(-shape[dim] // self.ranks) * (math.prod(shape) // shape[dim])
-            for shape, dim in zip(self.shapes, self.dims, strict=True)
-        )
+    ranks: int
+    numel: int
+    shard: int
+    summed_over_tp: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The units of one pipeline stage; `experts` has None for a dense layer."""
+    """The units of one pipeline stage: of the root, if it has parameters, and of each layer and its experts, if any."""
 
-    root: Unit | None
-    layers: tuple[Unit, ...]
-    experts: tuple[Unit | None, ...]
+    root: tuple[Unit, ...]
+    layers: tuple[tuple[Unit, ...], ...]
 
     @property
     def all(self) -> list[Unit]:
-        return [unit for unit in (self.root, *self.layers, *self.experts) if unit is not None]
+        return [
+            *self.root,
+            *(units[0] for units in self.layers),
+            *(unit for _, *experts in self.layers for unit in experts),
+        ]
 
 
 def stage_units(job: Job, stage: int) -> StageUnits:
@@ -68,40 +58,31 @@ def stage_units(job: Job, stage: int) -> StageUnits:
     model, cuts = job.model, job.stage_layers
     first, last = stage == 0, stage == len(cuts) - 1
     root = (model.embedding if first else ()) + (model.norm + model.head if last else ())
-    layers = [model.layers[index] for index in cuts[stage]]
-    return StageUnits(
-        root=_unit(job, root) if root else None,
-        layers=tuple(_unit(job, layer.parameters) for layer in layers),
-        experts=tuple(_experts(job, layer.experts) if layer.experts else None for layer in layers),
-    )
+    layers = (model.layers[index] for index in cuts[stage])
+    return StageUnits(_units(job, root), tuple(_units(job, layer.parameters, layer.experts) for layer in layers))
 
 
-def _axes(job: Job, axis: str) -> tuple[int, str, str | None]:
-    """Return (number of shards, axis of the gather, axis over which replicas are summed)."""
-    if job.zero == 0:
-        return 1, axis, "loss"
-    return job.degree(axis), axis, "dp_replicate" if job.dims.dp_replicate > 1 else None
+def _units(
+    job: Job, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
+) -> tuple[Unit, ...]:
+    """Return the unit of `parameters` and that of `experts`, if there are any."""
+    tp, sequence_parallel = job.dims.tp, job.config.tp_sequence_parallel
+    shapes = [p.local(tp) for p in parameters]
+    summed = tuple(p.numel for p in parameters if tp > 1 and p.partial_gradient(sequence_parallel))
+    units = [_unit(job, "fsdp", shapes, summed)] if parameters else []
+    if experts:
+        units.append(_unit(job, "efsdp", [(p.shape[0] // job.dims.ep, *p.shape[1:]) for p in experts]))
+    return tuple(units)
 
 
-def _unit(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
-    ranks, axis, replicas = _axes(job, "fsdp")
-    partial = [p for p in parameters if job.dims.tp > 1 and p.partial_gradient(job.tp_sequence_parallel)]
-    return Unit(
-        shapes=tuple(p.local(job.dims.tp) for p in parameters),
-        ranks=ranks,
-        dims=(0,) * len(parameters),
-        axis=axis,
-        replicas=replicas,
-        summed_over_tp=tuple(p.numel for p in partial),
-    )
-
-
-def _experts(job: Job, parameters: tuple[ParameterShape, ...]) -> Unit:
-    ranks, axis, replicas = _axes(job, "efsdp")
-    shapes = tuple((p.shape[0] // job.dims.ep, *p.shape[1:]) for p in parameters)
-    # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
-    dims = tuple(1 if shape[0] < ranks and shape[1] % ranks == 0 else 0 for shape in shapes)
-    return Unit(shapes, ranks, dims, axis, replicas)
+def _unit(job: Job, axis: str, shapes: list[tuple[int, ...]], summed_over_tp: tuple[int, ...] = ()) -> Unit:
+    ranks = 1 if job.config.zero == 0 else job.degree(axis)
+    shard = 0
+    for shape in shapes:
+        # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
+        dim = 1 if axis == "efsdp" and shape[0] < ranks and shape[1] % ranks == 0 else 0
+        shard += -(-shape[dim] // ranks) * (math.prod(shape) // shape[dim])
+    return Unit(axis, ranks, sum(map(math.prod, shapes)), shard, summed_over_tp)
 
 
 def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -120,25 +101,24 @@ def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the part of `fsdp_traffic` for the first decoder layer of `rank`."""
     stage = job.stages(rank)[0]
     units = stage_units(job, stage)
-    first = 0 if units.root is None else 1
-    for unit, gathered in _gathers(job, rank, stage)[first : first + (1 if units.experts[0] is None else 2)]:
-        yield from _unit_traffic(job, unit, gathered)
+    first = len(units.root)
+    for unit, gathers in _gathers(job, rank, stage)[first : first + len(units.layers[0])]:
+        yield from _unit_traffic(job, unit, gathers)
 
 
-def _unit_traffic(job: Job, unit: Unit, gathered: int) -> Iterator[Sent]:
-    reductions = job.micro_batches if job.zero >= 2 else 1
-    if job.dims.tp > 1:
-        # Gradients of several backwards are accumulated in float32 before they are reduced.
-        accumulated = job.zero < 2 and (job.micro_batches > 1 or job.pp_schedule == "zero-bubble")
-        itemsize = FLOAT32 if accumulated else job.dtype.itemsize
-        for numel in unit.summed_over_tp:
-            yield all_reduce("tp", numel * itemsize, job.dims.tp, functional=True).times(reductions)
+def _unit_traffic(job: Job, unit: Unit, gathers: int) -> Iterator[Sent]:
+    zero, several = job.config.zero, job.config.micro_batches > 1 or job.config.pp_schedule == "zero-bubble"
+    reductions = job.config.micro_batches if zero >= 2 else 1
+    # Gradients of several backwards are accumulated in float32 before they are reduced.
+    itemsize = FLOAT32 if zero < 2 and several else job.dtype.itemsize
+    for numel in unit.summed_over_tp:
+        yield all_reduce("tp", numel * itemsize, job.dims.tp, functional=True).times(reductions)
     if unit.ranks > 1:
         others = unit.ranks - 1
-        yield Sent(unit.axis, "_allgather_base_", unit.shard * others * job.dtype.itemsize).times(gathered)
+        yield Sent(unit.axis, "_allgather_base_", unit.shard * others * job.dtype.itemsize).times(gathers)
         yield Sent(unit.axis, "_reduce_scatter_base_", unit.shard * others * FLOAT32).times(reductions)
-    if unit.replicas is not None and job.degree(unit.replicas) > 1:
-        yield all_reduce(unit.replicas, unit.shard * FLOAT32, job.degree(unit.replicas))
+    replicas = "loss" if zero == 0 else "dp_replicate"
+    yield all_reduce(replicas, unit.shard * FLOAT32, job.degree(replicas))
 
 
 @dataclass(eq=False)
@@ -146,18 +126,13 @@ class _Group:
     """The state of a unit in FSDP2."""
 
     unit: Unit
-    gathered: bool = False
-    prefetched: bool = False  # a gather has started that no computation has waited for
+    gathered: bool = False  # or prefetched
     gathers: int = 0
     uses: list[int] = field(default_factory=list)  # positions in the forward order whose backward is still to come
 
     def gather(self) -> None:
-        if not self.gathered and not self.prefetched:
-            self.prefetched, self.gathers = True, self.gathers + 1
-
-    def use(self) -> None:
-        self.gather()
-        self.gathered, self.prefetched = True, False
+        self.gathers += not self.gathered
+        self.gathered = True
 
 
 class _Fsdp2:
@@ -168,62 +143,35 @@ class _Fsdp2:
     """
 
     def __init__(self, job: Job, units: StageUnits) -> None:
-        self.zero3, self.recomputes = job.zero == 3, job.ac != "none"
-        self.root = None if units.root is None else _Group(units.root)
-        self.layers = [
-            (_Group(layer), None if experts is None else _Group(experts))
-            for layer, experts in zip(units.layers, units.experts, strict=True)
-        ]
+        self.zero3 = job.config.zero == 3
+        self.root = [_Group(unit) for unit in units.root]
+        self.layers = [[_Group(unit) for unit in layer] for layer in units.layers]
+        self.groups = [*self.root, *chain(*self.layers)]
         self.order: list[_Group] = []
 
-    @property
-    def groups(self) -> list[_Group]:
-        inside = [group for pair in self.layers for group in pair if group is not None]
-        return inside if self.root is None else [self.root, *inside]
-
     def forward(self) -> None:
-        if self.root is not None:
-            self.root.use()
-        for layer, experts in self.layers:
-            layer.use()
-            for group in (experts, layer):
-                if group is not None:
-                    group.use()
-                    group.gathered = not self.zero3
-                    self._record(group)
-        if self.root is not None:
-            self._record(self.root)
+        for group in (*chain(*map(reversed, self.layers)), *self.root):
+            group.gather()
+            group.gathered = not self.zero3 or group in self.root
+            group.uses.append(len(self.order))
+            self.order.append(group)
 
     def backward(self, last: bool) -> None:
         keeps = not (last or self.zero3)
-        if self.root is not None:
-            self._before_backward(self.root)
-        for layer, experts in reversed(self.layers):
-            self._before_backward(layer)
-            if experts is not None:
-                if self.recomputes:
-                    experts.use()
-                self._before_backward(experts)
-                experts.gathered = keeps
-            layer.gathered = keeps
-        if self.root is not None:
-            self.root.gathered = keeps
-        if last:
-            self.order.clear()
-            for group in self.groups:
-                group.prefetched = False
-                group.uses.clear()
-
-    def _record(self, group: _Group) -> None:
-        group.uses.append(len(self.order))
-        self.order.append(group)
+        for group in self.root:
+            self._before_backward(group)
+        for layer in reversed(self.layers):
+            for group in layer:
+                self._before_backward(group)
+            for group in layer:
+                group.gathered = keeps
+        for group in self.root:
+            group.gathered = keeps
 
     def _before_backward(self, group: _Group) -> None:
-        group.use()
-        if group.uses:
-            position = group.uses.pop()
-            if position > 0:
-                self.order[position - 1].gather()
+        group.gather()
+        if group.uses and (position := group.uses.pop()) > 0:
+            self.order[position - 1].gather()
 
 
 def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
@@ -237,5 +185,5 @@ def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
         if action.kind == "forward":
             fsdp2.forward()
         else:
-            fsdp2.backward(last=action.micro_batch == job.micro_batches - 1)
+            fsdp2.backward(last=action.micro_batch == job.config.micro_batches - 1)
     return [(group.unit, group.gathers) for group in fsdp2.groups]

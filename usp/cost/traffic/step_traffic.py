@@ -11,11 +11,11 @@ and every chunk of the loss has a target.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache, partial
 
 from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
-from usp.cost.job import Job, LayerShape
+from usp.cost.job import Job
 
 from .sent import Sent, all_reduce, merged
 from .sharding import FLOAT32, block_fsdp_traffic, fsdp_traffic
@@ -25,51 +25,55 @@ FLOAT64 = INT64 = 8
 
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
-    parts = [*fsdp_traffic(job, rank), *_sums(job, rank)]
-    last = len(job.stage_layers) - 1
-    windows = job.model.facts.windows
-    attention = {window: attention_traffic(job, rank, window) for window in dict.fromkeys(windows)}
+    # The token count, the gradient norm, and in each forward the document boundaries (`parallel.agree`).
+    parts = [*fsdp_traffic(job, rank), *_sums(job, FLOAT64, "loss", "pp", "loss", "tp")]
+    attention = cache(partial(attention_traffic, job, rank))
     for stage in job.stages(rank):
-        inside = [*_pipeline_traffic(job, stage), *_agreements(job)]
+        inside = [*_pipeline_traffic(job, rank, stage), *_sums(job, 2 * INT64, "ulysses", "ring")]
         for index in job.stage_layers[stage]:
-            layer = job.model.layers[index]
-            inside += [*attention[windows[index]], *_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
-        if stage == 0:
-            inside += _embedding_traffic(job)
-        if stage == last:
+            inside += _layer_traffic(job, index, attention)
+        if stage == 0:  # the embedding is a sum, because each tensor-parallel rank has its own rows of the vocabulary
+            inside += _tensor_traffic(job, 1, 1)
+        if stage == len(job.stage_layers) - 1:
             inside += _head_traffic(job)
-        parts += [sent.times(job.micro_batches) for sent in inside]
+        parts += [sent.times(job.config.micro_batches) for sent in inside]
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
 
 
 def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
     """Return what the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
     index = job.stage_layers[job.stages(rank)[0]][0]
-    layer = job.model.layers[index]
-    inside = [*attention_traffic(job, rank, job.model.facts.windows[index])]
-    inside += [*_tensor_traffic(job, layer), *_expert_traffic(job, layer)]
-    activations = [sent.times(job.micro_batches) for sent in inside if job.degree(sent.axis) > 1]
+    inside = _layer_traffic(job, index, partial(attention_traffic, job, rank))
+    activations = [sent.times(job.config.micro_batches) for sent in inside if job.degree(sent.axis) > 1]
     return merged(s for s in block_fsdp_traffic(job, rank) if job.degree(s.axis) > 1), merged(activations)
 
 
-def _sums(job: Job, rank: int) -> Iterator[Sent]:
-    """Yield the sums of the token count and of the gradient norm."""
-    for axis in ("loss", "pp", "loss", "tp"):
-        yield all_reduce(axis, FLOAT64, job.degree(axis))
+def _sums(job: Job, nbytes: int, *axes: str) -> list[Sent]:
+    return [all_reduce(axis, nbytes, job.degree(axis)) for axis in axes]
 
 
-def _agreements(job: Job) -> Iterator[Sent]:
-    """Yield the comparison of a forward's document boundaries over the ranks that share them (`parallel.agree`)."""
-    for axis in ("ulysses", "ring"):
-        yield all_reduce(axis, 2 * INT64, job.degree(axis))
+def _layer_traffic(job: Job, index: int, attention: Callable[[int], tuple[Sent, ...]]) -> Iterator[Sent]:
+    """Yield the traffic of a layer's activations; `attention` returns that of a window.
+
+    Recomputation repeats the collectives where hidden states enter and leave attention and a dense MLP, except the
+    last, whose result is not saved.
+    """
+    layer, recomputes = job.model.layers[index], job.config.ac != "none"
+    yield from attention(job.model.facts.windows[index])
+    times = (3 if recomputes else 2) * (1 if layer.experts else 2)
+    yield from _tensor_traffic(job, times, times - (1 if recomputes and not layer.experts else 0))
+    if layer.experts:
+        yield from _expert_traffic(job)
 
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Return the execution plan of a layer's attention for one micro-batch."""
-    facts, tp, rows = job.model.facts, job.dims.tp, job.rows // job.micro_batches
+    facts, tp, rows = job.model.facts, job.dims.tp, job.rows
     spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1))
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
-    ring = _ring(SequenceLayout(job.sp_layout, job.seq_len, job.dims.ring, 1), spec, rows, job.place("ring", rank))
+    ring = _ring(
+        SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1), spec, rows, job.place("ring", rank)
+    )
     return UnifiedPlan(job.layout, spec, heads, rows, job.place("ulysses", rank), ring)
 
 
@@ -93,7 +97,7 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
     returned = per_head * sum(map(heads.q_width, others)) + per_head * len(others) * heads.width(mine)
     per_token = 2 * heads.kv_width(mine) * head_dim
     messages = sum(len(step.send_held) + len(step.send_own) for step in plan.ring.steps)
-    forwards = 2 if job.ac == "full" else 1
+    forwards = 2 if job.config.ac == "full" else 1
     grads = sum(len(step.grad_send) for step in plan.ring.steps)
     return (
         Sent("ulysses", "alltoall_base_", scattered, calls=2).times(forwards),
@@ -108,85 +112,49 @@ def _hidden(job: Job) -> int:
     return job.tokens * job.model.hidden_size * job.dtype.itemsize
 
 
-def _gather(job: Job) -> Sent:
-    return Sent("tp", "all_gather_into_tensor", _hidden(job) // job.dims.tp * (job.dims.tp - 1))
-
-
-def _scatter(job: Job) -> Sent:
-    return Sent("tp", "reduce_scatter_tensor", _hidden(job) * (job.dims.tp - 1) // job.dims.tp)
-
-
-def _tensor_traffic(job: Job, layer: LayerShape) -> Iterator[Sent]:
-    """Yield the collectives where hidden states enter and leave attention and a dense MLP, forward and backward.
-
-    Recomputation repeats those of the forward except the last, whose result is not saved.
-    """
-    if job.dims.tp == 1:
-        return
-    regions = 1 if layer.experts else 2
-    enters, leaves = regions, regions
-    if job.ac != "none":
-        enters, leaves = 2 * enters, 2 * leaves - (0 if layer.experts else 1)
-    if job.tp_sequence_parallel:
-        yield _gather(job).times(enters + regions)
-        yield _scatter(job).times(leaves + regions)
+def _tensor_traffic(job: Job, gathers: int, sums: int) -> Iterator[Sent]:
+    """Yield hidden states gathered and summed over tp; a gather is free if each tp rank has all hidden states."""
+    tp = job.dims.tp
+    if job.config.tp_sequence_parallel:
+        nbytes = _hidden(job) // tp * (tp - 1)
+        yield Sent("tp", "all_gather_into_tensor", nbytes).times(gathers)
+        yield Sent("tp", "reduce_scatter_tensor", nbytes).times(sums)
     else:
-        yield all_reduce("tp", _hidden(job), job.dims.tp, functional=True).times(leaves + regions)
-
-
-def _embedding_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the sum of the embedding, in which each tensor-parallel rank looks up its own rows of the vocabulary."""
-    if job.dims.tp == 1:
-        return
-    if job.tp_sequence_parallel:
-        yield _scatter(job)
-        yield _gather(job)
-    else:
-        yield all_reduce("tp", _hidden(job), job.dims.tp, functional=True)
+        yield all_reduce("tp", _hidden(job), tp, functional=True).times(sums)
 
 
 def _head_traffic(job: Job) -> Iterator[Sent]:
     """Yield the traffic of the last hidden states, the vocabulary-parallel loss, and the routers' auxiliary loss."""
-    tp = job.dims.tp
-    if tp > 1:
-        if job.tp_sequence_parallel:
-            yield _gather(job)
-        sizes = Counter(min(job.loss_chunk, job.tokens - start) for start in range(0, job.tokens, job.loss_chunk))
-        for tokens, number in sizes.items():  # the maximum logit; the sum of exponentials and the target's logit
-            yield all_reduce("tp", tokens * FLOAT32, tp).times(number)
-            yield all_reduce("tp", 2 * tokens * FLOAT32, tp).times(number)
-        yield all_reduce("tp", _hidden(job), tp)
+    tp, chunk = job.dims.tp, job.config.loss_chunk
+    yield from _tensor_traffic(job, 1, 0)
+    sizes = Counter(min(chunk, job.tokens - start) for start in range(0, job.tokens, chunk))
+    for tokens, number in sizes.items():  # the maximum logit; the sum of exponentials and the target's logit
+        yield all_reduce("tp", tokens * FLOAT32, tp).times(number)
+        yield all_reduce("tp", 2 * tokens * FLOAT32, tp).times(number)
+    yield all_reduce("tp", _hidden(job), tp)
     if job.balance:
         counts = job.model.facts.num_experts * FLOAT32
-        yield all_reduce("loss", counts, job.degree("loss"))
-        if job.tp_sequence_parallel:
-            yield all_reduce("tp", counts, tp)
-            yield all_reduce("tp", FLOAT32, tp)
+        yield from _sums(job, counts, "loss")
+        if job.config.tp_sequence_parallel:
+            yield from (*_sums(job, counts, "tp"), *_sums(job, FLOAT32, "tp"))
 
 
-def _pipeline_traffic(job: Job, stage: int) -> Iterator[Sent]:
+def _pipeline_traffic(job: Job, rank: int, stage: int) -> Iterator[Sent]:
     """Yield the hidden states sent to the next stage and the gradients sent to the previous one, if on another rank."""
-    pp, stages = job.dims.pp, len(job.stage_layers)
-
-    def holder(stage: int) -> int:
-        return 2 * pp - 1 - stage if job.pp_schedule == "zero-bubble" and stage >= pp else stage % pp
-
     messages = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
     if job.balance:
         messages.append(Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32))
     for other in (stage + 1, stage - 1):
-        if 0 <= other < stages and holder(other) != holder(stage):
+        if 0 <= other < len(job.stage_layers) and other not in job.stages(rank):
             yield from messages
 
 
-def _expert_traffic(job: Job, layer: LayerShape) -> Iterator[Sent]:
+def _expert_traffic(job: Job) -> Iterator[Sent]:
     """Yield the row counts, the rows to the experts and back, and their gradients; routers choose experts evenly."""
-    if not layer.experts or job.dims.ep == 1:
-        return
     ep, itemsize = job.dims.ep, job.dtype.itemsize
     rows = job.outer_tokens * job.model.experts_per_token * (ep - 1) // ep
     counts = Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     exchange = Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize)
-    forwards = 1 if job.ac == "none" else 2
+    forwards = 1 if job.config.ac == "none" else 2
     yield counts.times(forwards)
     yield exchange.times(2 * forwards + 2)

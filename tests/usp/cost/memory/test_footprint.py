@@ -80,8 +80,8 @@ def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:
 
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-    pp, number = asked.dims.pp, asked.micro_batches
-    if asked.pp_schedule == "1f1b":
+    pp, number = asked.dims.pp, asked.config.micro_batches
+    if asked.config.pp_schedule == "1f1b":
         ahead, order = pp - rank, []
         for backward in range(number):
             order += [
@@ -92,7 +92,7 @@ def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:
     fields = SimpleNamespace(
         n_local_stages=2, pp_group_size=pp, _n_microbatches=number, num_stages=2 * pp, _num_stages=2 * pp
     )
-    if asked.pp_schedule == "interleaved-1f1b":
+    if asked.config.pp_schedule == "interleaved-1f1b":
         fields.number_of_rounds = number // pp
         fields.microbatches_per_round = number // fields.number_of_rounds
         found = ScheduleInterleaved1F1B._calculate_single_rank_operations(fields, rank)

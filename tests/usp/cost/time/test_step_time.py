@@ -43,13 +43,13 @@ def flops_of_step(made: Job, rank: int) -> float:
         for index in made.stage_layers[stage]:
             forward, again = layer_products(made, made.model.layers[index])
             plan = attention_plan(made, rank, windows[index])
-            products = FORWARD * (2 if made.ac == "full" else 1) + BACKWARD
+            products = FORWARD * (2 if made.config.ac == "full" else 1) + BACKWARD
             work = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), products)
             total += 3 * sum(p.flops for p in forward) + sum(p.flops for p in again)
             total += sum(flops for tasks in work for flops, _ in tasks)
         if stage == len(made.stage_layers) - 1:
             total += sum(p.flops for p in head_products(made))
-    return total * made.micro_batches
+    return total * made.config.micro_batches
 
 
 @pytest.mark.parametrize(
