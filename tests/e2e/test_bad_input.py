@@ -38,7 +38,7 @@ BAD = [
             "--steps = 0",
             "--ep 3 must divide",
             "router_jitter_noise=0.1",
-            "differs from rank to rank",
+            "makes routing depend on the rank",
             "set it to 0",
         ],
     ),
