@@ -25,21 +25,13 @@ from usp.train.validate import parallel_dims
 Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
 
 
-def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], None]:
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     """A training step in this world, on the CPU, with sequences of one document and routers that choose in turn."""
     mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
     recipe = EngineRecipe.of(config, load_model_config(config.model))
     engine = build_engine(recipe, mesh, torch.device("cpu"), _fill)
     engine.state()  # makes the optimizer's states, as the first step would
-    return partial(
-        train_step,
-        engine,
-        mesh,
-        blank_batch(config, mesh),
-        micro_batches=config.micro_batches,
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
-    )
+    return partial(train_step, engine, mesh, blank_batch(config, mesh), config, config.learning_rate)
 
 
 def _fill(stage: CausalLMStage) -> None:
