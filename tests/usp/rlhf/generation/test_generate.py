@@ -267,7 +267,7 @@ def test_invalid_arguments_are_rejected_on_every_rank(ranks: RankPool) -> None:
         "differ": "RanksDisagree: the arguments of generate must be the same on all ranks",
         "plain": "ValueError: the model's attention is not sharded: call apply_unified_sp(model, mesh) first; slots=0",
         "experts": "ValueError: ep=2 would exchange tokens between data-parallel ranks",
-        "gradients": "ValueError: kv_cache keeps no gradients",
+        "gradients": "ValueError: kv_cache does not support gradients",
         "nan": "the model's logits are not finite after 3 tokens",
     }
     for found in ranks.run(refusals, 2):
