@@ -41,7 +41,7 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
             f"different stages: use one stage"
         )
     if not (0 <= layers.start < layers.stop <= len(backbone.layers) and layers.step == 1):
-        raise ValueError(f"{layers} must be consecutive layers of the model's {len(backbone.layers)}")
+        raise ValueError(f"{layers} must be consecutive ones of the model's {len(backbone.layers)} layers")
     for index in range(len(backbone.layers)):
         if index not in layers:
             backbone.layers[index] = OtherStagesLayer()
