@@ -87,15 +87,18 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__, "torch.distributed.tensor", *preload])
         self._workers: list[_Worker] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._started = 0
 
     def __enter__(self) -> RankPool:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._discard_workers()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = None
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
         """Return [fn(*args) on rank 0, ..., on rank world_size - 1].
@@ -108,6 +111,10 @@ class RankPool:
                 traceback; failures that only report a lost peer are omitted.
             TimeoutError: if ranks do not answer within `timeout` seconds. The message contains their Python stacks.
         """
+        if self._folder is None:
+            raise RuntimeError("RankPool is not open: use `with RankPool() as ranks: ranks.run(...)`")
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1")
         call = pickle.dumps((fn, args))
         if not all(worker.process.is_alive() for worker in self._workers):
             self._discard_workers()
@@ -130,6 +137,7 @@ class RankPool:
         return [pickle.loads(replies[rank].payload) for rank in range(world_size)]
 
     def _start_worker(self) -> _Worker:
+        assert self._folder is not None
         self._started += 1
         stacks = Path(self._folder.name) / f"stacks-{self._started}"
         ours, theirs = self._context.Pipe()
