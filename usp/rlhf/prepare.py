@@ -83,7 +83,7 @@ def prepare(
     Raises:
         ConfigurationError: with every violation found, before any rank communicates.
     """
-    problems = Problems(violations(config, algorithms))
+    problems = Problems(violations(config, algorithms), (ValueError, TypeError, OSError, yaml.YAMLError))
     attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))

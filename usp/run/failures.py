@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-import yaml
 
 from parallel import RanksDisagree
 
@@ -65,13 +64,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class Problems(list[str]):
-    """Problems of a configuration, collected to be reported in one message."""
+    """Problems of a configuration, collected to be reported in one message.
+
+    errors: types that `attempt` expects; any other error is not a problem of the configuration and passes through.
+    """
+
+    def __init__(self, found: Iterable[str] = (), errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> None:
+        super().__init__(found)
+        self._errors = errors
 
     def attempt(self, load: Callable[[], T]) -> T | None:
         """Return `load()`; None if it fails, after adding its message."""
         try:
             return load()
-        except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+        except self._errors as error:
             self.append(str(error))
             return None
 

@@ -62,13 +62,13 @@ def refusals() -> list[str]:
 
 
 def test_invalid_batches_raise(ranks: RankPool) -> None:
-    missing, unknown, shapes, length, borders, floats = ranks.run(refusals, 2)[0]
+    missing, unknown, shapes, length, boundaries, floats = ranks.run(refusals, 2)[0]
     assert "input_ids is missing" in missing
     assert "attention_mask is not a key of shard_batch: drop padding and pack documents" in unknown
     assert "position_ids is not a key" in unknown and "pixels is not a key" in unknown
     assert "labels (2, 23) must have the shape of input_ids (2, 24)" in shapes
     assert "seq_len=22 cannot be divided by layout='zigzag' over ring=2" in length and "use 20 or 24" in length
-    assert "cu_seqlens ends at 48, past the 24 tokens of a row" in borders
+    assert "cu_seqlens ends at 48, past the 24 tokens of a row" in boundaries
     assert "cu_seqlens must be integers" in floats
 
 
