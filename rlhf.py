@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
-from usp.commands.rlhf import main
-from usp.run.launch import leave
+from usp.commands.rlhf import script
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], os.environ))
+    script()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
-from usp.commands.train import main
-from usp.run.launch import leave
+from usp.commands.train import script
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], os.environ))
+    script()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 COMMANDS = {
     "plan": "find the fastest parallel configuration for a model on given hardware",
@@ -36,5 +37,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -
     return 0
 
 
-if __name__ == "__main__":
+def script() -> NoReturn:
+    """Run the command that this process's arguments name, and exit."""
     sys.exit(main(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    script()

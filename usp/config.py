@@ -15,7 +15,7 @@ from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
-from usp.data.documents import TEXT_FIELD
+from usp.data.files import TEXT_FIELD
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
@@ -26,6 +26,7 @@ AC_MODES = ("none", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+BOS = ("auto", "always", "never")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
@@ -107,11 +108,21 @@ class _Training:
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
-    """Text, JSONL or Parquet file, or a directory of them. stdlib: the source code of Python's standard library."""
+    """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
+    of Python's standard library."""
     data_field: str = TEXT_FIELD
-    """JSONL key or Parquet column that holds the text."""
-    tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
+    """Key or column that holds the text; not used for text files."""
+    data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"
+    """Directory in which tokenized data is kept and found again."""
+    data_changed: bool = False
+    """Resume although data, tokenizer or --seq-len differ from the checkpoint's, and begin a new epoch."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5. auto: the model directory's own, or
+    bytes for a preset."""
+    bos: Annotated[str, one_of(BOS)] = "auto"
+    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
+    parse_special_tokens: bool = False
+    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
 
     seq_len: int = 4096
     """Sequence length in tokens, before sharding over ranks."""

@@ -23,7 +23,10 @@ BAD = [
         ["--sp-ulysses", "4", "--sp-ring", "2", "--seq-len", "1003"],
         ["--seq-len = 1003 must be a multiple of 8", "use 1000 or 1008"],
     ),
-    (["--sp-ulysses", "8", "--model", "few-heads"], ["4 query heads", "--sp-ulysses 4 --sp-ring 2"]),
+    (
+        ["--sp-ulysses", "8", "--model", "few-heads", "--tokenizer", "bytes"],
+        ["4 query heads", "--sp-ulysses 4 --sp-ring 2"],
+    ),
     (["--sp-layout", "zigzagg"], ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped", "did you mean 'zigzag'?"]),
     (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
     (["--model", "llama3-8"], ["model=llama3-8", "did you mean 'llama3-8b'?"]),
@@ -31,7 +34,7 @@ BAD = [
     (["--data", "empty"], ["data=empty is empty"]),
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
-    (["--model", "few-ids"], ["bytes gives ids up to 383", "vocabulary of 200"]),
+    (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes gives ids up to 383", "vocabulary of 200"]),
     (
         ["--ep", "3", "--model", "noisy", "--steps", "0"],
         [

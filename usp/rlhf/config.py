@@ -45,8 +45,9 @@ class _Rlhf:
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: float = 0.0
     """Fraction of wrong answers among the built-in demonstrations (sft only)."""
-    tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5. auto: the model directory's
+    own, or bytes for a preset."""
 
     prompts: int = 0
     """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""

@@ -16,7 +16,7 @@ from parallel import ParallelDims, latest, read_extra
 from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import model_facts
-from usp.hf.tokenizers import load_tokenizer
+from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.presets import PRESETS
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.calls import Generate
@@ -86,7 +86,7 @@ def prepare(
     problems = Problems(violations(config, algorithms), (ValueError, TypeError, OSError, yaml.YAMLError))
     attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
-    tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
+    tokenizer = attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model), parse_special=True))
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     algorithm = algorithms.get(config.algorithm)
     if algorithm is None:  # one of the problems
@@ -116,7 +116,7 @@ def prepare(
     plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
     problems.check()
     assert plan is not None and kernel is not None
-    config = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    config = replace(config, tokenizer=tokenizer.name, device=device.type, dtype=str(dtype).removeprefix("torch."))
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
     )

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, latest
+from usp.data.tokenizer import as_document
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -205,7 +206,8 @@ class RlhfTrainer(TrainingLoop):
 
     def _sequence(self, example: Example, response: str) -> tuple[Tensor, Tensor]:
         """Return a prompt with a response that ends, and the mask of the response."""
-        ids = self.prepared.tokenizer.encode(response.encode())
+        tokenizer = self.prepared.tokenizer
+        ids = as_document(tokenizer, tokenizer.encode(response), begin=False)
         tokens = torch.cat((torch.from_numpy(example.prompt), torch.from_numpy(ids)))
         mask = torch.zeros(len(tokens))
         mask[len(example.prompt) - 1 : -1] = 1

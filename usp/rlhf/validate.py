@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from usp.data.documents import STDLIB
+from usp.data.files import STDLIB
 from usp.run.metrics import wandb_problem
 from usp.train.validate import (
     AT_LEAST_ONE,

@@ -43,13 +43,17 @@ class Record(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Metrics of one training step. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
-    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's."""
+    """Metrics of one training step.
+
+    epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
+    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's.
+    """
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
+    epoch: float
     tokens: int
     seconds: float
     tokens_per_second: float
@@ -65,8 +69,10 @@ class StepRecord:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
-            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
+            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"{count(self.tokens_per_second)} tokens/s{mfu}  "
+            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}  "
+            f"epoch {self.epoch:.2f}"
         )
 
 

@@ -122,6 +122,7 @@ class Trainer(TrainingLoop):
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
+            epoch=self.prepared.batches.epoch,
             tokens=batch.ids.numel(),
             seconds=seconds,
             tokens_per_second=batch.ids.numel() / seconds,
@@ -157,10 +158,23 @@ class Trainer(TrainingLoop):
         yield f"ranks: {dist.get_world_size()} ({dims}), layout {config.sp_layout}"
         yield self.prepared.kernel_choice
         rows = dims.batch * config.batch_size
-        yield f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) per step"
+        yield from self._data_summary(rows)
         if self.prepared.saved is not None:
             yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"
+
+    def _data_summary(self, rows: int) -> Iterator[str]:
+        """Say what was found in the data, what was left out of it, and what a step reads."""
+        config, files, packed = self.config, self.prepared.files, self.prepared.batches.packed
+        held = packed.store.manifest
+        yield (
+            f"data: {config.data}: {len(files.files)} files, {held.documents} documents, {count(held.characters)} "
+            f"characters, {count(held.tokens)} tokens ({config.tokenizer})"
+        )
+        yield from filter(None, [files.left_out_line()])
+        if held.replaced:
+            yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
+        yield f"step: {rows} x {config.seq_len} tokens, an epoch is {packed.per_epoch / rows:.1f} steps"
 
     def _local_part(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Return this rank's rows of the global batch, and of those its part of the sequence."""

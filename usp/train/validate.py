@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
-from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
+from usp.config import AC_MODES, BOS, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
 from usp.model.facts import ModelFacts
 from usp.model.rules import ep_violations, pp_violations, tp_violations
 from usp.run.failures import nearest
@@ -96,6 +96,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "attention_kernel": KERNEL_NAMES,
     "dtype": DTYPES,
     "device": DEVICES,
+    "bos": BOS,
 }
 RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep"), AT_LEAST_ONE),

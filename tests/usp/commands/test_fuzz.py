@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import usp.data.stream
 from parallel.testing import RankPool
 from usp.commands.flags import parse
 from usp.config import TrainConfig
@@ -76,8 +75,7 @@ def command_lines(seed: int, number: int) -> Iterator[tuple[int, list[str]]]:
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(usp.data.stream, "WINDOW_TOKENS", 2**12)
+def data(tmp_path: Path) -> str:
     (tmp_path / "corpus.txt").write_text("All work and no play makes a model overfit. " * 200)
     return str(tmp_path / "corpus.txt")
 

@@ -23,6 +23,7 @@ RECORD = StepRecord(
     loss=2.5,
     grad_norm=0.5,
     learning_rate=1e-3,
+    epoch=0.5,
     tokens=4096,
     seconds=0.5,
     tokens_per_second=8192.0,

@@ -59,7 +59,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [record["step"] for record in records] == list(range(1, 13))
     assert records[-1]["loss"] < records[0]["loss"] - 1
     kept = parse(["--config", str(tmp_path / "run" / "config.yaml")], TrainConfig)
-    assert kept == replace(config, dp_shard=1, dtype="float32")
+    assert kept == replace(config, tokenizer="bytes", dp_shard=1, dtype="float32")
     shown = capsys.readouterr().out
     assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
@@ -80,7 +80,7 @@ def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None
     save_weights(weights, tmp_path / "model", config=config)
     # As published with well-known models: a temperature that transformers warns of, for nothing is sampled.
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
-    asked = replace(SMALL, model=str(tmp_path / "model"), output=str(tmp_path / "run"), steps=1)
+    asked = replace(SMALL, model=str(tmp_path / "model"), tokenizer="bytes", output=str(tmp_path / "run"), steps=1)
     train(prepare(asked, Launch()), Launch())
     train(prepare(replace(asked, steps=2, resume="auto"), Launch()), Launch())
     assert GenerationConfig.from_pretrained(tmp_path / "run" / "model").temperature == 0.6
@@ -111,7 +111,7 @@ def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
     model = drawn_model(model_config)
     torch.nn.init.constant_(model.lm_head.weight[0], torch.nan)
     save_weights(dict(model.named_parameters()), tmp_path / "broken", config=model_config)
-    config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
+    config = replace(SMALL, model=str(tmp_path / "broken"), tokenizer="bytes", output=str(tmp_path / "run"))
     with pytest.raises(TrainingDiverged, match=r"step 1 has loss = nan.*No step came before, so nothing was saved"):
         train(prepare(config, Launch()), Launch())
     assert not (tmp_path / "run" / "last-good").exists()
@@ -131,7 +131,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model = drawn_model(model_config)
     save_weights(dict(model.named_parameters()), tmp_path, config=model_config)
     with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
-        prepare(replace(SMALL, model=str(tmp_path)), Launch())
+        prepare(replace(SMALL, model=str(tmp_path), tokenizer="bytes"), Launch())
 
 
 # Many ranks
@@ -140,8 +140,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, PackedBatch]:
     """Loss and gradient norm of step 1, and the global batch that it saw."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
+    begin = prepared.batches.state_dict()
     batch = next(prepared.batches)
-    record = Trainer(replace(prepared, batches=iter([batch]))).step(1)
+    prepared.batches.load_state_dict(begin)
+    record = Trainer(prepared).step(1)
     return record.loss, record.grad_norm, batch
 
 
