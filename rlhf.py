@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from usp.commands.rlhf import script
+import os
+import sys
+
+from usp.commands.rlhf import main
+from usp.run.launch import leave
 
 if __name__ == "__main__":
-    script()
+    leave(main(sys.argv[1:], os.environ))

@@ -39,9 +39,9 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "usp = usp.__main__:script",
-            "usp-train = usp.commands.train:script",
-            "usp-rlhf = usp.commands.rlhf:script",
+            "usp = usp.__main__:usp",
+            "usp-train = usp.__main__:usp_train",
+            "usp-rlhf = usp.__main__:usp_rlhf",
         ]
     },
     classifiers=[

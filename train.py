@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from usp.commands.train import script
+import os
+import sys
+
+from usp.commands.train import main
+from usp.run.launch import leave
 
 if __name__ == "__main__":
-    script()
+    leave(main(sys.argv[1:], os.environ))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from usp.run.failures import INTERRUPTED, end, ending_of
-from usp.run.launch import Launch, leave, meet, stay_on_loopback
+from usp.run.launch import Launch, meet, stay_on_loopback
 from usp.run.signals import StopRequest
 
 from .flags import parse
@@ -30,10 +28,6 @@ class Command:
     prog: str
     config: type
     load: Callable[[], Callable[[Any, Launch, StopRequest, str | None], None]]
-
-    def script(self) -> NoReturn:
-        """Run the program with this process's arguments and environment, and exit."""
-        leave(self.main(sys.argv[1:], os.environ))
 
     def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         """Run the program on this rank of the launch that `environ` describes, and return the exit code."""

@@ -8,5 +8,4 @@ from usp.rlhf.config import RlhfConfig
 
 from .command import Command
 
-program = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf)
-main, script = program.main, program.script
+main = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf).main

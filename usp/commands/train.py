@@ -36,5 +36,4 @@ def _load() -> Callable[[TrainConfig, Launch, StopRequest, str | None], None]:
     return lambda config, launch, stop, error_file: train(prepare_run(config, launch), launch, stop, error_file)
 
 
-program = Command("train.py", TrainConfig, _load)
-main, script = program.main, program.script
+main = Command("train.py", TrainConfig, _load).main

@@ -51,7 +51,7 @@ def test_the_byte_tokenizer_is_saved_next_to_the_checkpoint_and_found_there(tmp_
 
 
 def test_the_tokenizer_of_a_model_directory_is_its_own(folder: Path, tmp_path: Path) -> None:
-    (folder / "config.json").touch()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     assert tokenizer_of("auto", str(folder)) == str(folder)
     assert tokenizer_of("auto", "tiny") == "bytes"
     assert tokenizer_of("bytes", str(folder)) == "bytes"
