@@ -26,7 +26,7 @@ BAD = [
     (["--sp-ulysses", "8", "--model", "few-heads"], ["4 query heads", "--sp-ulysses 4 --sp-ring 2"]),
     (["--sp-layout", "zigzagg"], ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped", "did you mean 'zigzag'?"]),
     (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
-    (["--model", "llama3-8"], ["model=llama3-8", "did you mean 'llama3-8b'?"]),
+    (["--model", "llama3-8"], ["--model llama3-8", "did you mean 'llama3-8b'?"]),
     (["--data", "missing.txt"], ["data=missing.txt does not exist"]),
     (["--data", "empty"], ["data=empty is empty"]),
     (["--data", "blank.jsonl"], ["the data holds no text"]),
@@ -45,7 +45,7 @@ BAD = [
     (["--config", "wrong.yaml"], ["--config wrong.yaml", "unknown key 'sp-rings' (did you mean 'sp_ring'?)"]),
     (
         ["--steps", "0", "--model", "nothing", "--data", "missing.txt"],
-        ["3 problems:", "--steps = 0", "model=nothing", "data=missing.txt"],
+        ["3 problems:", "--steps = 0", "--model nothing", "data=missing.txt"],
     ),
 ]
 

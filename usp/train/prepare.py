@@ -33,6 +33,7 @@ class PreparedRun:
 
     Attributes:
         config: without any `auto` or -1.
+        reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
             `usp.cost`; None where nobody predicted it.
@@ -40,6 +41,7 @@ class PreparedRun:
     """
 
     config: TrainConfig
+    reusable: TrainConfig
     dims: ParallelDims
     device: torch.device
     model_config: ModelConfig
@@ -89,8 +91,10 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
     attempt(batches.peek)
     problems.check()
     dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
+    config = replace(config, dp_shard=dims.dp_shard)
     return PreparedRun(
-        config=replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype),
+        config=replace(config, device=device.type, dtype=dtype),
+        reusable=config,
         dims=dims,
         device=device,
         model_config=model_config,
