@@ -78,7 +78,8 @@ def test_the_written_configuration_fits_other_machines_and_the_checkpoint_says_w
     capsys.readouterr()
     train(prepare(replace(written, steps=2, resume="auto", dtype="bfloat16"), Launch()), Launch())
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
-    assert sorted(shown) == ["changed: --dtype = bfloat16 (checkpoint: float32)", "changed: --steps = 2 (checkpoint: 1)"]
+    wanted = ["changed: --dtype = bfloat16 (checkpoint: float32)", "changed: --steps = 2 (checkpoint: 1)"]
+    assert sorted(shown) == wanted
 
 
 EXPORTS = [("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32")]
