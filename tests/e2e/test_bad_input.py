@@ -95,7 +95,7 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
         ended = run.end()
     assert ended.exit_code != 0 and ended.out == ""
     ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
-    assert [line[:8] for line in ours] == ["error: 2", "  1. mod", "  2. --s"]
+    assert [line[:8] for line in ours] == ["error: 2", "  1. --m", "  2. --s"]
     assert "usp/commands/" not in ended.err  # no traceback of ours
 
 
