@@ -3,7 +3,7 @@ resharding and checkpoints of distributed tensors; a hardware model; tools that 
 
 Independent of attention. Each file imports only earlier ones:
 
-local, dims, stages, agree, groups, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
+local, dims, stages, groups, agree, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
 memory, cluster, testing.
 """
 

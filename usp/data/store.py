@@ -29,6 +29,7 @@ from .tokenizer import Ids, Tokenizer, as_document
 
 FORMAT = 1
 BATCH_CHARACTERS = 2**22  # tokenized together
+LARGE = 2**26  # bytes of files that take more than a moment
 TOKENS, ENDS, MANIFEST = "tokens.bin", "ends.bin", "manifest.json"
 
 
@@ -80,7 +81,7 @@ def open_store(
     Args:
         field: key or column of the text in `files`.
         cache: directory of stores; created.
-        say: gets a line before and after the data is tokenized.
+        say: gets a line before more than LARGE bytes are tokenized.
 
     Raises:
         ValueError: for data that cannot be read, holds no text, or changes while it is read.
@@ -110,7 +111,8 @@ def _write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Pat
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
-    say(f"tokenizing {len(files.files)} files below {files.root} into {folder}")
+    if sum(file.path.stat().st_size for file in files.files) > LARGE:
+        say(f"tokenizing {len(files.files)} files below {files.root} into {folder}")
     try:
         manifest = _tokenize(files, field, tokenizer, partial)
         (partial / MANIFEST).write_text(json.dumps(asdict(manifest)))
@@ -118,7 +120,6 @@ def _write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Pat
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    say(f"tokenized {manifest.documents} documents: {manifest.tokens} tokens")
 
 
 def _tokenize(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path) -> Manifest:

@@ -70,11 +70,17 @@ class _Rlhf:
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
     steps: int = 150
     """Training steps, after the supervised ones."""
-    learning_rate: Annotated[float, arg(help_behavior_hint="(default: the algorithm's, for the tiny presets)")] = 0.0
-    """Peak learning rate (linear warmup, cosine decay to 10%). Models of billions of parameters need 1e-6 to 1e-5."""
-    critic_learning_rate: float = 1e-3
+    learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
+    ] = 0.0
+    """Peak learning rate (linear warmup, cosine decay to 10%)."""
+    critic_learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
     """Peak learning rate of the critic."""
-    sft_learning_rate: float = 2e-3
+    sft_learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
     """Peak learning rate of the supervised steps."""
     warmup_steps: int = 5
     """Steps of linear learning rate warmup."""

@@ -17,7 +17,7 @@ from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import model_facts
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
-from usp.presets import PRESETS
+from usp.presets import PRESETS, settled_rate
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
@@ -42,6 +42,7 @@ from .validate import violations
 
 SFT, MODEL = "sft", "model"  # directories of a run: its supervised steps, and the trained model
 RESPONSES = 64  # per step, unless --prompts is set
+CRITIC_RATE, SFT_RATE = 1e-3, 2e-3  # peak learning rates for presets
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PreparedRlhf:
     """A run that can start.
 
     Attributes:
-        config: the configuration with every `auto` and default resolved.
+        config: the configuration with every default resolved; device and dtype as asked, to fit other machines.
         sft_steps: supervised steps before the first step.
         start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
     """
@@ -92,7 +93,7 @@ def prepare(
     if algorithm is None:  # one of the problems
         problems.check()
     assert algorithm is not None
-    config = replace(config, learning_rate=config.learning_rate or algorithm.learning_rate)
+    config = _with_rates(config, algorithm)
     sft_steps = _sft_steps(config, algorithm)
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
     start = start or attempt(lambda: _find_start(config, sft_steps, launch)) or Start()
@@ -116,9 +117,22 @@ def prepare(
     plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
     problems.check()
     assert plan is not None and kernel is not None
-    config = replace(config, tokenizer=tokenizer.name, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    config = replace(config, tokenizer=tokenizer.name)
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
+    )
+
+
+def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
+    """Return `config` with every learning rate settled, those of presets or of pretrained weights."""
+    critic = config.critic or config.reward_model or config.model
+    return replace(
+        config,
+        learning_rate=settled_rate(
+            config.learning_rate, config.model, algorithm.learning_rate, algorithm.pretrained_rate
+        ),
+        critic_learning_rate=settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE),
+        sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, preset=SFT_RATE),
     )
 
 

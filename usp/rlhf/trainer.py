@@ -46,6 +46,7 @@ from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import count
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
+from usp.train.build import export_dtype
 from usp.train.loop import TrainingLoop, learning_rate
 from usp.train.resume import CHECKPOINTS, Start, run_folder
 
@@ -99,6 +100,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
+            export_dtype="float32",  # the run's own start: nothing is rounded
         )
         start = Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
         RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
@@ -215,8 +217,9 @@ class RlhfTrainer(TrainingLoop):
 
     def _build_role(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         def generator(model: RoleModel) -> Generator:
-            stage = model.stage
-            return Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=self.config.slots)
+            stage, slots = model.stage, self.config.slots
+            first, last, transform = stage.first, stage.last, stage.transform
+            return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform)
 
         spec, trained = self.prepared.roles[call.role], call.kind == "train_step"
         model = RoleModel(spec, layout, mesh, trained=trained, make_generator=generator)
@@ -267,7 +270,14 @@ class RlhfTrainer(TrainingLoop):
                 model = self.trained[role]
                 inner = model.stage.model
                 generation = inner.generation_config if role == "actor" else None
-                save_weights(model.weights(), path, config=inner.config, generation_config=generation, group=group)
+                save_weights(
+                    model.weights(),
+                    path,
+                    config=inner.config,
+                    generation_config=generation,
+                    dtype=export_dtype(self.config, model.spec.dtype),
+                    group=group,
+                )
                 if dist.get_rank(group) == 0:
                     save_tokenizer(self.prepared.tokenizer, path)
                     print(f"{role}: {path}", flush=True)
@@ -279,7 +289,11 @@ class RlhfTrainer(TrainingLoop):
     def summary(self) -> Iterator[str]:
         plan = self.prepared.plan
         models = ", ".join(f"{role} {spec.source}" for role, spec in self.prepared.roles.items())
-        yield f"algorithm: {self.config.algorithm}, models: {models}"
+        dtype = str(self.prepared.roles[self.prepared.graph.trained_roles[0]].dtype).removeprefix("torch.")
+        yield f"algorithm: {self.config.algorithm}, models: {models}, {dtype} on {self.device.type}"
+        yield "learning rate: " + ", ".join(
+            f"{role} {self.prepared.roles[role].learning_rate:g}" for role in self.prepared.graph.trained_roles
+        )
         yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from usp.data.files import STDLIB
@@ -12,8 +11,8 @@ from usp.train.validate import (
     CHOICES,
     FRACTION,
     NOT_NEGATIVE,
-    POSITIVE,
     RANGES,
+    RATE,
     Range,
     value_violations,
 )
@@ -24,8 +23,7 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig
 OWN_RANGES = {
     **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots"), AT_LEAST_ONE),
     **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "micro_batch_tokens"), NOT_NEGATIVE),
-    **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), POSITIVE),
-    "learning_rate": Range(lambda value: 0 <= value < math.inf, "positive and finite, or 0 for the default"),
+    **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "wrong_answers": FRACTION,
     "sft_steps": Range(lambda value: value >= -1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"),

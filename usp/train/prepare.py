@@ -37,6 +37,7 @@ class PreparedRun:
     Attributes:
         config: without any `auto` or -1.
         files: of the data.
+        reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
             `usp.cost`; None where nobody predicted it.
@@ -44,6 +45,7 @@ class PreparedRun:
     """
 
     config: TrainConfig
+    reusable: TrainConfig
     dims: ParallelDims
     device: torch.device
     model_config: ModelConfig
@@ -97,8 +99,10 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
         attempt(partial(_find_place, batches, saved, config.data_changed))
     problems.check()
     dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
+    config = replace(config, tokenizer=tokenizer.name, dp_shard=dims.dp_shard)
     return PreparedRun(
-        config=replace(config, tokenizer=tokenizer.name, dp_shard=dims.dp_shard, device=device.type, dtype=dtype),
+        config=replace(config, device=device.type, dtype=dtype),
+        reusable=config,
         dims=dims,
         device=device,
         model_config=model_config,

@@ -3,7 +3,7 @@
     prepare -> process group -> mesh -> engine with its stages -> steps, checkpoints -> model
 
 RUN/                          the output of a run
-    config.yaml               the resolved configuration; train.py --config takes it
+    config.yaml               the resolved configuration, except device and dtype; train.py --config takes it
     metrics.jsonl             every step
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -43,7 +43,7 @@ from usp.run.watchdog import Watchdog
 from usp.sp.batch import shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .build import EngineRecipe, build_engine, first_weights, resumed_weights
+from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from .loop import TrainingLoop, learning_rate
 from .prepare import PreparedRun
@@ -83,7 +83,8 @@ class Trainer(TrainingLoop):
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         config, model = prepared.config, prepared.model_config
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        self.mesh.agree((config, model.to_dict(), prepared.start), "the configuration")
+        compared = {"config": config, "model": model.to_dict(), "start": prepared.start}
+        self.mesh.agree(compared, "the configuration")
         fill = partial(first_weights, source=config.model, seed=config.seed)
         if prepared.saved is not None:
             fill = partial(resumed_weights, source=config.model)
@@ -151,6 +152,9 @@ class Trainer(TrainingLoop):
         if self.is_writer:
             print(f"model: {self.folder / 'model'}", flush=True)
 
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"config.yaml": asdict(self.prepared.reusable)}
+
     def summary(self) -> Iterator[str]:
         config, dims = self.config, self.prepared.dims
         parameters = count(self.prepared.shape.numel)
@@ -159,6 +163,7 @@ class Trainer(TrainingLoop):
         yield self.prepared.kernel_choice
         rows = dims.batch * config.batch_size
         yield from self._data_summary(rows)
+        yield f"learning rate: {config.learning_rate:g}, after {config.warmup_steps} warmup steps"
         if self.prepared.saved is not None:
             yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"
@@ -228,7 +233,13 @@ class Trainer(TrainingLoop):
         state = self.engine.state()
         weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
         model = self.engine.stages[0].model
-        save_weights(weights, self.folder / name, config=model.config, generation_config=model.generation_config)
+        save_weights(
+            weights,
+            self.folder / name,
+            config=model.config,
+            generation_config=model.generation_config,
+            dtype=export_dtype(self.config, getattr(torch, self.config.dtype)),
+        )
         if self.is_writer:
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 

@@ -75,8 +75,8 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
     [
         ({"model": "qwen3-tiny"}, r"--model = qwen3-tiny is not the model of the checkpoint \(.*model_type"),
         ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
-        ({"seq_len": 512}, "seq_len = 512, but the stream to resume has seq_len = 256"),
-        ({"seed": 1}, "seed = 1, but the stream to resume has seed = 0"),
+        ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 256: use the same as before, or --data-changed"),
+        ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
     ],
 )
 def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
