@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from parallel import ParallelDims, latest, read_extra
+from parallel import DamagedCheckpoint, ParallelDims, latest, read_extra
 from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import model_facts
@@ -29,7 +29,7 @@ from usp.rlhf.runtime.step_plan import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import METRICS_FILE
-from usp.train.resume import CHECKPOINTS, Start, find_start
+from usp.train.resume import CHECKPOINTS, MODEL, Start, find_start
 from usp.train.validate import parallel_dims
 
 from .algorithms.algorithm import Algorithm, Options
@@ -40,7 +40,7 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
 from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_violations
 from .validate import violations
 
-SFT, MODEL = "sft", "model"  # directories of a run: its supervised steps, and the trained model
+SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
 CRITIC_RATE, SFT_RATE = 1e-3, 2e-3  # peak learning rates for presets
 
@@ -78,7 +78,7 @@ def prepare(
     """Check `config` and load what it names, with the same result or the same error on every rank.
 
     Args:
-        start: where the run begins; None: `find_start` decides.
+        start: where the run begins; None: `find_rlhf_start` decides, and `saved` stays None for a damaged checkpoint.
         algorithms: `config.algorithm` names one of them.
 
     Raises:
@@ -96,13 +96,13 @@ def prepare(
     config = _with_rates(config, algorithm)
     sft_steps = _sft_steps(config, algorithm)
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
-    start = start or attempt(lambda: _find_start(config, sft_steps, launch)) or Start()
+    strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
     assert device is not None and tokenizer is not None and specs is not None
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
-    saved = attempt(partial(_read_state, start, config, sft_steps)) if start.checkpoint else None
+    saved = attempt(partial(_read_state, start, config, sft_steps, strict)) if start.checkpoint else None
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
@@ -143,11 +143,14 @@ def _sft_steps(config: RlhfConfig, algorithm: Algorithm) -> int:
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
 
 
-def _find_start(config: RlhfConfig, sft_steps: int, launch: Launch) -> Start:
-    """Return where the run begins. Raises ValueError if its directory holds another run's supervised steps."""
+def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged: Collection[Path] = ()) -> Start:
+    """Return where the run begins. Raises ValueError if its directory holds another run's supervised steps.
+
+    damaged: checkpoints that cannot be used.
+    """
     if not sft_steps:
-        return find_start(config, launch)
-    start = find_start(config, launch, traces=(METRICS_FILE, SFT))
+        return find_start(config, launch, damaged=damaged)
+    start = find_start(config, launch, (METRICS_FILE, SFT), damaged)
     if start.folder is None:
         return start
     directory = start.folder / SFT
@@ -158,9 +161,15 @@ def _find_start(config: RlhfConfig, sft_steps: int, launch: Launch) -> Start:
     return start
 
 
-def _read_state(start: Start, config: RlhfConfig, sft_steps: int) -> RlhfState:
+def _read_state(start: Start, config: RlhfConfig, sft_steps: int, strict: bool) -> RlhfState | None:
+    """Read the state in a checkpoint; None if it is damaged and, unless `strict`, the one before can replace it."""
     assert start.checkpoint is not None and start.folder is not None
-    saved = RlhfState.from_extra(read_extra(start.checkpoint))
+    try:
+        saved = RlhfState.from_extra(read_extra(start.checkpoint))
+    except DamagedCheckpoint:
+        if strict or start.named:
+            raise
+        return None
     after_sft = bool(sft_steps) or config.model == str(start.folder / SFT / MODEL)
     if found := resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft):
         raise ValueError(listed(found))

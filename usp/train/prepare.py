@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
-from parallel import ParallelDims, read_extra
+from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
 from usp.data.files import DataFiles, find_files
 from usp.data.packing import PackedRows
@@ -59,8 +59,10 @@ class PreparedRun:
     predicted_fsdp_bytes: int | None = None
 
 
-def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
+def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> PreparedRun:
     """Check `config` and load what it names: the same result, or the same error, on every rank.
+
+    start: where the run begins; None: `find_start` decides, and `saved` stays None for a damaged checkpoint.
 
     Raises ConfigurationError with every violation found. The data is tokenized here unless the cache holds its tokens,
     so that data without text or without its field is refused before any rank communicates.
@@ -84,8 +86,8 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
         )
     problems += filter(None, (wandb_problem(config.wandb_project), _engine_problem(config, device)))
     attempt(lambda: parse_steps(config.profile, config.steps))
-    start = attempt(lambda: find_start(config, launch)) or Start()
-    saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
+    strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
+    saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
     config, model_config, facts, dims = resolved.valid(problems)
     assert device is not None and files is not None and tokenizer is not None
 
@@ -136,11 +138,19 @@ def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | N
     return None
 
 
-def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) -> TrainingState | None:
-    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it."""
+def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig, strict: bool) -> TrainingState | None:
+    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it.
+
+    strict: raise for a damaged checkpoint even if the one before can replace it.
+    """
     if start.checkpoint is None:
         return None
-    saved = TrainingState.from_extra(read_extra(start.checkpoint))
+    try:
+        saved = TrainingState.from_extra(read_extra(start.checkpoint))
+    except DamagedCheckpoint:
+        if strict or start.named:
+            raise
+        return None
     violations = resume_violations(saved, config, model_config.to_dict(), finished_too=start.finished_too)
     if violations:
         raise ValueError(listed(violations))

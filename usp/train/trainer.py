@@ -1,8 +1,9 @@
 """One training run, from a configuration to a trained model.
 
-    prepare -> process group -> mesh -> engine with its stages -> steps, checkpoints -> model
+    prepare -> process group -> claim the folder -> mesh -> engine with its stages -> steps, checkpoints -> model
 
 RUN/                          the output of a run
+    run.lock                  locked by the run that writes here
     config.yaml               the resolved configuration, except device and dtype; train.py --config takes it
     metrics.jsonl             every step
     tensorboard/              the same numbers
@@ -19,7 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -45,9 +46,10 @@ from usp.sp.sp_attention import UnifiedSPAttention
 
 from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
+from .claim import run_folder, settled
 from .loop import TrainingLoop, learning_rate
-from .prepare import PreparedRun
-from .resume import run_folder
+from .prepare import PreparedRun, prepare
+from .resume import MODEL, Start, find_start, remember_folder
 from .step import train_step
 
 
@@ -58,28 +60,37 @@ def train(
 
     stop: asks for a checkpoint and the end after the current step. error_file: where torchrun reads of failures.
 
-    Raises ConfigurationError for a model that cannot be divided as asked, TrainingDiverged when loss or gradient norm
-    are no longer finite, and Stopped.
+    Raises ConfigurationError for a model that cannot be divided as asked and a folder that cannot be claimed,
+    TrainingDiverged when loss or gradient norm are no longer finite, CheckpointFailed, and Stopped.
     """
     hide_progress_bars()
-    timeout = prepared.config.hang_timeout
-    with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
-        trainer = Trainer(prepared, launch, stop or StopRequest(), watchdog)
+    config, timeout = prepared.config, prepared.config.hang_timeout
+
+    def again(start: Start) -> PreparedRun:
+        return replace(prepare(config, launch, start), predicted_fsdp_bytes=prepared.predicted_fsdp_bytes)
+
+    with (
+        process_group(launch, prepared.device, timeout),
+        Watchdog(launch, timeout, error_file) as watchdog,
+        run_folder(prepared.start.folder, Path(config.model).name) as folder,
+    ):
+        ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
+        remember_folder(folder, launch)
+        trainer = Trainer(ready, stop, watchdog)
         outlast(timeout)
         trainer.run()
 
 
 class Trainer(TrainingLoop):
-    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order."""
+    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order.
+
+    `prepared` names the folder, and a checkpoint that has been verified.
+    """
 
     def __init__(
-        self,
-        prepared: PreparedRun,
-        launch: Launch | None = None,
-        stop: StopRequest | None = None,
-        watchdog: Watchdog | None = None,
+        self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
     ) -> None:
-        launch = launch or Launch()
+        assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         config, model = prepared.config, prepared.model_config
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
@@ -92,8 +103,7 @@ class Trainer(TrainingLoop):
             self.engine = build_engine(EngineRecipe.of(config, model), self.mesh, self.device, fill)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        folder = run_folder(prepared.start, launch, Path(config.model).name, self.device)
-        watchdog = watchdog or Watchdog(launch, seconds=0)
+        folder, watchdog = prepared.start.folder, watchdog or Watchdog(Launch(), seconds=0)
         super().__init__(config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
@@ -148,9 +158,9 @@ class Trainer(TrainingLoop):
         return state.to_extra()
 
     def export(self) -> None:
-        self._export("model")
+        self._export(MODEL)
         if self.is_writer:
-            print(f"model: {self.folder / 'model'}", flush=True)
+            print(f"model: {self.folder / MODEL}", flush=True)
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {"config.yaml": asdict(self.prepared.reusable)}

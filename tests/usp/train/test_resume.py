@@ -132,7 +132,10 @@ def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: p
     run = folder_of_a_run(tmp_path / "run", 3)
     restarted = Launch(attempt=1, agent_store=("localhost", 1))
     monkeypatch.setattr(Launch, "recall", lambda self, key: None)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already holds a run: choose"):
+        find_start(replace(RUN, output=str(run)), restarted)
+    monkeypatch.setattr("usp.train.resume.holder", lambda folder: "process 7 on a")
+    with pytest.raises(ValueError, match="already holds a run, to which process 7 on a writes: choose"):
         find_start(replace(RUN, output=str(run)), restarted)
     monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))
     assert find_start(replace(RUN, output=str(run)), restarted).checkpoint == latest(run / CHECKPOINTS)
@@ -161,9 +164,10 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     run = folder_of_a_run(tmp_path / "run", 3)
     (run / CHECKPOINTS).rename(tmp_path / "elsewhere")
     (run / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
-    for resume in (run, run / CHECKPOINTS, run / CHECKPOINTS / "step-00000003"):
+    checkpoint = run / CHECKPOINTS / "step-00000003"
+    for resume in (run, run / CHECKPOINTS, checkpoint):
         for output in ("", str(run)):
-            assert start_of(resume=str(resume), output=output) == Start(run, run / CHECKPOINTS / "step-00000003")
+            assert start_of(resume=str(resume), output=output) == Start(run, checkpoint, named=resume == checkpoint)
 
 
 @pytest.mark.parametrize("output", ["file", "file/below/it"])

@@ -92,7 +92,7 @@ class Executor:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
             elif operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
-        timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
+        timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._progress = progress
 
