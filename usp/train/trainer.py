@@ -67,7 +67,8 @@ def train(
     config, timeout = prepared.config, prepared.config.hang_timeout
 
     def again(start: Start) -> PreparedRun:
-        return replace(prepare(config, launch, start), predicted_fsdp_bytes=prepared.predicted_fsdp_bytes)
+        kept = {"reusable": prepared.reusable, "predicted_fsdp_bytes": prepared.predicted_fsdp_bytes}
+        return replace(prepare(config, launch, start), **kept)
 
     with (
         process_group(launch, prepared.device, timeout),
