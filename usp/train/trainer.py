@@ -67,8 +67,8 @@ def train(
     config, timeout = prepared.config, prepared.config.hang_timeout
 
     def again(start: Start) -> PreparedRun:
-        kept = {"reusable": prepared.reusable, "predicted_fsdp_bytes": prepared.predicted_fsdp_bytes}
-        return replace(prepare(config, launch, start), **kept)
+        ready = prepare(config, launch, start)
+        return replace(ready, reusable=prepared.reusable, predicted_fsdp_bytes=prepared.predicted_fsdp_bytes)
 
     with (
         process_group(launch, prepared.device, timeout),
