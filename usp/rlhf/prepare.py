@@ -88,6 +88,7 @@ def prepare(
     attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     tokenizer = attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model), parse_special=True))
+    config = replace(config, tokenizer=tokenizer.name if tokenizer else config.tokenizer)
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     algorithm = algorithms.get(config.algorithm)
     if algorithm is None:  # one of the problems
@@ -117,7 +118,6 @@ def prepare(
     plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
     problems.check()
     assert plan is not None and kernel is not None
-    config = replace(config, tokenizer=tokenizer.name)
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
     )
