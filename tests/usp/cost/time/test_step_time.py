@@ -65,7 +65,7 @@ def flops_of_step(made: Job, rank: int) -> float:
         (1, {"mlp_tile": 256}),
         (1, {"mlp_tile": 300, "ac": "full"}),
         (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),
-        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2, "ac": "full"}),
+        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
         (2, {"pp": 2, "batch_size": 2, "micro_batches": 2}),
     ],
     ids=str,
