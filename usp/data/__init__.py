@@ -1,4 +1,4 @@
-"""Documents, tokenizers, token stores and packed batches. Each file imports only earlier ones:
+"""Documents, tokenizers and packed batches. Each file imports only earlier ones:
 
-reading, files, documents, tokenizer, store, packing, stream.
+documents, tokenizer, packing, stream.
 """
