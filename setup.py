@@ -19,6 +19,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",
+        "filelock",
         "matplotlib",
         "numpy",
         "pyarrow",
@@ -35,6 +36,13 @@ setup(
         "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
         "flash": ["flash-attn>=2.8"],
+    },
+    entry_points={
+        "console_scripts": [
+            "usp = usp.__main__:usp",
+            "usp-train = usp.__main__:usp_train",
+            "usp-rlhf = usp.__main__:usp_rlhf",
+        ]
     },
     classifiers=[
         "Programming Language :: Python :: 3",

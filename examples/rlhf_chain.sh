@@ -18,6 +18,8 @@ rlhf() {
 }
 
 rlhf --algorithm sft --wrong-answers 0.33 --steps "${SFT_STEPS:-150}" --output "$folder/sft"
-rlhf --algorithm reward_model --model "$folder/sft/model" --steps "${REWARD_STEPS:-100}" --output "$folder/reward"
+# The models are tiny, so they keep the rates of the presets.
+rlhf --algorithm reward_model --model "$folder/sft/model" --learning-rate 2e-3 --steps "${REWARD_STEPS:-100}" \
+    --output "$folder/reward"
 rlhf --algorithm ppo --model "$folder/sft/model" --reward-model "$folder/reward/model" \
-    --steps "${PPO_STEPS:-60}" --options mini_batches=2 --output "$folder/ppo"
+    --learning-rate 3e-4 --critic-learning-rate 1e-3 --steps "${PPO_STEPS:-60}" --options mini_batches=2 --output "$folder/ppo"

@@ -3,13 +3,13 @@ resharding and checkpoints of distributed tensors; a hardware model; tools that 
 
 Independent of attention. Each file imports only earlier ones:
 
-local, dims, stages, agree, groups, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
+local, dims, stages, groups, agree, mesh, reallocation, fsdp, grad_norm, pipeline, tensor, expert, checkpoint, wire,
 memory, cluster, testing.
 """
 
 from .agree import RanksDisagree, agree
-from .checkpoint.checkpointer import Checkpointer, latest
-from .checkpoint.safetensors_storage import read_extra
+from .checkpoint.checkpointer import Checkpointer, latest, set_aside, verify
+from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
 from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
 from .cluster.links import overlap_of, transfer_seconds
 from .dims import SP_ORDERS, ParallelDims, divisors

@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from importlib import import_module
+from typing import NoReturn
+
+from usp.run.launch import leave
 
 COMMANDS = {
     "plan": "find the fastest parallel configuration for a model on given hardware",
@@ -36,5 +39,24 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -
     return 0
 
 
-if __name__ == "__main__":
+def usp() -> NoReturn:
+    """Run `python -m usp` as a console script."""
     sys.exit(main(sys.argv[1:], os.environ))
+
+
+def usp_train() -> NoReturn:
+    """Run train.py as a console script."""
+    _program("train")
+
+
+def usp_rlhf() -> NoReturn:
+    """Run rlhf.py as a console script."""
+    _program("rlhf")
+
+
+def _program(name: str) -> NoReturn:
+    leave(import_module(f"usp.commands.{name}").main(sys.argv[1:], os.environ))
+
+
+if __name__ == "__main__":
+    usp()

@@ -15,7 +15,7 @@ from tyro.conf import arg
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
-from usp.data.documents import TEXT_FIELD
+from usp.data.files import TEXT_FIELD
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
@@ -26,6 +26,9 @@ AC_MODES = ("none", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+BOS = ("auto", "always", "never")
+ROUTER_BALANCES = ("step", "micro-batch")
+ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
@@ -72,6 +75,8 @@ class RunConfig:
     """Compute dtype; weights and optimizer states stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
     device: Annotated[str, one_of(DEVICES)] = "auto"
     """Device type. auto: CUDA if available, otherwise CPU."""
+    export_dtype: Annotated[str, one_of(DTYPES)] = "auto"
+    """Data type of the exported model. auto: the compute dtype. Checkpoints keep float32 weights."""
 
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
     """Output directory for the configuration, metrics, TensorBoard logs, checkpoints and final model."""
@@ -107,14 +112,26 @@ class _Training:
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
-    """Text, JSONL or Parquet file, or a directory of them. stdlib: the source code of Python's standard library."""
+    """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
+    of Python's standard library."""
     data_field: str = TEXT_FIELD
-    """JSONL key or Parquet column that holds the text."""
-    tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
+    """Key or column that holds the text; not used for text files."""
+    data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"
+    """Directory in which tokenized data is kept and found again."""
+    data_changed: bool = False
+    """Resume although data, tokenizer or --seq-len differ from the checkpoint's, and begin a new epoch."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5. auto: the model directory's own, or
+    bytes for a preset."""
+    bos: Annotated[str, one_of(BOS)] = "auto"
+    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
+    parse_special_tokens: bool = False
+    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
 
     seq_len: int = 4096
     """Sequence length in tokens, before sharding over ranks."""
+    rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
+    """Scaling of rotary positions, for a --seq-len beyond a checkpoint's limit. ntk changes the base (NTK-aware)."""
     batch_size: int = 1
     """Sequences per data-parallel rank and step."""
     global_batch_size: int = 0
@@ -123,7 +140,7 @@ class _Training:
     """Micro-batches per step, for gradient accumulation and to fill the pipeline. Divides batch_size."""
     steps: int = 100
     """Optimizer steps."""
-    learning_rate: float = 3e-3
+    learning_rate: Annotated[float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory)")] = 0.0
     """Peak learning rate of AdamW; cosine decay to 10% after warmup."""
     warmup_steps: int = 10
     """Linear warmup steps."""
@@ -138,7 +155,9 @@ class _Training:
     max_grad_norm: float = 1.0
     """Maximum global gradient norm. inf: no clipping."""
     router_aux_loss_coef: float = -1.0
-    """MoE load-balancing loss coefficient. -1: from the model configuration."""
+    """MoE load-balancing loss coefficient. -1: router_aux_loss_coef of the model configuration."""
+    router_balance: Annotated[str, one_of(ROUTER_BALANCES)] = "step"
+    """Tokens that the load-balancing loss covers. step: with micro-batches, costs a forward pass that only counts."""
     seed: int = 0
     """Seed for weight initialization and data order."""
 

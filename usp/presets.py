@@ -11,6 +11,8 @@ from typing import Any
 
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 
+PRESET_RATE, PRETRAINED_RATE = 3e-3, 1e-5  # peak learning rates of next-token training
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -84,3 +86,8 @@ PRESETS: dict[str, Preset] = {
     "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, theta=1e6, **_MIXTRAL),
     "qwen3-30b-a3b": _preset("qwen3_moe", 2048, 6144, 48, 32, 4, vocab=151936, longest=40960, theta=1e6, **_QWEN3_MOE),
 }
+
+
+def settled_rate(asked: float, model: str, preset: float = PRESET_RATE, pretrained: float = PRETRAINED_RATE) -> float:
+    """Return the peak learning rate `asked` for `model`; for 0 the default for a preset, or for pretrained weights."""
+    return asked or (preset if model in PRESETS else pretrained)

@@ -2,9 +2,10 @@
 
     FOLDER/step-00000020             a complete checkpoint: see `safetensors_storage`
     FOLDER/step-00000030.partial     in progress, or interrupted: never loaded
+    FOLDER/step-00000010.damaged     set aside because a file has changed: never loaded, never removed
 
     main thread    ... step 20 | copy to host | step 21 | step 22 ...
-    background                 | plan | write rank-*.safetensors | all ranks done: rename | remove old ones
+    background                 | plan | write and hash rank-*.safetensors | all ranks done: rename | remove old ones
 
 torch.distributed.checkpoint plans which rank writes and reads which box of each tensor; replicated tensors are written
 once. Its collectives use a separate gloo group, because collectives of two threads must not share a group.
@@ -12,29 +13,59 @@ once. Its collectives use a separate gloo group, because collectives of two thre
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, async_save, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from .safetensors_storage import PARTIAL, REMOVING, SafetensorsReader, SafetensorsWriter, read_extra, remove_checkpoint
+from .safetensors_storage import (
+    PARTIAL,
+    REMOVING,
+    DamagedCheckpoint,
+    SafetensorsReader,
+    SafetensorsWriter,
+    damaged_files,
+    read_extra,
+    remove_checkpoint,
+)
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
+DAMAGED = ".damaged"
 _LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(REMOVING)})")
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in `folder`, or None."""
-    found = _complete(folder)
+def latest(folder: Path, without: Collection[Path] = ()) -> Path | None:
+    """Return the complete checkpoint of the highest step in `folder` that is not one of `without`, or None."""
+    found = {step: path for step, path in _complete(folder).items() if path not in without}
     return found[max(found)] if found else None
+
+
+def verify(path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Compare the files of a checkpoint with their checksums, each on one rank of the group. Collective.
+
+    Raises:
+        DamagedCheckpoint: on every rank, naming the files that are missing or changed.
+    """
+    part = slice(dist.get_rank(group), None, dist.get_world_size(group))
+    if found := _gather_errors(lambda: "; ".join(damaged_files(path, part)), group):
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {'; '.join(found)}")
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that `latest` does not find it, and return its new path."""
+    names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    aside = next(new for name in names if not (new := path.with_name(path.name + DAMAGED + name)).exists())
+    return path.rename(aside)
 
 
 class Checkpointer:
@@ -55,7 +86,7 @@ class Checkpointer:
     def __init__(self, folder: Path, keep: int, device_type: str) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest checkpoint is always kept")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.device_type = folder, keep, device_type
         self.group = dist.new_group(backend="gloo")
         cuda = device_type == "cuda"
         self.stager = DefaultStager(
@@ -64,7 +95,7 @@ class Checkpointer:
             )
         )
         self.saving: tuple[Path, Future[Any]] | None = None
-        errors = self._gather_errors(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None)
+        errors = _gather_errors(lambda: self._remove_leftovers() if dist.get_rank() == 0 else None, self.group)
         if errors:
             raise RuntimeError(f"an incomplete checkpoint in {folder} cannot be removed: {'; '.join(errors)}")
 
@@ -94,28 +125,49 @@ class Checkpointer:
         assert isinstance(response, Future)
         self.saving = (path, response)
 
-    def wait(self) -> None:
-        """Wait for the current save. Raise RuntimeError on every rank if it failed on any."""
+    def finished(self) -> bool:
+        """Return whether the current save has ended on every rank, well or not; False without one, at no cost."""
         if self.saving is None:
-            return
+            return False
+        ended = torch.tensor(int(self.saving[1].done()), device=self.device_type)
+        dist.all_reduce(ended, dist.ReduceOp.MIN)  # not over `group`, which the save uses
+        return bool(ended)
+
+    def wait(self) -> bool:
+        """Wait for the current save; return whether there was one.
+
+        Raises:
+            RuntimeError: on every rank, if the save failed on any; its files are removed.
+        """
+        if self.saving is None:
+            return False
         (path, response), self.saving = self.saving, None
         try:
             response.result()
         except (CheckpointException, Exception) as error:
+            if dist.get_rank() == 0:  # all ranks have stopped writing, and what they wrote may fill the disk
+                shutil.rmtree(path.with_name(path.name + PARTIAL), ignore_errors=True)
             raise RuntimeError(f"checkpoint {path} was not saved: {_causes(error)}") from error
+        return True
 
-    def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, path: Path, tensors: Mapping[str, Tensor], verified: bool = False) -> dict[str, Any]:
         """Fill `tensors` in place from a checkpoint of any layout and number of ranks, and return its `extra`.
 
-        Each rank reads only the boxes it holds. Names that no rank requests are not read.
+        Each rank reads only the boxes it holds, after `verify`. Names that no rank requests are not read.
+
+        Args:
+            verified: `verify` has just accepted `path`, and need not read it again.
 
         Raises:
+            DamagedCheckpoint: on every rank, before any tensor is modified; see `verify`.
             ValueError: on every rank, before any tensor is modified, if `path` is not a checkpoint, listing the
                 requested names that it lacks or has with another shape or dtype.
             RuntimeError: on every rank, if a file cannot be read.
         """
         self.wait()
-        if violations := self._gather_errors(lambda: _violations(path, tensors)):
+        if not verified:
+            verify(path, self.group)
+        if violations := _gather_errors(lambda: _violations(path, tensors), self.group):
             raise ValueError("; ".join(violations))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -123,16 +175,6 @@ class Checkpointer:
         except CheckpointException as error:
             raise RuntimeError(f"checkpoint {path} cannot be read: {_causes(error)}") from error
         return read_extra(path)
-
-    def _gather_errors(self, check: Callable[[], str | None]) -> list[str]:
-        """Run `check` on every rank; return the messages it returned or raised on any rank."""
-        try:
-            message = check()
-        except (ValueError, OSError) as error:
-            message = str(error)
-        gathered: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, message, group=self.group)
-        return sorted({message for message in gathered if message})
 
     def _remove_leftovers(self) -> None:
         if self.folder.is_dir():
@@ -144,6 +186,17 @@ class Checkpointer:
         found = _complete(self.folder)
         for step in sorted(found)[: -self.keep]:
             remove_checkpoint(found[step])
+
+
+def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
+    """Run `check` on every rank; return the messages it returned or raised on any rank."""
+    try:
+        message = check()
+    except (ValueError, OSError) as error:
+        message = str(error)
+    gathered: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, message, group=group)
+    return sorted({message for message in gathered if message})
 
 
 def _complete(folder: Path) -> dict[int, Path]:

@@ -1,29 +1,31 @@
 """Storage of torch.distributed.checkpoint in safetensors files and one JSON index, without pickles.
 
     FOLDER/
-        checkpoint.json              tensors: name -> dtype, shape and boxes, each with its file; extra
+        checkpoint.json              tensors: name -> dtype, shape and boxes, each with its file; extra;
+                                     files: name -> checksum; checksum: of the text before it
         rank-00000.safetensors       the boxes written by rank 0, named NAME@OFFSETS
         extra.safetensors            the tensors of `extra`
 
 A box is the part of a global tensor at some offsets. A checkpoint is written to FOLDER.partial, and renamed when every
-rank's part is on disk: FOLDER is either complete or absent.
+rank's part is on disk: FOLDER is either complete or absent. Whether it is still as it was written, checksums say.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
@@ -41,7 +43,13 @@ INDEX = "checkpoint.json"
 EXTRA = "extra.safetensors"
 PARTIAL = ".partial"  # being written
 REMOVING = ".old"  # being removed
+_CHECKSUM = ', "checksum": "'  # ends the index, before the checksum of the text up to here
+_BLOCK = 2**24  # bytes read at a time
 _TENSOR = "tensor in " + EXTRA  # only key of the object that replaces a tensor in the JSON of `extra`
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not, or no longer, what was written; the message names the path."""
 
 
 class SafetensorsWriter(StorageWriter):
@@ -70,7 +78,6 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         boxes: dict[str, Tensor] = {}
         storages: set[int] = set()
-        results = []
         for item in plan.items:
             box = planner.resolve_data(item)
             assert isinstance(box, Tensor), f"{item.index.fqn} is not a tensor"
@@ -79,18 +86,25 @@ class SafetensorsWriter(StorageWriter):
                 box = box.clone()  # safetensors does not support tensors that share memory, such as tied weights
             storages.add(storage)
             boxes[_key(item.index)] = box
-            results.append(WriteResult(item.index, box.nbytes, plan.storage_data))
-        if boxes:
-            _write(boxes, self.partial / plan.storage_data)
-        return _done(results)
+        if not boxes:
+            return _done([])
+        path = self.partial / plan.storage_data
+        save_file(boxes, path)
+        _sync(path)
+        file = (path.name, _checksum_of(path))
+        return _done([WriteResult(item.index, boxes[_key(item.index)].nbytes, file) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, Tensor] = {}
-        index = {"tensors": _index(metadata, results), "extra": _without_tensors(self.extra, tensors, "")}
-        _write(tensors, self.partial / EXTRA)
-        (self.partial / INDEX).write_text(json.dumps(index))
-        _sync(self.partial / INDEX)
-        _sync(self.partial)
+        extra = _without_tensors(self.extra, tensors, "")
+        saved = save(tensors)
+        files = dict(result.storage_data for of_rank in results for result in of_rank)
+        files[EXTRA] = _checksum(saved)
+        text = json.dumps({"tensors": _index(metadata, results), "extra": extra, "files": files})[:-1]
+        (self.partial / EXTRA).write_bytes(saved)
+        (self.partial / INDEX).write_text(f'{text}{_CHECKSUM}{_checksum(text.encode())}"}}')
+        for path in (self.partial / EXTRA, self.partial / INDEX, self.partial):
+            _sync(path)
         if self.folder.exists():
             remove_checkpoint(self.folder)
         self.partial.rename(self.folder)
@@ -154,9 +168,31 @@ def read_extra(folder: Path) -> dict[str, Any]:
     """Read the `extra` of a complete checkpoint, without a process group.
 
     Raises:
-        ValueError: if `folder` is not a checkpoint.
+        DamagedCheckpoint: if `folder` is not a checkpoint, or its `extra` is damaged.
     """
-    return _with_tensors(_read_index(folder)["extra"], load_file(folder / EXTRA))
+    index = _read_index(folder)
+    try:
+        saved = (folder / EXTRA).read_bytes()
+        checksum = _checksum(saved)
+        if index["files"].get(EXTRA, checksum) != checksum:
+            raise DamagedCheckpoint(f"{folder / EXTRA} does not match its checksum")
+        return _with_tensors(index["extra"], load(saved))
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{folder / EXTRA} cannot be read: {error}") from error
+
+
+def damaged_files(folder: Path, part: slice) -> Iterator[str]:
+    """Yield what is wrong with the files of a checkpoint that `part` selects of all, one message each.
+
+    Raises:
+        DamagedCheckpoint: if `folder` is not a checkpoint, or its index is damaged.
+    """
+    for name, checksum in sorted(_read_index(folder)["files"].items())[part]:
+        try:
+            if _checksum_of(folder / name) != checksum:
+                yield f"{folder / name} does not match its checksum"
+        except OSError as error:
+            yield f"{folder / name} cannot be read: {error}"
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -169,13 +205,32 @@ def remove_checkpoint(folder: Path) -> None:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / INDEX).read_text())
+        text = (folder / INDEX).read_text()
+        before, _, after = text.rpartition(_CHECKSUM)
+        index = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} is not a checkpoint: {error}") from error
+        raise DamagedCheckpoint(f"{folder} is not a checkpoint: {error}") from error
+    if not before and index.keys() == {"tensors", "extra"}:  # written without checksums
+        return {**index, "files": {}}
+    if after != f'{_checksum(before.encode())}"}}':
+        raise DamagedCheckpoint(f"{folder / INDEX} does not match its checksum")
+    return index
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _checksum_of(path: Path) -> str:
+    checksum = hashlib.blake2b(digest_size=16)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _index(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
-    files = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    files = {result.index: result.storage_data[0] for of_rank in results for result in of_rank}
 
     def entry(name: str, tensor: TensorStorageMetadata) -> dict[str, Any]:
         boxes = [
@@ -213,11 +268,6 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[value[_TENSOR]]
         return {key: _with_tensors(part, tensors) for key, part in value.items()}
     return value
-
-
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path)
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -23,15 +23,18 @@ BAD = [
         ["--sp-ulysses", "4", "--sp-ring", "2", "--seq-len", "1003"],
         ["--seq-len = 1003 must be a multiple of 8", "use 1000 or 1008"],
     ),
-    (["--sp-ulysses", "8", "--model", "few-heads"], ["4 query heads", "--sp-ulysses 4 --sp-ring 2"]),
+    (
+        ["--sp-ulysses", "8", "--model", "few-heads", "--tokenizer", "bytes"],
+        ["4 query heads", "--sp-ulysses 4 --sp-ring 2"],
+    ),
     (["--sp-layout", "zigzagg"], ["--sp-layout = 'zigzagg'", "contiguous, zigzag, striped", "did you mean 'zigzag'?"]),
     (["--attention-kernel", "sdp"], ["--attention-kernel = 'sdp'", "did you mean 'sdpa'?"]),
-    (["--model", "llama3-8"], ["model=llama3-8", "did you mean 'llama3-8b'?"]),
+    (["--model", "llama3-8"], ["--model llama3-8", "did you mean 'llama3-8b'?"]),
     (["--data", "missing.txt"], ["data=missing.txt does not exist"]),
     (["--data", "empty"], ["data=empty is empty"]),
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
-    (["--model", "few-ids"], ["bytes gives ids up to 383", "vocabulary of 200"]),
+    (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes gives ids up to 383", "vocabulary of 200"]),
     (
         ["--ep", "3", "--model", "noisy", "--steps", "0"],
         [
@@ -45,7 +48,7 @@ BAD = [
     (["--config", "wrong.yaml"], ["--config wrong.yaml", "unknown key 'sp-rings' (did you mean 'sp_ring'?)"]),
     (
         ["--steps", "0", "--model", "nothing", "--data", "missing.txt"],
-        ["3 problems:", "--steps = 0", "model=nothing", "data=missing.txt"],
+        ["3 problems:", "--steps = 0", "--model nothing", "data=missing.txt"],
     ),
 ]
 
@@ -95,7 +98,7 @@ def test_only_one_rank_speaks_and_the_run_ends(tmp_path: Path) -> None:
         ended = run.end()
     assert ended.exit_code != 0 and ended.out == ""
     ours = [line for line in ended.err.splitlines() if line.startswith(("error: ", "  1. ", "  2. "))]
-    assert [line[:8] for line in ours] == ["error: 2", "  1. mod", "  2. --s"]
+    assert [line[:8] for line in ours] == ["error: 2", "  1. --m", "  2. --s"]
     assert "usp/commands/" not in ended.err  # no traceback of ours
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM
 
 import usp.run.failures
 from tests.e2e.processes import ROOT, Run
+from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
@@ -154,6 +159,40 @@ def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
         ConfigurationError, match=r"--reward-function = f\.py:f is not used: sft does not score responses, remove it"
     ):
         prepare(RlhfConfig(algorithm="sft", reward_function="f.py:f"), Launch())
+
+
+def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
+    asked = RlhfConfig(prompt_tokens=64, sft_steps=0)
+
+    def rates(**fields: Any) -> tuple[float, float, float]:
+        found = prepare(replace(asked, **fields), Launch()).config
+        return found.learning_rate, found.critic_learning_rate, found.sft_learning_rate
+
+    assert rates() == (2e-3, 1e-3, 2e-3) and rates(algorithm="ppo") == (3e-4, 1e-3, 2e-3)
+    assert rates(model=str(tmp_path)) == rates(model=str(tmp_path), algorithm="ppo") == (1e-6, 1e-5, 1e-5)
+    assert rates(model=str(tmp_path), algorithm="sft")[0] == 1e-5
+    assert rates(model=str(tmp_path), algorithm="reward_model")[0] == 1e-5
+    assert rates(algorithm="ppo", critic=str(tmp_path)) == (3e-4, 1e-5, 2e-3)
+    assert rates(learning_rate=1e-4, critic_learning_rate=1e-4, sft_learning_rate=1e-4) == (1e-4, 1e-4, 1e-4)
+
+
+def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = ["--sft-steps", "1", "--steps", "1", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64"]
+    assert main([*args, "--dtype", "bfloat16", "--output", str(tmp_path)], {}) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "model").dtype == torch.float32
+    for folder in (tmp_path, tmp_path / "sft"):
+        written = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (written["device"], written["dtype"]) == ("auto", "bfloat16")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["learning_rate"] == 2e-3  # the preset's
+    shown = capsys.readouterr().out
+    assert f"models: actor {tmp_path / 'sft' / 'model'}" in shown and "bfloat16 on cpu" in shown
+    assert shown.count("learning rate: actor 0.002") == 2
 
 
 def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from parallel import latest
 from tests.e2e.processes import Run
 
 TINY = ["--sp-ulysses", "2", "--seq-len", "256", "--log-every", "1", "--checkpoint-every", "2"]
@@ -87,3 +92,61 @@ def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
     assert "rank 0: in all_reduce (step 3, " in ended.err
     assert "rank 1: in no collective (step 2, checkpoint)" in ended.err and "look first at rank 1" in ended.err
     assert [step for step, _, _ in logged_steps(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(tmp_path: Path) -> None:
+    """Without a watchdog. torchrun ends with 1 after a SIGTERM, whatever its ranks' exit code is."""
+    args = [*TINY, "--steps", "100000", "--hang-timeout", "0", "--output", str(tmp_path / "run"), "--resume", "auto"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with Run(args, first, ranks=2) as killed:
+        killed.wait_for(lambda: latest(tmp_path / "run" / "checkpoints") is not None)
+        killed.process.kill()
+        killed.process.wait()
+        with Run(args, second, ranks=2) as run:
+            run.wait_for(lambda: run.out.read_text().count("\nstep ") >= 2)
+            assert killed.members() == []
+            run.process.send_signal(signal.SIGTERM)
+            ended = run.end()
+        said = killed.err.read_text()
+    assert said.count(f"error: torchrun (process {killed.process.pid}) is gone") == 1
+    assert "resumed from: " in ended.out and ended.exit_code == 1
+    assert "stopped by SIGTERM after step " in ended.err
+    steps = [step for step, _, _ in logged_steps(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_of_two_launches_of_one_folder_one_is_refused(tmp_path: Path) -> None:
+    args = [*TINY, "--sp-ulysses", "1", "--steps", "100000", "--output", str(tmp_path / "run")]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with Run(args, folders[0]) as one, Run(args, folders[1]) as two:
+        while one.process.poll() is None and two.process.poll() is None:
+            time.sleep(0.1)
+        refused, training = (one, two) if one.process.poll() is not None else (two, one)
+        ended = refused.end()
+        training.wait_for(lambda: "step 2/" in training.out.read_text())
+        training.process.send_signal(signal.SIGTERM)
+        assert training.end().exit_code == 143
+    assert ended.exit_code == 2 and ended.out == ""
+    assert ended.err.startswith("error: ") and f"process {training.process.pid} on {socket.gethostname()}" in ended.err
+
+
+def test_two_hosts_without_a_shared_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # both hosts are this one
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ExitStack() as stack:
+        hosts = []
+        for host in ("0", "1"):
+            (tmp_path / host).mkdir()
+            place = ("--nnodes", "2", "--node-rank", host, "--master-addr", "127.0.0.1", "--master-port", str(port))
+            hosts.append(stack.enter_context(Run(TINY, tmp_path / host, ranks=1, torchrun=place)))
+        ended = [host.end() for host in hosts]
+    assert [end.exit_code for end in ended] == [1, 1] and "step 1/" not in ended[0].out
+    said = [line for end in ended for line in end.err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "the run's folder is not shared by all ranks" in said[0]
+    assert f"rank 1 in {tmp_path / '1'}" in said[0]

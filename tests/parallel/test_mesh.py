@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,18 +88,35 @@ def test_ep_regroups_the_ranks_that_hold_different_tokens(ranks: RankPool) -> No
         ParallelDims(ulysses=4, tp=2, ep=3).resolve(8)
 
 
-def disagree(axis: str) -> str:
-    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+def disagree(axis: str) -> list[str]:
+    """Return the messages of values that rank 0, or rank 2, holds differently."""
+    mesh, rank = ParallelMesh.create(ParallelDims(ring=2, ulysses=2)), dist.get_rank()
+    values = [
+        {"seq_len": 64 if rank else 32, "degrees": ParallelDims(ring=2, tp=2 if rank == 2 else 1), "seed": 0},
+        {"model": {"rope": {"factor": 4.0}} if rank == 2 else {}},
+        "x" * 20_000 + str(min(rank, 1)),
+        "x" * 5_000 + str(min(rank, 1)) + "y" * 5_000,
+        8 if rank else 4,
+    ]
     mesh.agree("the same", "the plan", (axis,))
-    with pytest.raises(RanksDisagree) as caught:
-        mesh.agree({"seq_len": 64 if dist.get_rank() else 32}, "the plan", (axis,))
-    return str(caught.value)
+    messages = []
+    for value in values:
+        with pytest.raises(RanksDisagree) as caught:
+            mesh.agree(value, "the plan", (axis,))
+        messages.append(str(caught.value).removeprefix("the plan must be the same on all ranks, but differs: "))
+    return messages
 
 
-def test_a_disagreement_is_the_same_error_on_every_rank(ranks: RankPool) -> None:
-    messages = ranks.run(disagree, 4, "loss")
-    assert len(set(messages)) == 1
-    assert "the plan must be the same on all ranks, but differs: rank 0: {'seq_len': 32}; rank 1:" in messages[0]
+def test_a_disagreement_is_the_same_error_on_every_rank_and_shows_what_differs(ranks: RankPool) -> None:
+    first, *others = ranks.run(disagree, 4, "loss")
+    assert others == [first] * 3
+    by_field, nested, unsent, around, plain = first
+    assert by_field == "seq_len = 32 on rank 0, 64 on ranks 1-3; degrees.tp = 1 on ranks 0-1,3, 2 on rank 2"
+    missing, only = "model = {} on ranks 0-1,3, missing on rank 2", "missing on ranks 0-1,3, 4.0 on rank 2"
+    assert nested == f"{missing}; model.rope.factor = {only}"
+    assert unsent == "beyond the first 10000 characters"
+    assert re.fullmatch(r"\.\.\.x{75}0y{224}\.\.\. on rank 0, \.\.\.x{75}1y{224}\.\.\. on ranks 1-3", around)
+    assert plain == "4 on rank 0, 8 on ranks 1-3"
 
 
 def test_ranks_are_formatted_as_runs() -> None:

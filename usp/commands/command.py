@@ -8,6 +8,7 @@ from typing import Any
 
 from usp.run.failures import INTERRUPTED, end, ending_of
 from usp.run.launch import Launch, meet, stay_on_loopback
+from usp.run.orphans import end_with_launcher
 from usp.run.signals import StopRequest
 
 from .flags import parse
@@ -31,7 +32,9 @@ class Command:
 
     def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         """Run the program on this rank of the launch that `environ` describes, and return the exit code."""
-        launch = meet(Launch.from_environment(environ))
+        launch = Launch.from_environment(environ)
+        end_with_launcher(launch)
+        launch = meet(launch)
         stay_on_loopback(launch, environ)
         environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")

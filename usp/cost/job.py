@@ -49,6 +49,11 @@ class Job:
         return auto if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
 
     @property
+    def counts_choices(self) -> bool:
+        """Whether forwards without gradients count the routers' choices before the step (`usp.train.engines`)."""
+        return self.balance and self.config.router_balance == "step" and self.config.micro_batches > 1
+
+    @property
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
         return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses)

@@ -1,4 +1,4 @@
-"""Documents, tokenizers and packed batches. Each file imports only earlier ones:
+"""Documents, tokenizers, token stores and packed batches. Each file imports only earlier ones:
 
-documents, tokenizer, packing, stream.
+reading, files, documents, tokenizer, store, packing, stream.
 """

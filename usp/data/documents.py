@@ -1,171 +1,183 @@
-"""Documents from text, JSONL and Parquet files, directories of them, or the source code of Python's standard library.
+"""The documents of a file, in pieces of bounded size.
 
-A source is a list of units, each of which fits in memory and can be read independently:
-
-    text file      one unit of one document
-    JSONL file     one unit per RANGE_BYTES: the lines that begin in that range
-    Parquet file   one unit per row group
-
-Units are read lazily, so a source of any size opens at once, and ranks that read the same units in the same order see
-the same documents. A document is its UTF-8 bytes.
+A document is read as pieces of about PIECE characters, so that neither a text file nor a Parquet row group of any size
+is held in memory. Text is cut after a newline where there is one, because tokenizers split words from line breaks.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, TextIO
 
 from usp.run.failures import nearest
 
-STDLIB = "stdlib"
-TEXT_FIELD = "text"  # default key or column of the text
-RANGE_BYTES = 16 * 2**20
-SNIFF_BYTES = 8192
-# Excluded below the standard library's directory: installed packages, tests, and tables of data.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+from .files import DataFile
+from .reading import open_bytes, open_text
+
+PIECE = 2**20  # characters
+BATCH_BYTES = 2**24  # of the rows of Parquet and CSV that are read together
+
+Piece = tuple[str, bool]  # text, and whether a document ends with it
 
 
-@dataclass(frozen=True)
-class TextUnit:
-    path: Path
+def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
+    """Yield the documents of a file, in order; empty ones are skipped.
 
-    def read(self) -> list[bytes]:
-        return [self.path.read_bytes()]
+    field: key or column of the text, for every format but text.
 
-
-@dataclass(frozen=True)
-class JsonLinesUnit:
-    """Lines that begin at `begin <= offset < end`; the last may run past `end`."""
-
-    path: Path
-    field: str
-    begin: int
-    end: int
-
-    def read(self) -> list[bytes]:
-        with self.path.open("rb") as file:
-            return [document for offset, line in self._lines(file) if (document := self._text(offset, line))]
-
-    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        file.seek(max(self.begin - 1, 0))
-        if self.begin:
-            file.readline()  # skip the line that began before this range, or its newline
-        while (offset := file.tell()) < self.end and (line := file.readline()):
-            if line.strip():
-                yield offset, line
-
-    def _text(self, offset: int, line: bytes) -> bytes:
-        where = f"{self.path}, line at byte {offset}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object per line") from error
-        if not isinstance(row, dict) or self.field not in row:
-            raise _missing_field(where, "key", self.field, list(row) if isinstance(row, dict) else [])
-        if not isinstance(row[self.field], str):
-            raise ValueError(f"{where}: {self.field!r} must hold text, got {type(row[self.field]).__name__}")
-        return row[self.field].encode("utf-8", "replace")
-
-
-@dataclass(frozen=True)
-class ParquetUnit:
-    path: Path
-    field: str
-    row_group: int
-
-    def read(self) -> list[bytes]:
-        from pyarrow import parquet  # slow to import, and only Parquet files need it
-
-        column = parquet.ParquetFile(self.path).read_row_group(self.row_group, columns=[self.field]).column(0)
-        return [text.encode("utf-8", "replace") for text in column.to_pylist() if text]
-
-
-Unit = TextUnit | JsonLinesUnit | ParquetUnit
-
-
-def open_source(data: str, field: str) -> tuple[Unit, ...]:
-    """Return the units of `data` ("stdlib", a file or a directory), in an order that depends only on file names.
-
-    A directory stands for all visible files below it: *.jsonl and *.parquet in any case, and every other file as text
-    unless it is binary (a NUL byte near its beginning). Raises ValueError if the path does not exist, is a .json or
-    binary file, or holds no text; if a Parquet file has no column `field`; and if `field` is set without any JSONL or
-    Parquet file.
+    Raises:
+        ValueError: naming file and place, for a damaged file, a row without `field`, or a value that is not text.
     """
-    files = _library_files() if data == STDLIB else _files_of(data)
-    if field not in ("", TEXT_FIELD) and not any(map(_has_fields, files)):
-        raise ValueError(f"data_field={field!r} is for .jsonl and .parquet files, and data={data} has none: unset it")
-    units = tuple(unit for path in files for unit in _units_of(path, field))
-    if not units:
-        raise ValueError(f"data={data} is empty: no file in it holds text")
-    return units
+    if file.format == "text":
+        yield from _in_pieces(_chunks(file.path))
+        return
+    readers = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}
+    for text in readers[file.format](file.path, field):
+        yield from _in_pieces(text[at : at + PIECE] for at in range(0, len(text), PIECE))
 
 
-def _files_of(data: str) -> list[Path]:
-    root = Path(data).expanduser()
-    if root.is_dir():
-        return [path for path in _visible_files(root) if _has_fields(path) or not _is_binary(path)]
-    if not root.is_file():
-        raise ValueError(f"data={data} does not exist: give a text, .jsonl or .parquet file, a directory, or {STDLIB}")
-    if root.suffix.lower() == ".json":
-        raise ValueError(f"data={data} is a single JSON document: convert it to .jsonl, one object per line")
-    if not _has_fields(root) and _is_binary(root):
-        raise ValueError(f"data={data} is a binary file: give a text, .jsonl or .parquet file")
-    return [root]
+def _in_pieces(chunks: Iterable[str]) -> Iterator[Piece]:
+    kept = ""
+    for chunk in chunks:
+        kept += chunk
+        if len(kept) > PIECE:
+            cut = _place_to_cut(kept)
+            yield kept[:cut], False
+            kept = kept[cut:]
+    if kept:
+        yield kept, True
 
 
-def _library_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = (path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
-    return sorted(path for path in files if path.stat().st_size)
+def _place_to_cut(text: str) -> int:
+    """Return the last beginning of a line, or else of a word, that leaves something on both sides."""
+    for between in ("\n", r"\s"):
+        found = re.compile(rf"{between}(?=\S)").finditer(text, len(text) // 2)
+        if last := max((match.end() for match in found), default=0):
+            return last
+    return len(text) - 1
 
 
-def _visible_files(root: Path) -> list[Path]:
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+def _chunks(path: Path) -> Iterator[str]:
+    with open_text(path) as file:
+        while chunk := file.read(PIECE):
+            yield chunk
 
 
-def _has_fields(path: Path) -> bool:
-    return path.suffix.lower() in (".jsonl", ".parquet")
+def _lines(path: Path, field: str) -> Iterator[str]:
+    with open_text(path, newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+                yield _text_of(row, field, f"{path}, line {number}")
 
 
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(SNIFF_BYTES)
+def _json(path: Path, field: str) -> Iterator[str]:
+    with open_text(path) as file:
+        for number, row in enumerate(_values(file, path), start=1):
+            yield _text_of(row, field, f"{path}, object {number}")
 
 
-def _units_of(path: Path, field: str) -> list[Unit]:
-    size = path.stat().st_size
-    kind = path.suffix.lower()
-    if kind == ".parquet":
-        return _row_groups(path, field)
-    if kind == ".jsonl":
-        return [JsonLinesUnit(path, field, at, min(at + RANGE_BYTES, size)) for at in range(0, size, RANGE_BYTES)]
-    return [TextUnit(path)] if size else []
+def _values(file: TextIO, path: Path) -> Iterator[Any]:
+    """Yield the values of a JSON array, or JSON values one after another, without holding all of them."""
+    decoder = json.JSONDecoder()
+    text, between = file.read(PIECE), re.compile(r"[\s,\]]*")
+    at = len(text) - len(text.lstrip())
+    at += text[at : at + 1] == "["
+    while True:
+        at = between.match(text, at).end()  # type: ignore[union-attr]
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except ValueError as error:
+            if not (more := file.read(max(PIECE, len(text) - at))):
+                if at < len(text):
+                    raise ValueError(f"{path}: not JSON ({error})") from error
+                return
+            text, at = text[at:] + more, 0
+        else:
+            yield value
+            at = end
 
 
-def _row_groups(path: Path, field: str) -> list[Unit]:
-    from pyarrow import ArrowInvalid, parquet, types
+def _text_of(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict) or field not in row:
+        raise _missing_field(where, "key", field, list(row) if isinstance(row, dict) else [])
+    if not isinstance(row[field], str | None):
+        raise ValueError(f"{where}: {field!r} must hold text, got {type(row[field]).__name__}")
+    return row[field] or ""
+
+
+def _csv(path: Path, field: str) -> Iterator[str]:
+    from pyarrow import ArrowInvalid, csv, string  # slow to import, and only these formats need it
+
+    delimiter = "\t" if ".tsv" in path.name.lower() else ","
+    parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    with open_bytes(path) as file:
+        try:
+            reader = csv.open_csv(
+                file,
+                read_options=csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
+                parse_options=parsing,
+                convert_options=csv.ConvertOptions(column_types={field: string()}, strings_can_be_null=False),
+            )
+            if field not in reader.schema.names:
+                raise _missing_field(str(path), "column", field, reader.schema.names)
+            for batch in reader:
+                yield from batch.column(field).to_pylist()
+        except ArrowInvalid as error:
+            raise ValueError(f"{path} is not a CSV file: {error}") from error
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    from pyarrow import ArrowException, parquet
 
     try:
-        file = parquet.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    names = file.schema_arrow.names
-    if field not in names:
-        raise _missing_field(str(path), "column", field, names)
-    kind = file.schema_arrow.field(field).type
+        with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+            _check_column(path, field, file.schema_arrow)
+            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+            row_bytes = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
+            rows = max(1, int(BATCH_BYTES / max(row_bytes, 1)))
+            for batch in file.iter_batches(batch_size=min(rows, 2**16), columns=[field], use_threads=False):
+                yield from (text or "" for text in batch.column(0).to_pylist())
+    except (ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} is not a Parquet file, or is damaged: {error}") from error
+
+
+def _arrow(path: Path, field: str) -> Iterator[str]:
+    from pyarrow import ArrowInvalid, OSFile, ipc
+
+    with OSFile(str(path)) as file:
+        try:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            if is_file:
+                reader = ipc.open_file(file)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                reader = ipc.open_stream(file)
+                batches = iter(reader)
+            _check_column(path, field, reader.schema)
+            for batch in batches:
+                yield from (text or "" for text in batch.column(field).to_pylist())
+        except ArrowInvalid as error:
+            raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
+
+
+def _check_column(path: Path, field: str, schema: Any) -> None:
+    from pyarrow import types
+
+    if field not in schema.names:
+        raise _missing_field(str(path), "column", field, schema.names)
+    kind = schema.field(field).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise ValueError(f"{path}: column {field!r} must hold text (string), got {kind}")
-    rows = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-    return [ParquetUnit(path, field, index) for index, count in enumerate(rows) if count]
 
 
 def _missing_field(where: str, kind: str, field: str, names: list[str]) -> ValueError:

@@ -1,127 +1,60 @@
-"""Pack documents into sequences, with iterators that can be resumed at any position.
+"""Packing documents into rows: which tokens of a store are in row 0, 1, 2, ... of an endless sequence of rows.
 
-    units --shuffle--> documents --shuffle in a unit--> ids --concatenate--> sequences of seq_len --shuffle-->
+    documents --permute--> one stream of tokens --cut every seq_len--> rows --permute-->
 
-The stream is cut every seq_len ids: a document that crosses a cut continues in the next sequence as a separate
-document, so there is no padding and no token is lost. Each epoch has a different order, fixed by the seed.
+Each epoch has its own two permutations, fixed by the seed, so a row depends only on its number: any row can be read
+without those before it. A document that crosses a cut continues in another row as a separate document. The last row of
+an epoch is filled up with the beginning of the stream, so there is no padding and no token is left out.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
 import numpy as np
 
-from .documents import Unit
-from .tokenizer import Ids, Tokenizer
+from .store import TokenStore
+from .tokenizer import Ids
 
-T = TypeVar("T")
-
-PackedSequence = tuple[Ids, list[int]]  # ids, and the document boundaries in them, from 0 to seq_len
+PackedRow = tuple[Ids, list[int]]  # ids, and the document boundaries in them, from 0 to seq_len
 
 
-@dataclass(frozen=True)
-class Position:
-    """Position in the stream of ids.
+class PackedRows:
+    """The rows of `seq_len` tokens of a store, in the order of `seed`.
 
-    Attributes:
-        epoch: from 0.
-        unit: index of the unit in the epoch's order.
-        order: state of numpy's generator before it drew the order of the unit's documents.
-        document: index of the document in the unit's order.
-        offset: index of the id in the document.
+    per_epoch: number of rows in which every token of the store occurs.
     """
 
-    epoch: int
-    unit: int
-    order: dict[str, Any]
-    document: int
-    offset: int
+    def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
+        self.store, self.seq_len, self.seed = store, seq_len, seed
+        self.per_epoch = -(-store.manifest.tokens // seq_len)
+        self._lengths = store.document_lengths()
+        self._epoch = -1
 
-
-class TokenStream(Iterator[Ids]):
-    """Endless iterator over the ids of one document after another. `position`: beginning of the last document returned.
-
-    With `start`, the first document is the whole document that contains `start`; only its unit is read, and nothing
-    before it is tokenized. Raises ValueError if an epoch holds no token.
-    """
-
-    def __init__(self, units: Sequence[Unit], tokenizer: Tokenizer, seed: int, start: Position | None = None) -> None:
-        self.units, self.tokenizer, self.seed = units, tokenizer, seed
-        self.position = start
-        self._documents = self._walk(start)
-
-    def __next__(self) -> Ids:
-        self.position, ids = next(self._documents)
-        return ids
-
-    def _walk(self, start: Position | None) -> Iterator[tuple[Position, Ids]]:
-        for epoch in itertools.count(start.epoch if start else 0):
-            order = np.random.default_rng((self.seed, epoch))
-            found = start is not None
-            units = order.permutation(len(self.units))
-            for place in range(start.unit if start else 0, len(units)):
-                if start:
-                    order.bit_generator.state = start.order
-                state = dict(order.bit_generator.state)
-                documents = self.units[units[place]].read()
-                indices = order.permutation(len(documents))
-                for number in range(start.document if start else 0, len(indices)):
-                    start = None
-                    if document := documents[indices[number]]:
-                        found = True
-                        yield Position(epoch, place, state, number, 0), self.tokenizer.encode(document)
-                start = None
-            if not found:
-                raise ValueError("the data holds no text: every document in it is empty")
-            start = None
-
-
-class PackedSequences(Iterator[PackedSequence]):
-    """Iterator that cuts a stream of documents every `seq_len` ids.
-
-    `offset`: number of ids of the last document read that have been returned, or to skip in the first document.
-    """
-
-    def __init__(self, documents: Iterator[Ids], seq_len: int, offset: int = 0) -> None:
-        self.documents, self.seq_len, self.offset = documents, seq_len, offset
-        self._document: Ids | None = None
-
-    def __next__(self) -> PackedSequence:
-        row = np.empty(self.seq_len, dtype=np.int64)
+    def __getitem__(self, number: int) -> PackedRow:
+        epoch, place = divmod(number, self.per_epoch)
+        if epoch != self._epoch:
+            self._permute(epoch)
+        row = np.empty(self.seq_len, np.int64)
         boundaries = [0]
+        at = int(self._rows[place]) * self.seq_len  # in the epoch's stream
         while boundaries[-1] < self.seq_len:
-            if self._document is None:
-                self._document = next(self.documents)
-            begin = boundaries[-1]
-            part = self._document[self.offset : self.offset + self.seq_len - begin]
-            if len(part):
-                row[begin : begin + len(part)] = part
-                boundaries.append(begin + len(part))
-                self.offset += len(part)
-            else:
-                self._document, self.offset = None, 0
+            at %= self.store.manifest.tokens
+            part = self._document_from(at, self.seq_len - boundaries[-1])
+            row[boundaries[-1] : boundaries[-1] + len(part)] = part
+            boundaries.append(boundaries[-1] + len(part))
+            at += len(part)
         return row, boundaries
 
+    def _document_from(self, at: int, longest: int) -> Ids:
+        """Return at most `longest` ids of the document at place `at` of the epoch's stream, from there on."""
+        place = int(np.searchsorted(self._ends, at, side="right"))
+        left = min(int(self._ends[place]) - at, longest)
+        document = int(self._documents[place])
+        begin = int(self.store.ends[document]) - (int(self._ends[place]) - at)
+        return self.store.read(begin, begin + left)
 
-class ShuffleWindow(Iterator[T], Generic[T]):
-    """Shuffle of an endless `source`: each item is drawn from a sliding window of `size`.
-
-    `window` and `draw` are its state: restoring both, and the position of `source`, resumes it exactly.
-    """
-
-    def __init__(self, source: Iterator[T], size: int, seed: int) -> None:
-        self.source, self.size = source, size
-        self.window: list[T] = []
-        self.draw = np.random.default_rng(seed)
-
-    def __next__(self) -> T:
-        while len(self.window) < self.size:
-            self.window.append(next(self.source))
-        following = next(self.source)
-        place = self.draw.integers(len(self.window))
-        drawn, self.window[place] = self.window[place], following
-        return drawn
+    def _permute(self, epoch: int) -> None:
+        draw = np.random.default_rng((self.seed, epoch))
+        self._documents = draw.permutation(len(self._lengths))
+        self._ends = np.cumsum(self._lengths[self._documents])  # of the documents in the epoch's stream
+        self._rows = draw.permutation(self.per_epoch)
+        self._epoch = epoch

@@ -1,11 +1,9 @@
-"""Tokenizers: byte-level as in ByT5, or a local transformers tokenizer.
-
-Both end a document with their end-of-sequence id, if they have one, and add no other special tokens.
-"""
+"""Tokenizers: byte-level as in ByT5, or a local transformers tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +20,29 @@ BYTE_VOCAB = 384  # 3 + 256 bytes + 125 sentinels, as in transformers' ByT5Token
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Byte tokenizer: id = byte + 3, then the end of sequence. Same ids as ByT5Tokenizer, without a Python loop.
+    """Byte tokenizer: id = byte of UTF-8 + 3. Same ids as ByT5Tokenizer, without a Python loop.
 
-    name: for messages. vocab_size: one more than the largest id it can produce.
+    name: for messages. vocab_size: one more than the largest id it can produce. bos, eos: ids that begin and end a
+    document; None for no such id.
     """
 
     name: str = BYTES
     vocab_size: int = BYTE_VOCAB
-
-    def encode(self, document: bytes) -> Ids:
-        """Return the ids of a document, shape (ids,)."""
-        ids = np.empty(len(document) + 1, dtype=np.int64)
-        ids[:-1] = np.frombuffer(document, dtype=np.uint8)
-        ids[:-1] += BYTE_OFFSET
-        ids[-1] = BYTE_EOS
-        return ids
+    bos: int | None = None
+    eos: int | None = BYTE_EOS
 
     @property
-    def eos(self) -> int:
-        """Id that ends a document; None without one."""
-        return BYTE_EOS
+    def fingerprint(self) -> str:
+        """Everything that the ids of a text depend on."""
+        return f"{BYTES}, {self.vocab_size}, {self.bos}, {self.eos}"
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text, shape (ids,), without `bos` and `eos`."""
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64) + BYTE_OFFSET
+
+    def encode_all(self, texts: Sequence[str]) -> list[Ids]:
+        """Return `encode` of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, without special tokens."""
@@ -50,25 +51,45 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Tokenizer of transformers, with its end of sequence added to each document."""
+    """Tokenizer of transformers. `parse_special`: whether special tokens written out in a text become their ids."""
 
     name: str
     vocab_size: int
     tokenizer: Any
-
-    def encode(self, document: bytes) -> Ids:
-        text = document.decode("utf-8", "replace")
-        ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        if self.tokenizer.eos_token_id is not None:
-            ids = [*ids, self.tokenizer.eos_token_id]
-        return np.asarray(ids, dtype=np.int64)
+    bos: int | None
+    eos: int | None
+    parse_special: bool
 
     @property
-    def eos(self) -> int | None:
-        return self.tokenizer.eos_token_id
+    def fingerprint(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        content = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        return f"{type(self.tokenizer).__name__} {digest}, {self.bos}, {self.eos}, {self.parse_special}"
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not self.parse_special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 Tokenizer = ByteTokenizer | TextTokenizer
+
+
+def as_document(tokenizer: Tokenizer, ids: Ids, *, begin: bool = True, end: bool = True) -> Ids:
+    """Return `ids` between the ids that begin and end a document, where the tokenizer has them."""
+    before = [tokenizer.bos] if begin and tokenizer.bos is not None else []
+    after = [tokenizer.eos] if end and tokenizer.eos is not None else []
+    return np.concatenate((np.asarray(before, np.int64), ids, np.asarray(after, np.int64)))

@@ -6,13 +6,18 @@ and tokens, with R = layers x tokens, E experts, counts c_e (how often expert e 
 
     loss = E * sum_e (c_e / R) * (p_e / R)
 
-A product of two sums is not a mean of the ranks' losses. But only p carries a gradient, and p is a sum over ranks: with
-c and R summed over all ranks, a rank's share is E * sum_e (c_e / R) * (p_e of this rank / R). The shares sum to the
-loss and their gradients to its gradient, so no collective needs a backward.
+A product of two sums is not a mean of the ranks' losses, nor of the micro-batches'. But only p carries a gradient, and
+p is a sum: with c and R of the whole step, the share of a rank's micro-batch is E * sum_e (c_e / R) * (p_e of its
+tokens / R). The shares sum to the loss and their gradients to its gradient, so no collective needs a backward.
+
+c of the step must be known before its first backward, so several micro-batches take a forward pass that only counts
+(`usp.train.engines.router_counts`). Balancing each micro-batch on its own is cheaper and constrains the experts more:
+with few tokens it keeps them from specializing (arXiv 2501.11873).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +31,8 @@ from .expert_parallel import router_modules
 
 
 def aux_loss_coefficient(config: PretrainedConfig, asked: float) -> float:
-    """Return the weight of the auxiliary loss: `asked`, or for -1 the one that transformers would apply."""
-    if asked != -1:
-        return asked
-    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+    """Return the weight of the auxiliary loss: `asked`, or for -1 the configuration's; 0 for a model without one."""
+    return asked if asked != -1 else float(getattr(config, "router_aux_loss_coef", 0.0))
 
 
 class RouterBalance:
@@ -42,17 +45,26 @@ class RouterBalance:
 
     Args:
         model: the stage's layers; may have no router.
-        coefficient: weight of a micro-batch's auxiliary loss: `aux_loss_coefficient` / micro-batches per step.
+        coefficient: weight of the auxiliary loss: of the step, or with `by_micro_batch` of each micro-batch.
         tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
+        by_micro_batch: each micro-batch has its own auxiliary loss, with its own counts.
     """
 
     def __init__(
-        self, model: PreTrainedModel, mesh: ParallelMesh, coefficient: float, *, tp_sequence_parallel: bool = False
+        self,
+        model: PreTrainedModel,
+        mesh: ParallelMesh,
+        coefficient: float,
+        *,
+        tp_sequence_parallel: bool = False,
+        by_micro_batch: bool = False,
     ) -> None:
+        self.by_micro_batch = by_micro_batch
         self.num_experts, self.top_k = model.config.num_experts, model.config.num_experts_per_tok
         self.coefficient, self.device = coefficient, mesh.device_type
         self.loss_group = mesh.group("loss")
         self.tp_group = mesh.group("tp") if tp_sequence_parallel else None
+        self._step_counts: Tensor | None = None
         self._routers = router_modules(model)
         self._incoming: Tensor | None = None
         self._seen: list[tuple[nn.Module, Tensor]] | None = None
@@ -80,14 +92,22 @@ class RouterBalance:
         self._incoming = None
         return total + (torch.stack([rows for _, rows in seen]).sum(dim=0) if seen else 0.0)
 
+    def set_step(self, balances: Sequence[Tensor]) -> None:
+        """Set the step's counts to those of these results of `close`, on the last stage. Collective over loss (and tp).
+
+        Of none: the step is one micro-batch, whose `share` counts.
+        """
+        self._step_counts = self._over_ranks(torch.stack([b[0] for b in balances]).sum(0)) if balances else None
+
     def share(self, balance: Tensor) -> Tensor:
         """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp).
 
-        Over the loss axis the shares sum to the loss, and their gradients to its gradient.
+        Over the loss axis, and the micro-batches of the step, the shares sum to the loss, and their gradients to its
+        gradient.
         """
-        counts, probabilities = balance[0].detach().clone(), balance[1]
-        for group in filter(None, (self.loss_group, self.tp_group)):
-            dist.all_reduce(counts, group=group)
+        counts, probabilities = self._step_counts, balance[1]
+        if counts is None:
+            counts = self._over_ranks(balance[0].detach().clone())
         rows = counts.double().sum() / self.top_k
         share = self.coefficient * self.num_experts * torch.sum((counts / rows) * (probabilities / rows))
         if self.tp_group is None:
@@ -96,6 +116,12 @@ class RouterBalance:
         total = share.detach().clone()
         dist.all_reduce(total, group=self.tp_group)
         return share + (total - share.detach())
+
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        """Sum `counts` in place over all ranks with other tokens, and return them."""
+        for group in filter(None, (self.loss_group, self.tp_group)):
+            dist.all_reduce(counts, group=group)
+        return counts
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         # Recomputation in the backward must save the same tensors as the forward, but is not counted again.

@@ -41,10 +41,11 @@ def save_weights(
     *,
     config: PretrainedConfig,
     generation_config: GenerationConfig | None = None,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a directory that `from_pretrained` loads as the model of `config`, in the dtypes of `weights`.
+    """Write a directory that `from_pretrained` loads as the model of `config`.
 
     Collective. In addition to its weights, a rank holds one file, one tensor, and copies of the parts that it sends.
     The directory is written under a temporary name and renamed when complete, replacing an existing model and the
@@ -55,6 +56,7 @@ def save_weights(
             DTensors. Of tied parameters, the first in the model is saved.
         folder: on a file system shared by all ranks.
         generation_config: default: derived from `config` by transformers.
+        dtype: of the written weights, which are cast before they are sent; None for the dtypes of `weights`.
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
 
@@ -68,7 +70,7 @@ def save_weights(
     partial = folder.with_name(folder.name + PARTIAL)
     whole = _exported_model(config, generation_config)
     refusal = _prepare(folder, partial) if rank == 0 else ""
-    held, unknown = _held(weights)
+    held, unknown = _held(weights, dtype)
     refusals, holders = zip(*_all_gather((refusal or unknown, held), group), strict=True)
     violations = [*dict.fromkeys(filter(None, refusals)), *holder_violations(whole, holders)]
     if violations:
@@ -82,12 +84,12 @@ def save_weights(
     _raise_failures(failure, group)
 
 
-def _held(weights: Mapping[str, Tensor]) -> tuple[dict[str, Held], str]:
-    """Describe this rank's weights; also return an error message, since raising here would hang other ranks."""
+def _held(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[dict[str, Held], str]:
+    """Describe this rank's weights as `dtype`; also return an error message, as raising here would hang other ranks."""
     held, unknown = {}, []
     for name, weight in weights.items():
         try:
-            held[name] = Held(local_box(weight), tuple(weight.shape), weight.dtype)
+            held[name] = Held(local_box(weight), tuple(weight.shape), dtype or weight.dtype)
         except ValueError as error:
             unknown.append(f"{name}: {error}")
     return held, "; ".join(unknown)
@@ -127,7 +129,7 @@ def _exchange(
         if rank in assembly.sources:
             weight = weights[assembly.tensor.parameter]
             part = local_part(weight)[assembly.sources[rank].slices(local_box(weight))]
-            send[assembly.writer] = part.contiguous().view(-1).view(torch.uint8)
+            send[assembly.writer] = part.to(assembly.dtype).contiguous().view(-1).view(torch.uint8)
         if assembly.writer == rank:
             receive = [
                 box.numel * assembly.dtype.itemsize if (box := assembly.sources.get(other)) else 0

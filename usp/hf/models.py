@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .integrate import FAMILIES
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _SCALAR = "ForSequenceClassification"
+LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
 
 
@@ -115,6 +116,68 @@ def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
     config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
     config.num_labels = 1
     return config
+
+
+def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretrained: bool) -> PretrainedConfig:
+    """Return the configuration of the same model for sequences of `seq_len` tokens.
+
+    With factor = seq_len / the limit that the model was trained for, and rotary frequencies theta^(-2i/d):
+
+        linear   positions are divided by the factor (position interpolation, arXiv 2306.15595)
+        ntk      the base grows to theta * factor^(d / (d - 2)): the lowest frequency is divided by the factor, the
+                 highest stays (NTK-aware scaling; arXiv 2309.00071, section 3.1)
+        yarn     each frequency by its wavelength, with a temperature for attention (arXiv 2309.00071, section 3.4)
+
+    linear and yarn are transformers' rope types; ntk changes only the base, so it extends a scaled model as well. The
+    configuration states what was trained, so an exported model is loaded with it.
+
+    Args:
+        scaling: how rotary positions are scaled beyond the model's limit: none, linear, ntk or yarn.
+        pretrained: if False, the weights are random, and a longer context needs no scaling.
+
+    Raises:
+        ValueError: for a `seq_len` beyond the limit of a pretrained model without a scaling, a scaling that is not
+            needed, and one that cannot extend the model's own.
+    """
+    limit = getattr(config, LIMIT, None) or seq_len
+    longer = seq_len > limit
+    if scaling != "none" and not (longer and pretrained):
+        fits = f"seq_len={seq_len} is within the model's {LIMIT}={limit}" if pretrained else "random weights need none"
+        raise ValueError(f"rope_scaling={scaling} is not used, because {fits}: remove it")
+    if not longer:
+        return config
+    if pretrained and scaling == "none":
+        raise ValueError(
+            f"seq_len={seq_len} is beyond the model's {LIMIT}={limit}, which its positions were trained for: use "
+            f"rope_scaling=yarn, linear or ntk to extend them, or seq_len={limit} or less"
+        )
+    config = copy.deepcopy(config)
+    if pretrained:
+        _scale(config, seq_len, limit, scaling)
+    setattr(config, LIMIT, seq_len)
+    return config
+
+
+def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
+    """Change the rotary parameters of `config`, or where they differ by layer type those of full attention."""
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    present = rope.get("rope_type", "default")
+    if scaling == "ntk":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        rope["rope_theta"] *= (seq_len / limit) ** (dim / (dim - 2))
+        return
+    if present not in ("default", scaling):
+        raise ValueError(
+            f"rope_scaling={scaling} cannot extend the rope_type={present!r} that the model has already: use "
+            f"rope_scaling=ntk, which changes only the base, or seq_len={limit} or less"
+        )
+    changed: dict[str, Any] = {"rope_type": scaling, "factor": seq_len / limit * rope.get("factor", 1.0)}
+    if scaling == "yarn":
+        original = rope.get(ORIGINAL, limit)
+        changed |= {"factor": seq_len / original, ORIGINAL: original}
+    rope.update(changed)
 
 
 def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:

@@ -3,7 +3,8 @@
     first stage   ids -> embedding -> layers ->  ...  -> layers -> norm -> usp.losses.output_heads.Head   last stage
 
 The model is an unmodified transformers model without the layers of other stages. Its output head is never called: the
-loss uses its weight, so that the logits of all tokens are never materialized. Without pipeline parallelism, the only
+loss uses its weight, so that the logits of all tokens are never materialized, and what the model's forward does to them
+afterwards is measured beforehand (`logit_transform`). Without pipeline parallelism, the only
 stage is both first and last.
 """
 
@@ -11,14 +12,20 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from parallel import ParallelMesh
 from usp.losses.output_heads import Head, LastHidden
+from usp.losses.vocabulary import UNCHANGED, LogitTransform
 
 from .balance import RouterBalance
 from .prune import head_name
+
+_SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
+_CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
 
 
 class CausalLMStage(nn.Module):
@@ -29,6 +36,7 @@ class CausalLMStage(nn.Module):
         last: the stage has the output head.
         loss_chunk: number of tokens whose logits exist at a time.
         balance: collects the routers' statistics if their auxiliary loss is part of the loss.
+        transform: from `logit_transform`, for models with one.
     """
 
     def __init__(
@@ -40,8 +48,10 @@ class CausalLMStage(nn.Module):
         last: bool = True,
         loss_chunk: int,
         balance: RouterBalance | None = None,
+        transform: LogitTransform = UNCHANGED,
     ) -> None:
         super().__init__()
+        self.transform = transform
         self.model, self.first, self.last, self.loss_chunk, self.balance = model, first, last, loss_chunk, balance
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
 
@@ -50,16 +60,19 @@ class CausalLMStage(nn.Module):
         x: Tensor,
         chosen: Tensor | None = None,
         *,
-        head: Head,
+        head: Head | None,
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
 
+        With `balance`, hidden states come with its result so far, on the last stage too if `head` is None.
+
         Args:
             x: (B, S) ids on the first stage, else hidden states (B, S, H).
             chosen: with `balance`, the second output of the previous stage.
+            head: None to only run the layers.
             position_ids, cu_seqlens: from `shard_batch`.
             inputs: tensors for `head`, such as `shift_labels`.
         """
@@ -71,10 +84,55 @@ class CausalLMStage(nn.Module):
         hidden = self.model.base_model(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
         if self.balance is not None:
             chosen = self.balance.close()
-        if not self.last:
+        if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
         weight = cast(nn.Linear, getattr(self.model, head_name(self.model))).weight
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
-        wanted = head(LastHidden(hidden, weight, self.loss_chunk, self.tp_group), inputs)
+        wanted = head(LastHidden(hidden, weight, self.loss_chunk, self.tp_group, self.transform), inputs)
         return wanted if self.balance is None or chosen is None else wanted + self.balance.share(chosen)
+
+
+def logit_transform(model: PreTrainedModel) -> LogitTransform:
+    """Measure how a causal LM scales (Cohere, Granite) or caps (Gemma 2) its head's logits; weights are not read.
+
+    Calls the model's own forward around a base model and a head that return known values. The configuration does not
+    tell: of two families with `logits_scaling`, Granite divides by it and HyperCLOVA X multiplies.
+
+    Raises:
+        ValueError: for a head with a bias, and for any other transform.
+    """
+    name = head_name(model)
+    head, base = cast(nn.Linear, getattr(model, name)), model.base_model
+    kind = type(model).__name__
+    if head.bias is not None:
+        raise ValueError(f"the output head of {kind} has a bias, which the loss does not add: use a model without")
+    given = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
+    model._modules[name] = _Known(given)
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1))
+    try:
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.flatten().double()
+    finally:
+        model._modules[name] = head
+        del base.forward
+    scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
+    transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
+    expected = given.clone()
+    transform.apply_(expected)
+    if not torch.allclose(logits, expected, rtol=1e-6, atol=1e-9):
+        raise ValueError(
+            f"{kind} computes its logits from its output head by more than a scale and a softcap, which the loss does "
+            f"not know: use another model, or extend usp.losses.vocabulary.LogitTransform"
+        )
+    return transform
+
+
+class _Known(nn.Module):
+    """An output head that returns known logits."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, hidden: Any) -> Tensor:
+        return self.logits.clone().view(1, 1, -1)

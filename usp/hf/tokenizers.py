@@ -7,12 +7,45 @@ from pathlib import Path
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
+from usp.presets import PRESETS
+
+AUTO = "auto"
+# A directory with one of these holds a tokenizer.
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+BESIDE = "tokenizer"  # directory beside a model with the byte tokenizer
 
 
-def load_tokenizer(tokenizer: str) -> Tokenizer:
-    """Return the byte tokenizer, or load one from the local directory `tokenizer`; raises ValueError if it has none."""
+def tokenizer_of(tokenizer: str, model: str) -> str:
+    """Return where the tokenizer is: `tokenizer`, or for `auto` bytes for a preset and otherwise the model's directory.
+
+    Raises:
+        ValueError: for `auto`, if the model's directory holds no tokenizer.
+    """
+    if tokenizer != AUTO:
+        return tokenizer
+    folder = Path(model).expanduser()
+    if model in PRESETS or not (folder / "config.json").is_file():  # no model: refused where models are loaded
+        return BYTES
+    for candidate in (folder, folder.parent / BESIDE):
+        if any((candidate / name).is_file() for name in FILES):
+            return str(candidate)
+    raise ValueError(
+        f"model={model} holds no tokenizer: set tokenizer to the directory of the model's own, or to {BYTES}"
+    )
+
+
+def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False) -> Tokenizer:
+    """Return the byte tokenizer, or load one from the local directory `tokenizer`.
+
+    Args:
+        bos: "always" and "never" say whether documents begin with the tokenizer's BOS; "auto" does as the tokenizer.
+        parse_special: whether special tokens written out in a text become their ids.
+
+    Raises:
+        ValueError: if it has no tokenizer, or for "always" no BOS.
+    """
     if tokenizer == BYTES:
-        return ByteTokenizer()
+        return _with_bos(ByteTokenizer(), bos)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
@@ -20,7 +53,24 @@ def load_tokenizer(tokenizer: str) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
-    return TextTokenizer(tokenizer, max(loaded.get_vocab().values()) + 1, loaded)
+    if isinstance(loaded, ByT5Tokenizer) and not parse_special:
+        return _with_bos(ByteTokenizer(tokenizer), bos)
+    begins = bos == "always" or (bos == AUTO and loaded.bos_token_id in loaded("a", verbose=False)["input_ids"][:1])
+    found = TextTokenizer(
+        name=tokenizer,
+        vocab_size=max(loaded.get_vocab().values()) + 1,
+        tokenizer=loaded,
+        bos=loaded.bos_token_id if begins else None,
+        eos=loaded.eos_token_id,
+        parse_special=parse_special,
+    )
+    return _with_bos(found, bos)
+
+
+def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
+    if bos == "always" and tokenizer.bos is None:
+        raise ValueError(f"bos={bos}, but tokenizer={tokenizer.name} has no BOS: use auto")
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
@@ -32,4 +82,4 @@ def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
     if isinstance(tokenizer, TextTokenizer):
         tokenizer.tokenizer.save_pretrained(checkpoint)
     else:
-        ByT5Tokenizer().save_pretrained(checkpoint.parent / "tokenizer")
+        ByT5Tokenizer().save_pretrained(checkpoint.parent / BESIDE)

@@ -13,7 +13,17 @@ from torch.autograd.function import once_differentiable
 from parallel import ParallelMesh
 from usp.sp.batch import IGNORED_LABEL
 
-from .vocabulary import HeadGradients, VocabularyRows, chunks_of, head_inputs, logits_of, softmax_dtype, subtract_max
+from .vocabulary import (
+    UNCHANGED,
+    HeadGradients,
+    LogitTransform,
+    VocabularyRows,
+    chunks_of,
+    head_inputs,
+    logits_of,
+    softmax_dtype,
+    subtract_max,
+)
 
 
 def global_token_count(shift_labels: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -47,9 +57,10 @@ def vocab_loss(
     *,
     global_tokens: Tensor | int,
     chunk_tokens: int,
+    transform: LogitTransform = UNCHANGED,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute `causal_lm_loss(hidden @ weight.T, ...)` with logits for only `chunk_tokens` tokens at a time.
+    """Compute `causal_lm_loss(transform(hidden @ weight.T), ...)` with logits for only `chunk_tokens` tokens at a time.
 
     The forward also computes the gradients while a chunk's logits exist, and the backward scales them, so no product
     with the vocabulary is computed twice (as in Liger Kernel's fused linear cross-entropy, arXiv 2410.10989, section
@@ -67,6 +78,7 @@ def vocab_loss(
         shift_labels_BS: target of each token, -100 for none. On the CPU, chunks without targets are skipped; on a
             device that would take a synchronization, so they are computed.
         global_tokens: number of targets on all ranks; from `global_token_count`.
+        transform: what the model does to the head's logits; applied in fp32 (fp64 for fp64).
 
     Returns:
         This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
@@ -79,20 +91,40 @@ def vocab_loss(
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     loss: Tensor = _VocabLoss.apply(
-        hidden_BSH.flatten(0, 1), local, labels, 1 / global_tokens, chunk_tokens, rows, torch.is_grad_enabled()
+        hidden_BSH.flatten(0, 1),
+        local,
+        labels,
+        1 / global_tokens,
+        chunk_tokens,
+        transform,
+        rows,
+        torch.is_grad_enabled(),
     )
     return loss.masked_fill(outside.any(), float("nan"))
 
 
 class _VocabLoss(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, rows, differentiate)` -> sum of losses * scale."""
+    """`apply(hidden_TH, weight_VH, labels_T, scale, chunk_tokens, transform, rows, differentiate)`.
+
+    Returns the sum of losses * scale.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, scale, chunk_tokens: int, rows: VocabularyRows, differentiate: bool):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        labels,
+        scale,
+        chunk_tokens: int,
+        transform: LogitTransform,
+        rows: VocabularyRows,
+        differentiate: bool,
+    ):
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
         for chunk in chunks_of(labels, chunk_tokens):
-            losses, grad_logits = _chunk(hidden[chunk], weight, labels[chunk], rows, gradients.wanted)
+            losses, grad_logits = _chunk(hidden[chunk], weight, labels[chunk], transform, rows, gradients.wanted)
             total += losses.sum()
             if grad_logits is not None:
                 grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
@@ -110,14 +142,20 @@ class _VocabLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _chunk(
-    hidden_CH: Tensor, weight_VH: Tensor, labels_C: Tensor, rows: VocabularyRows, differentiate: bool
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    labels_C: Tensor,
+    transform: LogitTransform,
+    rows: VocabularyRows,
+    differentiate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each token's loss (0 where ignored), and if `differentiate` its gradient by this rank's logits (C, V)."""
+    """Return each token's loss (0 where ignored), and if `differentiate` its gradient by the head's logits (C, V)."""
     logits = logits_of(hidden_CH, weight_VH)
+    slope = transform.apply_(logits, differentiate)
     subtract_max(logits, rows)
     index, owned = rows.owned(labels_C, weight_VH.shape[0])
     target = logits.gather(1, index).squeeze(1).where(owned, 0)
@@ -131,4 +169,4 @@ def _chunk(
         return losses, None
     exp.mul_((wanted / normalizer).unsqueeze(1))
     exp.scatter_add_(1, index, -(owned & wanted).to(exp.dtype).unsqueeze(1))
-    return losses, exp
+    return losses, transform.chain_(exp, slope)

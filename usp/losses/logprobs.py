@@ -12,7 +12,17 @@ from torch.autograd.function import once_differentiable
 
 from usp.sp.batch import IGNORED_LABEL
 
-from .vocabulary import HeadGradients, VocabularyRows, chunks_of, head_inputs, logits_of, softmax_dtype, subtract_max
+from .vocabulary import (
+    UNCHANGED,
+    HeadGradients,
+    LogitTransform,
+    VocabularyRows,
+    chunks_of,
+    head_inputs,
+    logits_of,
+    softmax_dtype,
+    subtract_max,
+)
 
 
 def vocab_logprobs(
@@ -23,9 +33,10 @@ def vocab_logprobs(
     chunk_tokens: int,
     temperature: float = 1.0,
     entropy: bool = False,
+    transform: LogitTransform = UNCHANGED,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log_softmax(hidden @ weight.T / temperature) at each label, and optionally the entropies.
+    """Compute log_softmax(transform(hidden @ weight.T) / temperature) at each label, and optionally the entropies.
 
     Logits exist for `chunk_tokens` tokens at a time. The forward saves one log-normalizer per token (and the entropy);
     the backward recomputes each chunk's logits, since the weight of each log-probability is only known then. Softmax,
@@ -34,7 +45,7 @@ def vocab_logprobs(
     gets the whole gradient of `hidden`.
 
     Args:
-        hidden_BSH, weight, shift_labels_BS, chunk_tokens, group: as in `vocab_loss`.
+        hidden_BSH, weight, shift_labels_BS, chunk_tokens, transform, group: as in `vocab_loss`.
         temperature: divides the logits.
         entropy: also compute entropies; needs memory for a second (C, V).
 
@@ -48,24 +59,36 @@ def vocab_logprobs(
         raise ValueError(f"temperature={temperature} must be above 0: for greedy decoding, use 1")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
     logprobs, entropies = _VocabLogprobs.apply(
-        hidden_BSH.flatten(0, 1), local, labels, temperature, chunk_tokens, rows, entropy
+        hidden_BSH.flatten(0, 1), local, labels, temperature, chunk_tokens, transform, rows, entropy
     )
     logprobs = logprobs.masked_fill(outside, float("nan"))
     return logprobs.view_as(shift_labels_BS), entropies.view_as(shift_labels_BS) if entropy else None
 
 
 class _VocabLogprobs(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, temperature, chunk_tokens, rows, entropy)` -> logprobs_T, entropies_T.
+    """`apply(hidden_TH, weight_VH, labels_T, temperature, chunk_tokens, transform, rows, entropy)`.
 
-    Without `entropy`, entropies_T is 0.
+    Returns logprobs_T and entropies_T, which is 0 without `entropy`.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature: float, chunk_tokens: int, rows: VocabularyRows, entropy):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        labels,
+        temperature: float,
+        chunk_tokens: int,
+        transform: LogitTransform,
+        rows: VocabularyRows,
+        entropy: bool,
+    ):
         dtype = softmax_dtype(hidden)
         logprobs, normalizers, entropies = torch.zeros(3, len(labels), dtype=dtype, device=hidden.device)
         for chunk in chunks_of(labels, chunk_tokens):
-            logits = logits_of(hidden[chunk], weight).div_(temperature)
+            logits = logits_of(hidden[chunk], weight)
+            transform.apply_(logits)
+            logits.div_(temperature)
             largest = subtract_max(logits, rows)
             index, owned = rows.owned(labels[chunk], len(weight))
             target = logits.gather(1, index).squeeze(1).where(owned, 0)
@@ -81,17 +104,19 @@ class _VocabLogprobs(torch.autograd.Function):
             if entropy:
                 entropies[chunk] = (total.log() - expected / total).where(wanted, 0)
         ctx.save_for_backward(hidden, weight, labels, normalizers, entropies)
-        ctx.options = temperature, chunk_tokens, rows, entropy
+        ctx.options = temperature, chunk_tokens, transform, rows, entropy
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
-        temperature, chunk_tokens, rows, entropy = ctx.options
+        temperature, chunk_tokens, transform, rows, entropy = ctx.options
         gradients = HeadGradients(hidden, weight, *ctx.needs_input_grad[:2])
         for chunk in chunks_of(labels, chunk_tokens):
-            logs = logits_of(hidden[chunk], weight).div_(temperature).sub_(normalizers[chunk].unsqueeze(1))
+            logs = logits_of(hidden[chunk], weight)
+            slope = transform.apply_(logs, differentiate=True)
+            logs.div_(temperature).sub_(normalizers[chunk].unsqueeze(1))
             wanted = labels[chunk] != IGNORED_LABEL
             by_logprob = grad_logprobs[chunk].where(wanted, 0)
             index, owned = rows.owned(labels[chunk], len(weight))
@@ -102,9 +127,9 @@ class _VocabLogprobs(torch.autograd.Function):
             else:
                 grad_logits = logs.exp_().mul_(-by_logprob.unsqueeze(1))
             grad_logits.scatter_add_(1, index, by_logprob.where(owned, 0).unsqueeze(1))
-            grad_logits = grad_logits.div_(temperature).to(hidden.dtype)
-            gradients.add(chunk, grad_logits)
+            grad_logits = transform.chain_(grad_logits.div_(temperature), slope)
+            gradients.add(chunk, grad_logits.to(hidden.dtype))
         grad_hidden, grad_weight = gradients.reduce(rows)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None

@@ -16,7 +16,7 @@ from parallel import local_tensor
 
 from .cross_entropy import vocab_loss
 from .logprobs import vocab_logprobs
-from .vocabulary import softmax_dtype
+from .vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +28,14 @@ class LastHidden:
         weight: of the output head: (vocabulary, H), possibly sharded over `group`, or (1, H) for a scalar head.
         chunk_tokens: number of tokens whose logits exist at a time.
         group: the tp axis; None without tensor parallelism.
+        transform: what the model does to the head's logits.
     """
 
     hidden_BSH: Tensor
     weight: Tensor
     chunk_tokens: int
     group: dist.ProcessGroup | None
+    transform: LogitTransform = UNCHANGED
 
     def loss(self, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
         """Return `vocab_loss` of these hidden states."""
@@ -52,7 +54,7 @@ class LastHidden:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"chunk_tokens": self.chunk_tokens, "group": self.group}
+        return {"chunk_tokens": self.chunk_tokens, "transform": self.transform, "group": self.group}
 
 
 # Computes the last stage's output, in training this rank's share of the loss, 0-dim. The mapping is the micro-batch

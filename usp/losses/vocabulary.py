@@ -56,6 +56,36 @@ class VocabularyRows:
         return index.where(owned, 0).unsqueeze(1), owned
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to its head's logits x: softcap * tanh(scale * x / softcap); without softcap (0) scale * x."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def apply_(self, logits: Tensor, differentiate: bool = False) -> Tensor | float:
+        """Transform `logits` in place; return the derivative by `logits`, elementwise where there is a softcap.
+
+        differentiate: if False, the derivative of a softcap is not computed, and the result has no meaning.
+        """
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if not self.softcap:
+            return self.scale
+        logits.div_(self.softcap).tanh_()
+        slope = (1 - logits.square()).mul_(self.scale) if differentiate else self.scale
+        logits.mul_(self.softcap)
+        return slope
+
+    @staticmethod
+    def chain_(grad_logits: Tensor, slope: Tensor | float) -> Tensor:
+        """Multiply a gradient by the derivative from `apply_`, in place."""
+        return grad_logits if isinstance(slope, float) and slope == 1 else grad_logits.mul_(slope)
+
+
+UNCHANGED = LogitTransform()
+
+
 class HeadGradients:
     """Gradients of hidden states and the output head's weight, accumulated over chunks; None where not wanted."""
 

@@ -45,8 +45,9 @@ class _Rlhf:
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: float = 0.0
     """Fraction of wrong answers among the built-in demonstrations (sft only)."""
-    tokenizer: Annotated[str, arg(metavar="bytes|PATH")] = "bytes"
-    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5. auto: the model directory's
+    own, or bytes for a preset."""
 
     prompts: int = 0
     """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""
@@ -69,11 +70,17 @@ class _Rlhf:
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
     steps: int = 150
     """Training steps, after the supervised ones."""
-    learning_rate: Annotated[float, arg(help_behavior_hint="(default: the algorithm's, for the tiny presets)")] = 0.0
-    """Peak learning rate (linear warmup, cosine decay to 10%). Models of billions of parameters need 1e-6 to 1e-5."""
-    critic_learning_rate: float = 1e-3
+    learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
+    ] = 0.0
+    """Peak learning rate (linear warmup, cosine decay to 10%)."""
+    critic_learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
     """Peak learning rate of the critic."""
-    sft_learning_rate: float = 2e-3
+    sft_learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
     """Peak learning rate of the supervised steps."""
     warmup_steps: int = 5
     """Steps of linear learning rate warmup."""

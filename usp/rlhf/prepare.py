@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import yaml
 
-from parallel import ParallelDims, latest, read_extra
+from parallel import DamagedCheckpoint, ParallelDims, latest, read_extra
 from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import model_facts
-from usp.hf.tokenizers import load_tokenizer
-from usp.presets import PRESETS
+from usp.hf.tokenizers import load_tokenizer, tokenizer_of
+from usp.presets import PRESETS, settled_rate
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
@@ -29,7 +29,7 @@ from usp.rlhf.runtime.step_plan import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import METRICS_FILE
-from usp.train.resume import CHECKPOINTS, Start, find_start
+from usp.train.resume import CHECKPOINTS, MODEL, Start, find_start
 from usp.train.validate import parallel_dims
 
 from .algorithms.algorithm import Algorithm, Options
@@ -40,8 +40,9 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
 from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_violations
 from .validate import violations
 
-SFT, MODEL = "sft", "model"  # directories of a run: its supervised steps, and the trained model
+SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
+CRITIC_RATE, SFT_RATE = 1e-3, 2e-3  # peak learning rates for presets
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class PreparedRlhf:
     """A run that can start.
 
     Attributes:
-        config: the configuration with every `auto` and default resolved.
+        config: the configuration with every default resolved; device and dtype as asked, to fit other machines.
         sft_steps: supervised steps before the first step.
         start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
     """
@@ -77,7 +78,7 @@ def prepare(
     """Check `config` and load what it names, with the same result or the same error on every rank.
 
     Args:
-        start: where the run begins; None: `find_start` decides.
+        start: where the run begins; None: `find_rlhf_start` decides, and `saved` stays None for a damaged checkpoint.
         algorithms: `config.algorithm` names one of them.
 
     Raises:
@@ -86,22 +87,23 @@ def prepare(
     problems = Problems(violations(config, algorithms), (ValueError, TypeError, OSError, yaml.YAMLError))
     attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
-    tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
+    tokenizer = attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model), parse_special=True))
+    config = replace(config, tokenizer=tokenizer.name if tokenizer else config.tokenizer)
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     algorithm = algorithms.get(config.algorithm)
     if algorithm is None:  # one of the problems
         problems.check()
     assert algorithm is not None
-    config = replace(config, learning_rate=config.learning_rate or algorithm.learning_rate)
+    config = _with_rates(config, algorithm)
     sft_steps = _sft_steps(config, algorithm)
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
-    start = start or attempt(lambda: _find_start(config, sft_steps, launch)) or Start()
+    strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
     assert device is not None and tokenizer is not None and specs is not None
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
-    saved = attempt(partial(_read_state, start, config, sft_steps)) if start.checkpoint else None
+    saved = attempt(partial(_read_state, start, config, sft_steps, strict)) if start.checkpoint else None
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
@@ -116,9 +118,21 @@ def prepare(
     plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
     problems.check()
     assert plan is not None and kernel is not None
-    config = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."))
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
+    )
+
+
+def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
+    """Return `config` with every learning rate settled, those of presets or of pretrained weights."""
+    critic = config.critic or config.reward_model or config.model
+    return replace(
+        config,
+        learning_rate=settled_rate(
+            config.learning_rate, config.model, algorithm.learning_rate, algorithm.pretrained_rate
+        ),
+        critic_learning_rate=settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE),
+        sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, preset=SFT_RATE),
     )
 
 
@@ -129,11 +143,14 @@ def _sft_steps(config: RlhfConfig, algorithm: Algorithm) -> int:
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
 
 
-def _find_start(config: RlhfConfig, sft_steps: int, launch: Launch) -> Start:
-    """Return where the run begins. Raises ValueError if its directory holds another run's supervised steps."""
+def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged: Collection[Path] = ()) -> Start:
+    """Return where the run begins. Raises ValueError if its directory holds another run's supervised steps.
+
+    damaged: checkpoints that cannot be used.
+    """
     if not sft_steps:
-        return find_start(config, launch)
-    start = find_start(config, launch, traces=(METRICS_FILE, SFT))
+        return find_start(config, launch, damaged=damaged)
+    start = find_start(config, launch, (METRICS_FILE, SFT), damaged)
     if start.folder is None:
         return start
     directory = start.folder / SFT
@@ -144,9 +161,15 @@ def _find_start(config: RlhfConfig, sft_steps: int, launch: Launch) -> Start:
     return start
 
 
-def _read_state(start: Start, config: RlhfConfig, sft_steps: int) -> RlhfState:
+def _read_state(start: Start, config: RlhfConfig, sft_steps: int, strict: bool) -> RlhfState | None:
+    """Read the state in a checkpoint; None if it is damaged and, unless `strict`, the one before can replace it."""
     assert start.checkpoint is not None and start.folder is not None
-    saved = RlhfState.from_extra(read_extra(start.checkpoint))
+    try:
+        saved = RlhfState.from_extra(read_extra(start.checkpoint))
+    except DamagedCheckpoint:
+        if strict or start.named:
+            raise
+        return None
     after_sft = bool(sft_steps) or config.model == str(start.folder / SFT / MODEL)
     if found := resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft):
         raise ValueError(listed(found))

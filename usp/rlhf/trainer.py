@@ -1,8 +1,10 @@
 """One RLHF run, from a configuration to a trained model.
 
-    prepare -> process group -> supervised steps for random weights -> executor -> steps, checkpoints -> model
+    prepare -> process group -> claim the folder -> supervised steps for random weights -> executor -> steps,
+    checkpoints -> model
 
 RUN/                          the output of a run
+    run.lock                  locked by the run that writes here
     config.yaml, plan.yaml    the resolved configuration, and the layout of every call; rlhf.py takes both
     metrics.jsonl             every step
     tensorboard/              the same
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, latest
+from usp.data.tokenizer import as_document
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
@@ -40,20 +43,23 @@ from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor
-from usp.run.failures import ConfigurationError, UserCodeFailed
+from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import count
+from usp.run.output import LineFile, warn
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
+from usp.train.build import export_dtype
+from usp.train.claim import run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop, learning_rate
-from usp.train.resume import CHECKPOINTS, Start, run_folder
+from usp.train.resume import CHECKPOINTS, MODEL, Start, remember_folder
 
 from .algorithms.algorithm import Algorithm, stateful
 from .algorithms.registry import ALGORITHMS
 from .algorithms.rewards import RewardFailed
 from .checkpoints import RlhfState
 from .config import RlhfConfig
-from .prepare import MODEL, SFT, PreparedRlhf, prepare, unused_layout_flags
+from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
 
 SHOWN = 2  # samples of a step written to samples.jsonl
 
@@ -68,10 +74,19 @@ def train_rlhf(
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`."""
     hide_progress_bars()
     prepared = prepare(config, launch, algorithms=algorithms)
-    timeout = config.hang_timeout
-    with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
-        folder = run_folder(prepared.start, launch, f"{config.algorithm}-{Path(config.model).name}", prepared.device)
-        prepared = replace(prepared, start=replace(prepared.start, folder=folder))
+    timeout, sft_steps = config.hang_timeout, prepared.sft_steps
+    with (
+        process_group(launch, prepared.device, timeout),
+        Watchdog(launch, timeout, error_file) as watchdog,
+        run_folder(prepared.start.folder, f"{config.algorithm}-{Path(config.model).name}") as folder,
+    ):
+        prepared = settled(
+            prepared,
+            folder,
+            lambda damaged: find_rlhf_start(config, sft_steps, launch, damaged),
+            lambda start: prepare(config, launch, start, algorithms),
+        )
+        remember_folder(folder, launch)
         if prepared.sft_steps:
             prepared = _after_sft(prepared, launch, stop, watchdog)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog)
@@ -98,10 +113,16 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
+            export_dtype="float32",  # the run's own start: nothing is rounded
         )
-        start = Start(folder, latest(folder / CHECKPOINTS), finished_too=True)
-        RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
-        dist.barrier()
+        with run_folder(folder, SFT):  # a run of its own could be started there, too
+            start = sound_start(folder, lambda d: Start(folder, latest(folder / CHECKPOINTS, d), finished_too=True))
+            try:
+                RlhfTrainer(prepare(config, launch, start), launch, stop, watchdog).run()
+            except CheckpointFailed as error:  # the model is what is needed
+                if dist.get_rank() == 0:
+                    warn(str(error))
+            dist.barrier()
     # Degrees that the plan does not use were for the supervised steps.
     rest = {"model": str(folder / MODEL), "sft_steps": 0, **unused_layout_flags(prepared.config)}
     config = replace(prepared.config, **rest)
@@ -161,6 +182,7 @@ class RlhfTrainer(TrainingLoop):
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+        self.samples = LineFile(self.folder / "samples.jsonl")
         self.taken = 0  # examples
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -205,7 +227,8 @@ class RlhfTrainer(TrainingLoop):
 
     def _sequence(self, example: Example, response: str) -> tuple[Tensor, Tensor]:
         """Return a prompt with a response that ends, and the mask of the response."""
-        ids = self.prepared.tokenizer.encode(response.encode())
+        tokenizer = self.prepared.tokenizer
+        ids = as_document(tokenizer, tokenizer.encode(response), begin=False)
         tokens = torch.cat((torch.from_numpy(example.prompt), torch.from_numpy(ids)))
         mask = torch.zeros(len(tokens))
         mask[len(example.prompt) - 1 : -1] = 1
@@ -213,8 +236,9 @@ class RlhfTrainer(TrainingLoop):
 
     def _build_role(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         def generator(model: RoleModel) -> Generator:
-            stage = model.stage
-            return Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=self.config.slots)
+            stage, slots = model.stage, self.config.slots
+            first, last, transform = stage.first, stage.last, stage.transform
+            return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform)
 
         spec, trained = self.prepared.roles[call.role], call.kind == "train_step"
         model = RoleModel(spec, layout, mesh, trained=trained, make_generator=generator)
@@ -265,11 +289,23 @@ class RlhfTrainer(TrainingLoop):
                 model = self.trained[role]
                 inner = model.stage.model
                 generation = inner.generation_config if role == "actor" else None
-                save_weights(model.weights(), path, config=inner.config, generation_config=generation, group=group)
+                save_weights(
+                    model.weights(),
+                    path,
+                    config=inner.config,
+                    generation_config=generation,
+                    dtype=export_dtype(self.config, model.spec.dtype),
+                    group=group,
+                )
                 if dist.get_rank(group) == 0:
                     save_tokenizer(self.prepared.tokenizer, path)
                     print(f"{role}: {path}", flush=True)
         dist.barrier()
+
+    def logs(self) -> Iterator[LineFile]:
+        yield self.samples
+        if self.executor.timeline.file is not None:
+            yield self.executor.timeline.file
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {**super().files(), "plan.yaml": to_mapping(self.prepared.plan)}
@@ -277,7 +313,11 @@ class RlhfTrainer(TrainingLoop):
     def summary(self) -> Iterator[str]:
         plan = self.prepared.plan
         models = ", ".join(f"{role} {spec.source}" for role, spec in self.prepared.roles.items())
-        yield f"algorithm: {self.config.algorithm}, models: {models}"
+        dtype = str(self.prepared.roles[self.prepared.graph.trained_roles[0]].dtype).removeprefix("torch.")
+        yield f"algorithm: {self.config.algorithm}, models: {models}, {dtype} on {self.device.type}"
+        yield "learning rate: " + ", ".join(
+            f"{role} {self.prepared.roles[role].learning_rate:g}" for role in self.prepared.graph.trained_roles
+        )
         yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
@@ -285,19 +325,19 @@ class RlhfTrainer(TrainingLoop):
             yield f"resumed from: {self.prepared.start.checkpoint}"
 
     def _keep_samples(self, number: int, samples: Samples) -> None:
-        decode = self.prepared.tokenizer.decode
-        with (self.folder / "samples.jsonl").open("a") as file:
-            for tokens, length, score in list(
-                zip(samples["tokens"], samples["prompt_length"], samples["score"], strict=True)
-            )[:SHOWN]:
-                ids, cut = tokens.tolist(), int(length)
-                record: dict[str, Any] = {
-                    "step": number,
-                    "prompt": decode(ids[:cut]),
-                    "response": decode(ids[cut:]),
-                    "score": float(score),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        decode, lines = self.prepared.tokenizer.decode, []
+        for tokens, length, score in list(
+            zip(samples["tokens"], samples["prompt_length"], samples["score"], strict=True)
+        )[:SHOWN]:
+            ids, cut = tokens.tolist(), int(length)
+            record: dict[str, Any] = {
+                "step": number,
+                "prompt": decode(ids[:cut]),
+                "response": decode(ids[cut:]),
+                "score": float(score),
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
+        self.samples.append(number, lines)
 
     def _keep_bad(self, number: int, failed: RewardFailed) -> Path:
         """Write the sample that the reward function failed on, from the rank that called it."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
-from usp.data.documents import STDLIB
+from usp.data.files import STDLIB
 from usp.run.metrics import wandb_problem
 from usp.train.validate import (
     AT_LEAST_ONE,
     CHOICES,
     FRACTION,
     NOT_NEGATIVE,
-    POSITIVE,
     RANGES,
+    RATE,
     Range,
     value_violations,
 )
@@ -24,8 +23,7 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig
 OWN_RANGES = {
     **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots"), AT_LEAST_ONE),
     **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "micro_batch_tokens"), NOT_NEGATIVE),
-    **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), POSITIVE),
-    "learning_rate": Range(lambda value: 0 <= value < math.inf, "positive and finite, or 0 for the default"),
+    **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "wrong_answers": FRACTION,
     "sft_steps": Range(lambda value: value >= -1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"),

@@ -4,12 +4,15 @@
     TrainingDiverged     raised on every rank at the same step         message, no traceback   exit code 1
     RanksDisagree        raised on every rank at the same point        message, no traceback   exit code 1
     UserCodeFailed       raised on one rank                            message, no traceback   exit code 1
+    CheckpointFailed     raised on every rank after the last step      message, no traceback   exit code 1
     lost connection      another rank failed, and reports why          one line                exit code 1
     any other error      on one rank or on all                         traceback and rank      exit code 1
     Ctrl-C               every rank gets the signal                    one line                exit code 130
     Stopped              every rank agreed to stop, and saved          one line                exit code 143, 138
     hang                 usp.run.watchdog ends every rank              one message             exit code 124
+    orphaned             usp.run.orphans ends the ranks of a host      one line                exit code 1
 
+These are the codes of a process. torchrun exits with 1 whatever its ranks' codes are; its summary shows them.
 Only the first rank to fail reports; a counter in torchrun's store, which outlives the ranks, decides which one that is.
 The others wait until it has reported, because torchrun kills all ranks when one exits. Without a store rank 0 reports
 at once, and the others only if nothing ends them while they wait. A rank that lost a connection always waits, because
@@ -95,13 +98,21 @@ class UserCodeFailed(RuntimeError):
     """Failure of a user-provided function on this rank; the message needs no traceback."""
 
 
-class Stopped(Exception):
-    """Stop requested by a signal; raised on every rank after the same step."""
+class CheckpointFailed(RuntimeError):
+    """The model is written, but not the last checkpoint; raised on every rank."""
 
-    def __init__(self, signal_number: int, step: int, checkpoint: Path | None) -> None:
+
+class Stopped(Exception):
+    """Stop requested by a signal; raised on every rank after the same step.
+
+    checkpoint: the newest. failure: why that is not of this step; empty if it is.
+    """
+
+    def __init__(self, signal_number: int, step: int, checkpoint: Path | None, failure: str = "") -> None:
         name = signal.Signals(signal_number).name
         saved = f"checkpoint {checkpoint}: continue with --resume" if checkpoint else "no checkpoint was saved"
-        super().__init__(f"stopped by {name} after step {step}; {saved}")
+        lost = f"{failure}; the newest is " if failure and checkpoint else f"{failure}; " if failure else ""
+        super().__init__(f"stopped by {name} after step {step}; {lost}{saved}")
         self.signal_number = signal_number
 
 
@@ -119,7 +130,7 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     """Return how `rank` ends after `error`."""
     if isinstance(error, ConfigurationError):
         return Ending(f"error: {error}", 2)
-    if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed)):
+    if isinstance(error, (TrainingDiverged, RanksDisagree, UserCodeFailed, CheckpointFailed)):
         return Ending(f"error: {error}", 1)
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted: progress since the last checkpoint is lost (SIGTERM saves it)", INTERRUPTED)

@@ -5,17 +5,19 @@
     RUN/wandb/          the same for Weights & Biases, if a project is set; RUN/wandb-id holds the run's id there
 
 Only rank 0 has a `RunLog`. It prints a line every `log_every` steps, and a progress bar on a terminal. A run resumed
-after step N drops the later records, so that every step is logged once.
+after step N drops the later records, so that every step is logged once. A disk that is full does not end the run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import resource
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -23,6 +25,8 @@ from typing import Any, Protocol, TextIO
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .output import LineFile, warn
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -43,13 +47,17 @@ class Record(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Metrics of one training step. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
-    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's."""
+    """Metrics of one training step.
+
+    epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
+    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's.
+    """
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
+    epoch: float
     tokens: int
     seconds: float
     tokens_per_second: float
@@ -65,8 +73,10 @@ class StepRecord:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
-            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  {count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
+            f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"{count(self.tokens_per_second)} tokens/s{mfu}  "
+            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}  "
+            f"epoch {self.epoch:.2f}"
         )
 
 
@@ -79,13 +89,11 @@ class RunLog:
     def __init__(
         self, folder: Path, *, steps: int, log_every: int, out: TextIO, after: int = 0, wandb: Any = None
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
-
         self._steps = steps
         self._log_every = log_every
         keep_records(folder / METRICS_FILE, after)
-        self._file = (folder / METRICS_FILE).open("a")
-        self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=after + 1)
+        self._file = LineFile(folder / METRICS_FILE)
+        self._tensorboard = TensorBoard(folder / "tensorboard", after)
         self._wandb = wandb
         self._console = Console(file=out, highlight=False)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -105,11 +113,9 @@ class RunLog:
 
     def record(self, record: Record) -> None:
         """Write and print one step."""
-        self._file.write(json.dumps({"step": record.step, **record.numbers()}) + "\n")
-        self._file.flush()
+        self._file.append(record.step, [json.dumps({"step": record.step, **record.numbers()})])
         numbers = {name: value for name, value in record.numbers().items() if value is not None}
-        for name, value in numbers.items():
-            self._tensorboard.add_scalar(name, value, record.step)
+        self._tensorboard.record(record.step, numbers)
         if self._wandb is not None:
             self._wandb.log(numbers, step=record.step)
         self._progress.update(self._task, completed=record.step)
@@ -117,19 +123,61 @@ class RunLog:
             self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
 
 
+class TensorBoard:
+    """TensorBoard's files in `folder`, until one cannot be written: its writer does not recover from that."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
+
+        self._folder, self._step = folder, after
+        self._ended = False
+        self._writer: Any = None
+        with self._until_it_fails():
+            self._writer = SummaryWriter(folder, purge_step=after + 1)
+
+    def record(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of a step. Warn at the first failure."""
+        if not self._ended:
+            self._step = step
+            with self._until_it_fails():
+                for name, value in numbers.items():
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is still in memory, and say from which step on that failed."""
+        if not self._ended:
+            with self._until_it_fails():
+                self._writer.close()
+        if self._ended:
+            warn(f"{self._folder} lacks what came after step {self._step}, and may lack the steps shortly before")
+
+    @contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._ended = True
+            warn(f"{self._folder} cannot be written: {error}; the run goes on without it")
+
+
 def keep_records(file: Path, after: int) -> None:
     """Drop the records of steps later than `after` from a metrics file, and a truncated last line."""
-    kept = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    kept: list[bytes] = []
+    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         try:
             step = json.loads(line)["step"]
-        except json.JSONDecodeError:
+        except ValueError:
             break
-        if step <= after:
-            kept.append(line + "\n")
+        if step <= after and line.endswith(b"\n"):
+            kept.append(line)
     new = file.with_suffix(".new")
-    new.write_text("".join(kept))
-    new.replace(file)  # atomic: a run killed here keeps the old records
+    try:
+        new.write_bytes(b"".join(kept))
+        new.replace(file)  # atomic: a run killed here keeps the old records
+    except OSError:  # a full disk; steps are in order, so that what is kept is the beginning
+        with suppress(OSError):
+            new.unlink()
+            os.truncate(file, sum(map(len, kept)))
 
 
 def wandb_problem(project: str) -> str | None:

@@ -14,16 +14,17 @@ from typing import cast
 import torch
 
 from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
-from usp.config import TrainConfig
+from usp.config import RunConfig, TrainConfig
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.expert_parallel import apply_ep, expert_modules
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.models import ModelConfig, empty_model, load_generation_config, materialise
+from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise
 from usp.hf.prune import prune_to_stage
-from usp.hf.stage import CausalLMStage
+from usp.hf.stage import CausalLMStage, logit_transform
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import load_weights
+from usp.losses.vocabulary import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 from usp.presets import PRESETS
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -41,7 +42,7 @@ class EngineRecipe:
         dtype: of forward and backward.
         zero: ZeRO stage; None leaves the stages unsharded.
         optimizer: None for a model that is not trained.
-        balance: weight of the routers' load-balancing loss, over `micro_batches`.
+        balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
         weights_dtype: of the parameters.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
@@ -61,6 +62,7 @@ class EngineRecipe:
     mlp_tile: int = 0
     loss_chunk: int = 2048
     balance: float = 0.0
+    router_balance: str = "step"
     micro_batches: int = 1
     weights_dtype: torch.dtype = torch.float32
 
@@ -75,6 +77,7 @@ class EngineRecipe:
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
             balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
+            router_balance=config.router_balance,
             micro_batches=config.micro_batches,
             **{name: getattr(config, name) for name in names},
         )
@@ -153,8 +156,14 @@ def resumed_weights(stage: CausalLMStage, source: str) -> None:
         stage.model.generation_config = generation_config or stage.model.generation_config
 
 
+def export_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
+    """Return the dtype of the weights that a run which computes in `computed` exports."""
+    return computed if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
+
+
 def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:
     model = empty_model(recipe.model)
+    transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
     prune_to_stage(model, layers[index], first, last)
@@ -169,6 +178,10 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload)
     balance = None
     if recipe.balance:
-        coefficient = recipe.balance / recipe.micro_batches
-        balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=recipe.tp_sequence_parallel)
-    return CausalLMStage(model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance)
+        alone = recipe.router_balance == "micro-batch"
+        coefficient = recipe.balance / (recipe.micro_batches if alone else 1)
+        shared = recipe.tp_sequence_parallel
+        balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=shared, by_micro_batch=alone)
+    return CausalLMStage(
+        model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance, transform=transform
+    )

@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from parallel import Checkpointer, latest
 from usp.config import RunConfig
-from usp.run.failures import ConfigurationError, Stopped
+from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.metrics import Record, RunLog, open_wandb
+from usp.run.output import LineFile, warn
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
-from .resume import CHECKPOINTS
+from .resume import CHECKPOINTS, MODEL
 
 FINAL_RATE = 0.1  # of the peak
 
@@ -40,6 +41,9 @@ def learning_rate(step: int, peak: float, warmup_steps: int, steps: int) -> floa
 class TrainingLoop(ABC):
     """A run in its folder. Every rank calls every method, in the same order.
 
+    A checkpoint that cannot be saved costs no step and not the model: a warning says so after the next step, and
+    later steps try again, at first after one step and then after twice as many each time.
+
     Attributes:
         done: steps that are done.
         stopping: whether a signal on any rank asked to stop; every rank sets it alike in `step`.
@@ -53,6 +57,7 @@ class TrainingLoop(ABC):
         self.done, self.stopping = 0, False
         self.checkpointer = Checkpointer(folder / CHECKPOINTS, config.keep_checkpoints, device_type)
         self._run_config, self._steps = config, steps
+        self._failures, self._retry = 0, 0  # saves that failed since the last that did not; the step of the next try
 
     @abstractmethod
     def step(self, number: int) -> Record:
@@ -78,53 +83,119 @@ class TrainingLoop(ABC):
         """Return the context in which step `number` runs, for profiling."""
         return nullcontext()
 
+    def logs(self) -> Iterable[LineFile]:
+        """Return the files that steps append to, besides the metrics."""
+        return ()
+
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the YAML files of the run's folder."""
         return {"config.yaml": asdict(self._run_config)}
 
     def run(self) -> None:
-        """Run the remaining steps with their checkpoints, then write the trained model."""
+        """Run the remaining steps with their checkpoints, write the trained model, and see the last save through.
+
+        Raises CheckpointFailed, with the model written, and Stopped.
+        """
         if self.is_writer:
             self._begin_folder()
-        with self._log() as log:
+        try:
+            with self._log() as log:
+                self._train(log)
+        finally:
+            for file in self.logs():
+                file.close()
+        self.watchdog.progress(self.done, "writing the model", long=True)
+        try:
+            self.export()
+        except Exception:
+            self._finish_saving()
+            raise
+        if failure := self._see_through():
+            raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / MODEL}")
+
+    def _train(self, log: RunLog | None) -> None:
+        try:
             for number in range(self.done + 1, self._steps + 1):
                 with self.trace(number):
                     record = self.step(number)
                 if log is not None:
                     log.record(record)
                 self._keep(number)
-        self.watchdog.progress(self.done, "writing the model", long=True)
-        self.checkpointer.wait()
-        self.export()
+        except (TrainingDiverged, UserCodeFailed):
+            self._finish_saving()
+            raise
 
     def load(self, checkpoint: Path) -> dict[str, Tensor]:
-        """Fill `state` from a checkpoint and return it.
+        """Fill `state` from a checkpoint that has been verified, and return it.
 
         Raises:
             ConfigurationError: for a checkpoint that does not match.
         """
         state = self.state()
         try:
-            self.checkpointer.load(checkpoint, state)
+            self.checkpointer.load(checkpoint, state, verified=True)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         return state
 
     def _keep(self, number: int) -> None:
-        """Write a checkpoint where one is due, and end the run where a signal asked for it."""
+        """Write a checkpoint where one is due, say where one failed, and end the run where a signal asked for it."""
         every = self._run_config.checkpoint_every
+        if self.checkpointer.finished() and (failure := self._settle()):
+            self._retry = min(number + min(2 ** (self._failures - 1), every), self._steps)
+            self._warn(f"{failure}; the run goes on, and tries again after step {max(self._retry, number)}")
         due = bool(every) and (number % every == 0 or number == self._steps)
-        if due or self.stopping:
-            self.watchdog.progress(number, "checkpoint", long=True)
-            self.checkpointer.save(number, self.state(), self.extra())
+        if due or self.stopping or number == self._retry:
+            self._save()
         if self.stopping and number < self._steps:
-            self.checkpointer.wait()
-            raise Stopped(self.stop.signal_number or signal.SIGTERM, number, latest(self.folder / CHECKPOINTS))
+            failure = self._see_through()
+            newest = latest(self.folder / CHECKPOINTS)
+            raise Stopped(self.stop.signal_number or signal.SIGTERM, number, newest, failure)
+
+    def _save(self) -> None:
+        """Start to write a checkpoint of the last step."""
+        self.watchdog.progress(self.done, "checkpoint", long=True)
+        if failure := self._settle():
+            self._warn(f"{failure}; that of step {self.done} follows")
+        self.checkpointer.save(self.done, self.state(), self.extra())
+
+    def _settle(self) -> str:
+        """Wait for the save in progress, if there is one, and return why it failed, or nothing; alike on every rank."""
+        try:
+            if self.checkpointer.wait():
+                self._failures = 0
+        except RuntimeError as error:
+            self._failures += 1
+            return str(error)
+        return ""
+
+    def _finish_saving(self) -> None:
+        """Wait for the save in progress, which would end with the process, and say if it failed."""
+        if failure := self._settle():
+            self._warn(failure)
+
+    def _see_through(self) -> str:
+        """Wait for the save in progress, and try once more if it failed; return why that failed, too, or nothing."""
+        self.watchdog.progress(self.done, "checkpoint", long=True)
+        if failure := self._settle():
+            self._warn(f"{failure}; trying again")
+            self._save()
+            return self._settle()
+        return ""
+
+    def _warn(self, message: str) -> None:
+        if self.is_writer:
+            warn(message)
 
     def _begin_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            (self.folder / name).write_text(yaml.safe_dump(dict(content), sort_keys=False))
+            new = self.folder / f"{name}.new"
+            try:
+                new.write_text(yaml.safe_dump(dict(content), sort_keys=False))
+                new.replace(self.folder / name)
+            except OSError as error:
+                warn(f"{self.folder / name} cannot be written: {error}; the run goes on")
         print("\n".join((*self.summary(), f"run: {self.folder}")), flush=True)
 
     def _log(self) -> RunLog | nullcontext[None]:

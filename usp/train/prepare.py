@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
-from parallel import ParallelDims, read_extra
-from usp.config import DEVICES, DTYPES, TrainConfig
-from usp.data.documents import open_source
+from parallel import DamagedCheckpoint, ParallelDims, read_extra
+from usp.config import BOS, DEVICES, DTYPES, TrainConfig
+from usp.data.files import DataFiles, find_files
+from usp.data.packing import PackedRows
+from usp.data.store import open_store
 from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
-from usp.hf.tokenizers import load_tokenizer
+from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelShape
 from usp.run.failures import Problems, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
@@ -33,6 +36,8 @@ class PreparedRun:
 
     Attributes:
         config: without any `auto` or -1.
+        files: of the data.
+        reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
             `usp.cost`; None where nobody predicted it.
@@ -40,11 +45,13 @@ class PreparedRun:
     """
 
     config: TrainConfig
+    reusable: TrainConfig
     dims: ParallelDims
     device: torch.device
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
+    files: DataFiles
     batches: BatchStream
     kernel_choice: str
     start: Start
@@ -52,11 +59,13 @@ class PreparedRun:
     predicted_fsdp_bytes: int | None = None
 
 
-def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
+def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> PreparedRun:
     """Check `config` and load what it names: the same result, or the same error, on every rank.
 
-    Raises ConfigurationError with every violation found. The first batch is read here, so that data without text,
-    without its field, or with ids that the model has no embedding for is refused before any rank communicates.
+    start: where the run begins; None: `find_start` decides, and `saved` stays None for a damaged checkpoint.
+
+    Raises ConfigurationError with every violation found. The data is tokenized here unless the cache holds its tokens,
+    so that data without text or without its field is refused before any rank communicates.
     """
     resolved = resolve(config, launch.world_size)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
@@ -65,8 +74,11 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
-    units = attempt(lambda: open_source(config.data, config.data_field))
-    tokenizer = attempt(lambda: load_tokenizer(config.tokenizer))
+    files = attempt(lambda: find_files(config.data, config.data_field))
+    tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
+    tokenizer = None
+    if tokenizer_name and config.bos in BOS:
+        tokenizer = attempt(lambda: load_tokenizer(tokenizer_name, config.bos, config.parse_special_tokens))
     if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
         problems.append(
             f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
@@ -74,33 +86,44 @@ def prepare(config: TrainConfig, launch: Launch) -> PreparedRun:
         )
     problems += filter(None, (wandb_problem(config.wandb_project), _engine_problem(config, device)))
     attempt(lambda: parse_steps(config.profile, config.steps))
-    start = attempt(lambda: find_start(config, launch)) or Start()
-    saved = attempt(partial(_read_state, start, config, model_config)) if model_config else None
+    strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
+    saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
     config, model_config, facts, dims = resolved.valid(problems)
-    assert device is not None and units is not None and tokenizer is not None
+    assert device is not None and files is not None and tokenizer is not None
 
-    rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = BatchStream(
-        units, tokenizer, rows=rows, seq_len=config.seq_len, seed=config.seed, vocab_size=facts.vocab_size
-    )
-    if saved is not None:
-        attempt(partial(batches.load_state_dict, saved.stream))
+    cache = Path(config.data_cache).expanduser()
+    store = attempt(lambda: open_store(files, config.data_field, tokenizer, cache, say=print))
     problems.check()
-    attempt(batches.peek)
+    assert store is not None
+    rows = dims.dp_replicate * dims.dp_shard * config.batch_size
+    batches = BatchStream(PackedRows(store, config.seq_len, config.seed), rows)
+    if saved is not None:
+        attempt(partial(_find_place, batches, saved, config.data_changed))
     problems.check()
     dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
+    config = replace(config, tokenizer=tokenizer.name, dp_shard=dims.dp_shard)
     return PreparedRun(
-        config=replace(config, dp_shard=dims.dp_shard, device=device.type, dtype=dtype),
+        config=replace(config, device=device.type, dtype=dtype),
+        reusable=config,
         dims=dims,
         device=device,
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
+        files=files,
         batches=batches,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
     )
+
+
+def _find_place(batches: BatchStream, saved: TrainingState, data_changed: bool) -> None:
+    """Set `batches` to the place of the checkpoint. Raises ValueError for other data, unless `data_changed`."""
+    try:
+        batches.load_state_dict(saved.stream, other_data=data_changed)
+    except ValueError as error:
+        raise ValueError(f"{error}: use the same as before, or --data-changed to begin a new epoch") from error
 
 
 def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | None:
@@ -115,11 +138,19 @@ def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | N
     return None
 
 
-def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig) -> TrainingState | None:
-    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it."""
+def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig, strict: bool) -> TrainingState | None:
+    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it.
+
+    strict: raise for a damaged checkpoint even if the one before can replace it.
+    """
     if start.checkpoint is None:
         return None
-    saved = TrainingState.from_extra(read_extra(start.checkpoint))
+    try:
+        saved = TrainingState.from_extra(read_extra(start.checkpoint))
+    except DamagedCheckpoint:
+        if strict or start.named:
+            raise
+        return None
     violations = resume_violations(saved, config, model_config.to_dict(), finished_too=start.finished_too)
     if violations:
         raise ValueError(listed(violations))

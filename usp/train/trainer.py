@@ -1,9 +1,10 @@
 """One training run, from a configuration to a trained model.
 
-    prepare -> process group -> mesh -> engine with its stages -> steps, checkpoints -> model
+    prepare -> process group -> claim the folder -> mesh -> engine with its stages -> steps, checkpoints -> model
 
 RUN/                          the output of a run
-    config.yaml               the resolved configuration; train.py --config takes it
+    run.lock                  locked by the run that writes here
+    config.yaml               the resolved configuration, except device and dtype; train.py --config takes it
     metrics.jsonl             every step
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -43,11 +44,12 @@ from usp.run.watchdog import Watchdog
 from usp.sp.batch import shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .build import EngineRecipe, build_engine, first_weights, resumed_weights
+from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
+from .claim import run_folder, settled
 from .loop import TrainingLoop, learning_rate
-from .prepare import PreparedRun
-from .resume import run_folder
+from .prepare import PreparedRun, prepare
+from .resume import MODEL, Start, find_start, remember_folder
 from .step import train_step
 
 
@@ -58,32 +60,43 @@ def train(
 
     stop: asks for a checkpoint and the end after the current step. error_file: where torchrun reads of failures.
 
-    Raises ConfigurationError for a model that cannot be divided as asked, TrainingDiverged when loss or gradient norm
-    are no longer finite, and Stopped.
+    Raises ConfigurationError for a model that cannot be divided as asked and a folder that cannot be claimed,
+    TrainingDiverged when loss or gradient norm are no longer finite, CheckpointFailed, and Stopped.
     """
     hide_progress_bars()
-    timeout = prepared.config.hang_timeout
-    with process_group(launch, prepared.device, timeout), Watchdog(launch, timeout, error_file) as watchdog:
-        trainer = Trainer(prepared, launch, stop or StopRequest(), watchdog)
+    config, timeout = prepared.config, prepared.config.hang_timeout
+
+    def again(start: Start) -> PreparedRun:
+        ready = prepare(config, launch, start)
+        return replace(ready, reusable=prepared.reusable, predicted_fsdp_bytes=prepared.predicted_fsdp_bytes)
+
+    with (
+        process_group(launch, prepared.device, timeout),
+        Watchdog(launch, timeout, error_file) as watchdog,
+        run_folder(prepared.start.folder, Path(config.model).name) as folder,
+    ):
+        ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
+        remember_folder(folder, launch)
+        trainer = Trainer(ready, stop, watchdog)
         outlast(timeout)
         trainer.run()
 
 
 class Trainer(TrainingLoop):
-    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order."""
+    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order.
+
+    `prepared` names the folder, and a checkpoint that has been verified.
+    """
 
     def __init__(
-        self,
-        prepared: PreparedRun,
-        launch: Launch | None = None,
-        stop: StopRequest | None = None,
-        watchdog: Watchdog | None = None,
+        self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
     ) -> None:
-        launch = launch or Launch()
+        assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         config, model = prepared.config, prepared.model_config
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        self.mesh.agree((config, model.to_dict(), prepared.start), "the configuration")
+        compared = {"config": config, "model": model.to_dict(), "start": prepared.start}
+        self.mesh.agree(compared, "the configuration")
         fill = partial(first_weights, source=config.model, seed=config.seed)
         if prepared.saved is not None:
             fill = partial(resumed_weights, source=config.model)
@@ -91,8 +104,7 @@ class Trainer(TrainingLoop):
             self.engine = build_engine(EngineRecipe.of(config, model), self.mesh, self.device, fill)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        folder = run_folder(prepared.start, launch, Path(config.model).name, self.device)
-        watchdog = watchdog or Watchdog(launch, seconds=0)
+        folder, watchdog = prepared.start.folder, watchdog or Watchdog(Launch(), seconds=0)
         super().__init__(config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
@@ -122,6 +134,7 @@ class Trainer(TrainingLoop):
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
+            epoch=self.prepared.batches.epoch,
             tokens=batch.ids.numel(),
             seconds=seconds,
             tokens_per_second=batch.ids.numel() / seconds,
@@ -146,9 +159,12 @@ class Trainer(TrainingLoop):
         return state.to_extra()
 
     def export(self) -> None:
-        self._export("model")
+        self._export(MODEL)
         if self.is_writer:
-            print(f"model: {self.folder / 'model'}", flush=True)
+            print(f"model: {self.folder / MODEL}", flush=True)
+
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"config.yaml": asdict(self.prepared.reusable)}
 
     def summary(self) -> Iterator[str]:
         config, dims = self.config, self.prepared.dims
@@ -157,10 +173,24 @@ class Trainer(TrainingLoop):
         yield f"ranks: {dist.get_world_size()} ({dims}), layout {config.sp_layout}"
         yield self.prepared.kernel_choice
         rows = dims.batch * config.batch_size
-        yield f"data: {config.data}, {rows} x {config.seq_len} tokens ({config.tokenizer}) per step"
+        yield from self._data_summary(rows)
+        yield f"learning rate: {config.learning_rate:g}, after {config.warmup_steps} warmup steps"
         if self.prepared.saved is not None:
             yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"
+
+    def _data_summary(self, rows: int) -> Iterator[str]:
+        """Say what was found in the data, what was left out of it, and what a step reads."""
+        config, files, packed = self.config, self.prepared.files, self.prepared.batches.packed
+        held = packed.store.manifest
+        yield (
+            f"data: {config.data}: {len(files.files)} files, {held.documents} documents, {count(held.characters)} "
+            f"characters, {count(held.tokens)} tokens ({config.tokenizer})"
+        )
+        yield from filter(None, [files.left_out_line()])
+        if held.replaced:
+            yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
+        yield f"step: {rows} x {config.seq_len} tokens, an epoch is {packed.per_epoch / rows:.1f} steps"
 
     def _local_part(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Return this rank's rows of the global batch, and of those its part of the sequence."""
@@ -214,7 +244,13 @@ class Trainer(TrainingLoop):
         state = self.engine.state()
         weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
         model = self.engine.stages[0].model
-        save_weights(weights, self.folder / name, config=model.config, generation_config=model.generation_config)
+        save_weights(
+            weights,
+            self.folder / name,
+            config=model.config,
+            generation_config=model.generation_config,
+            dtype=export_dtype(self.config, getattr(torch, self.config.dtype)),
+        )
         if self.is_writer:
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 

@@ -14,7 +14,20 @@ from typing import Any, NamedTuple
 
 from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
-from usp.config import AC_MODES, DEVICES, DTYPES, ENGINES, PLANS, PP_SCHEDULES, ParallelConfig, TrainConfig, flag
+from usp.config import (
+    AC_MODES,
+    BOS,
+    DEVICES,
+    DTYPES,
+    ENGINES,
+    PLANS,
+    PP_SCHEDULES,
+    ROPE_SCALINGS,
+    ROUTER_BALANCES,
+    ParallelConfig,
+    TrainConfig,
+    flag,
+)
 from usp.model.facts import ModelFacts
 from usp.model.rules import ep_violations, pp_violations, tp_violations
 from usp.run.failures import nearest
@@ -83,6 +96,7 @@ class Range(NamedTuple):
 AT_LEAST_ONE = Range(lambda value: value >= 1, "at least 1")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "at least 0")
 POSITIVE = Range(lambda value: 0 < value < math.inf, "positive and finite")
+RATE = Range(lambda value: 0 <= value < math.inf, "positive and finite, or 0 for the default")
 FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 MAX_TIMEOUT = 86400.0  # a day: process groups wait a few times longer, which torch counts in int32 milliseconds
 
@@ -96,13 +110,18 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "attention_kernel": KERNEL_NAMES,
     "dtype": DTYPES,
     "device": DEVICES,
+    "bos": BOS,
+    "export_dtype": DTYPES,
+    "rope_scaling": ROPE_SCALINGS,
+    "router_balance": ROUTER_BALANCES,
 }
 RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep"), AT_LEAST_ONE),
     **dict.fromkeys(("batch_size", "micro_batches", "steps", "log_every"), AT_LEAST_ONE),
     **dict.fromkeys(("loss_chunk", "keep_checkpoints"), AT_LEAST_ONE),
     **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
-    **dict.fromkeys(("learning_rate", "adam_eps"), POSITIVE),
+    "learning_rate": RATE,
+    "adam_eps": POSITIVE,
     **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
     "seq_len": Range(lambda value: value >= 2, "at least 2: a token and the next one"),
     "dp_shard": Range(lambda value: value == -1 or value >= 1, "at least 1, or -1 for the remaining ranks"),
@@ -248,6 +267,8 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"router_aux_loss_coef={config.router_aux_loss_coef} balances experts, and {facts.name} has none: remove it"
         )
+    if config.router_balance != "step" and not facts.num_experts:
+        yield f"router_balance={config.router_balance} balances experts, and {facts.name} has none: remove it"
     if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
         yield (
             f"zero=0 replicates every expert, but ep={config.ep} x tp={config.tp} ranks share them: use zero=1 or more"
@@ -295,5 +316,5 @@ MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tup
     (_heads, (*_SP, "tp")),
     (_tensor, (*_SP, "tp", "seq_len")),
     (_pipeline, ("pp", "pp_schedule")),
-    (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "mlp_tile")),
+    (_experts, ("ep", "tp", "zero", "router_aux_loss_coef", "router_balance", "mlp_tile")),
 )

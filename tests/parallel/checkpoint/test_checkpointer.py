@@ -7,9 +7,10 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel import Checkpointer, latest, local_tensor, read_extra
+from parallel import Checkpointer, DamagedCheckpoint, latest, local_tensor, read_extra, set_aside, verify
+from parallel.checkpoint import safetensors_storage
 from parallel.testing import RankError, RankPool
 
 
@@ -194,7 +196,7 @@ def test_the_newest_are_kept_and_only_incomplete_checkpoints_removed(ranks: Rank
     assert latest(tmp_path) == tmp_path / "step-00000100"
 
 
-def save_until_killed(folder: Path, victim: int, delay: float) -> None:
+def save_until_killed(folder: Path, victim: int, delay: float, saved_before: int) -> None:
     checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
     path = latest(folder)
     tensors = fsdp({"weight": torch.zeros(2048, 1024)})
@@ -202,6 +204,11 @@ def save_until_killed(folder: Path, victim: int, delay: float) -> None:
     weight = tensors["weight"]
     assert isinstance(weight, DTensor)
     assert bool((weight.to_local() == begin).all())
+    for step in range(begin + 1, begin + 1 + saved_before):
+        weight.to_local().fill_(step)
+        checkpointer.save(step, tensors, {"step": step})
+        checkpointer.wait()
+    begin += saved_before
     if dist.get_rank() == victim:
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, delay)
@@ -213,9 +220,9 @@ def save_until_killed(folder: Path, victim: int, delay: float) -> None:
 def test_a_rank_killed_at_any_time_leaves_complete_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     """Each round loads the last checkpoint of the previous one, and is killed while saving."""
     steps = [0]
-    for victim, delay in [(0, 0.05), (1, 0.11), (0, 0.16), (1, 0.2), (0, 0.31)]:
+    for victim, delay, saved_before in [(0, 0.05, 0), (1, 0.11, 1), (0, 0.16, 1), (1, 0.2, 1), (0, 0.31, 1)]:
         with pytest.raises(RankError, match="the worker died"):
-            ranks.run(save_until_killed, 2, tmp_path, victim, delay)
+            ranks.run(save_until_killed, 2, tmp_path, victim, delay, saved_before)
         path = latest(tmp_path)
         steps.append(read_extra(path)["step"] if path else 0)
     assert steps == sorted(steps) and steps[-1] > 0
@@ -236,20 +243,23 @@ def save_beyond_a_limit(folder: Path) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     for save_again in (True, False):
         checkpointer.save(5, tensors, {})
-        time.sleep(0.1)
+        while not checkpointer.finished():
+            time.sleep(0.01)
         try:
             checkpointer.save(6, tensors, {}) if save_again else checkpointer.wait()
         except RuntimeError as error:
             messages.append(str(error))
+    dist.barrier()
+    messages += map(str, folder.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     checkpointer.save(7, tensors, {})
-    checkpointer.wait()
+    assert checkpointer.wait() and not checkpointer.wait()
     return messages
 
 
 def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     for messages in ranks.run(save_beyond_a_limit, 2, tmp_path):
-        assert len(messages) == 2
+        assert len(messages) == 2  # and nothing is left of a save that failed
         for message in messages:
             assert message.startswith(f"checkpoint {tmp_path / 'step-00000005'} was not saved: rank 1: ")
             assert "File too large" in message
@@ -285,19 +295,95 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: RankPool,
     assert "step-00000040 is not a checkpoint" in first[1]
 
 
-def load_missing_file(folder: Path) -> str:
+def finished_alone(folder: Path) -> bool:
+    """Ask on rank 0 only: nothing is sent while nothing is saved."""
+    checkpointer = Checkpointer(folder, keep=2, device_type="cpu")
+    return dist.get_rank() == 0 and checkpointer.finished()
+
+
+def test_asking_costs_nothing_while_nothing_is_saved(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(finished_alone, 2, tmp_path) == [False, False]
+
+
+# Checksums
+
+
+def load_damaged(path: Path) -> tuple[str, float]:
+    held = zeroed(fsdp(values()))
     try:
-        differing(folder / "step-00000020", "fsdp")
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        Checkpointer(path.parent, keep=2, device_type="cpu").load(path, held)
+    except DamagedCheckpoint as error:
+        return str(error), float(sum(local_tensor(tensor).double().abs().sum() for tensor in held.values()))
+    return "", 0.0
 
 
-def test_a_missing_file_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save, 2, tmp_path, "fsdp", 20, {})
-    (tmp_path / "step-00000020" / "rank-00001.safetensors").unlink()
-    for message in ranks.run(load_missing_file, 2, tmp_path):
-        assert "cannot be read: " in message and "rank-00001.safetensors" in message
+def overwrite(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("rank-00001.safetensors", overwrite, "rank-00001.safetensors does not match its checksum"),
+        ("rank-00000.safetensors", truncate, "rank-00000.safetensors does not match its checksum"),
+        ("rank-00001.safetensors", Path.unlink, "rank-00001.safetensors cannot be read: "),
+        ("extra.safetensors", overwrite, "extra.safetensors does not match its checksum"),
+        ("checkpoint.json", overwrite, "checkpoint.json does not match its checksum"),
+        ("checkpoint.json", truncate, "is not a checkpoint: "),
+        ("checkpoint.json", Path.unlink, "is not a checkpoint: "),
+    ],
+)
+def test_a_damaged_file_is_an_error_on_every_rank(
+    ranks: RankPool, tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+) -> None:
+    ranks.run(save, 2, tmp_path, "fsdp", 20, {"data": torch.arange(1000)})
+    path = tmp_path / "step-00000020"
+    damage(path / name)
+    for message, loaded in ranks.run(load_damaged, 2, path):
+        assert message.startswith(f"checkpoint {path} is damaged: {path}") and said in message
+        assert loaded == 0.0  # no tensor was modified
+    if not name.startswith("rank"):
+        with pytest.raises(DamagedCheckpoint, match=str(path)):
+            read_extra(path)
+
+
+def files_hashed(path: Path) -> list[str]:
+    names, checksum_of = [], safetensors_storage._checksum_of
+    with patch.object(safetensors_storage, "_checksum_of", lambda file: names.append(file.name) or checksum_of(file)):
+        verify(path)
+    return names
+
+
+def test_each_file_is_verified_by_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 4, tmp_path, "fsdp", 20, {})
+    path = tmp_path / "step-00000020"
+    by_rank = ranks.run(files_hashed, 3, path)
+    assert sorted(name for names in by_rank for name in names) == sorted(file.name for file in path.glob("*.safet*"))
+    assert max(map(len, by_rank)) == 2  # of five
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_kept(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_steps, 1, tmp_path, [1, 2], 2)
+    for number, name in enumerate(("step-00000002.damaged", "step-00000002.damaged-2"), start=1):
+        assert set_aside(tmp_path / "step-00000002").name == name
+        assert latest(tmp_path) == tmp_path / "step-00000001"
+        ranks.run(save_steps, 1, tmp_path, [2], 2)
+        assert len(list(tmp_path.iterdir())) == 2 + number
+
+
+def test_a_checkpoint_without_checksums_can_be_read(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 2, tmp_path, "fsdp", 20, {"step": 20})
+    index = tmp_path / "step-00000020" / "checkpoint.json"
+    old = {key: value for key, value in json.loads(index.read_text()).items() if key in ("tensors", "extra")}
+    index.write_text(json.dumps(old))
+    assert ranks.run(differing, 2, index.parent, "fsdp") == [[], []] and read_extra(index.parent) == {"step": 20}
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:

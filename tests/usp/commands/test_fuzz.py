@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import usp.data.stream
 from parallel.testing import RankPool
 from usp.commands.flags import parse
 from usp.config import TrainConfig
@@ -43,6 +42,9 @@ VALUES: dict[str, list[str]] = {
     "--loss-chunk": ["16", "100000", "0"],
     "--mlp-tile": ["0", "7", "-1"],
     "--router-aux-loss-coef": ["-1", "0", "0.1", "-3", "nan"],
+    "--router-balance": ["step", "micro-batch", "batch"],
+    "--rope-scaling": ["none", "none", "none", "yarn", "warp"],
+    "--export-dtype": ["auto", "float32", "bfloat16", "int8"],
     "--adam-eps": ["1e-8", "0", "inf"],
     "--learning-rate": ["1e-3", "0", "nan", "fast"],
     "--steps": ["1", "5", "0"],
@@ -76,8 +78,7 @@ def command_lines(seed: int, number: int) -> Iterator[tuple[int, list[str]]]:
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(usp.data.stream, "WINDOW_TOKENS", 2**12)
+def data(tmp_path: Path) -> str:
     (tmp_path / "corpus.txt").write_text("All work and no play makes a model overfit. " * 200)
     return str(tmp_path / "corpus.txt")
 

@@ -238,9 +238,9 @@ def test_loss_is_shared_over_stages_and_tp_ranks(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "logits", "used"), [(-1, True, 0.02), (-1, False, 0.0), (0.5, False, 0.5), (0, True, 0.0)]
+    ("asked", "logits", "used"), [(-1, True, 0.02), (-1, False, 0.02), (0.5, False, 0.5), (0, True, 0.0)]
 )
-def test_coefficient_defaults_to_that_of_transformers(asked: float, logits: bool, used: float) -> None:
+def test_coefficient_defaults_to_that_of_the_configuration(asked: float, logits: bool, used: float) -> None:
     config = load_model_config("mixtral-tiny")
     config.output_router_logits = logits
     assert aux_loss_coefficient(config, asked) == used

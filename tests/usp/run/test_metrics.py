@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ RECORD = StepRecord(
     loss=2.5,
     grad_norm=0.5,
     learning_rate=1e-3,
+    epoch=0.5,
     tokens=4096,
     seconds=0.5,
     tokens_per_second=8192.0,
@@ -94,6 +96,36 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path, monkeypatch: pytest.M
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60),
     ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_does_not_end_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """The limit on the size of files is that of a full disk for both; TensorBoard writes when it is closed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
+    out = io.StringIO()
+    with RunLog(tmp_path, steps=4, log_every=1, out=out) as log:
+        log.record(RECORD)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 10, hard))
+        for step in (2, 3, 4):
+            log.record(replace(RECORD, step=step))
+    said = capsys.readouterr().err
+    assert "step 4/4" in out.getvalue()
+    assert said.count(f"warning: {tmp_path / 'metrics.jsonl'} cannot be written") == 1
+    assert f"warning: {tmp_path / 'metrics.jsonl'} lacks the lines of steps 2-4" in said
+    assert said.count(f"warning: {tmp_path / 'tensorboard'} cannot be written") == 1
+    assert said.count(f"warning: {tmp_path / 'tensorboard'} lacks what came after step ") == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    with RunLog(tmp_path, steps=4, log_every=1, out=out, after=0) as log:  # a new start on a disk that is still full
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+        log.record(RECORD)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.record(replace(RECORD, step=2))
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    said = capsys.readouterr().err
+    assert "lacks what came after step 0" in said and "lacks the lines" not in said
 
 
 FAKE_WANDB = """

@@ -47,7 +47,7 @@ def row(name: str, family: str = "llama", **flags: Any) -> Row:
     return Row(name, flags, family)
 
 
-U2_R2 = {"sp_ulysses": 2, "sp_ring": 2}
+U2_R2, U4_R2 = {"sp_ulysses": 2, "sp_ring": 2}, {"sp_ulysses": 4, "sp_ring": 2}
 MATRIX = [
     # tensor parallel
     row("tp2 u2 r2", tp=2, **U2_R2),
@@ -64,6 +64,13 @@ MATRIX = [
     # experts
     row("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
     row("ep2 u2 r2 dp2", "qwen3_moe", ep=2, **U2_R2),
+    row("ep2 u4 r2, accumulation 4", "mixtral", ep=2, **U4_R2, micro_batches=4),
+    row("ep4 u4 r2, accumulation 4, zero 1", "qwen3_moe", ep=4, **U4_R2, micro_batches=4, zero=1, ac="full"),
+    row("pp2 ep2 u2 r2, zero 2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=4, zero=2),
+    row("pp2 ep2 tp2 r2", "qwen3_moe", pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=4),
+    row("pp2 u2 r2, interleaved", "mixtral-deep", pp=2, pp_schedule="interleaved-1f1b", **U2_R2, micro_batches=4),
+    row("pp2 u2 r2, zero bubble", "mixtral-deep", pp=2, pp_schedule="zero-bubble", **U2_R2, micro_batches=4, zero=1),
+    row("u4 r2, balance by micro-batch", "mixtral", **U4_R2, micro_batches=4, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
     # ZeRO and engines
     *(row(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
@@ -71,6 +78,7 @@ MATRIX = [
         row(f"dp2 u2 r2, zero {zero}, deepspeed", zero=zero, engine="deepspeed", micro_batches=parts, **U2_R2)
         for zero, parts in enumerate((1, 1, 2, 1))
     ),
+    row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
     row("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
     # long sequences in little memory
     row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", ac="attention-saved", mlp_tile=5, **U2_R2),
@@ -91,9 +99,9 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def reference(case: Row) -> tuple[str, float, int]:
-    """What one process needs to know of a row: its balance loss is a mean over micro-batches."""
-    experts = case.family in ("mixtral", "qwen3_moe")
-    return case.family, AUX_LOSS if experts else 0.0, case.flags.get("micro_batches", 1) if experts else 1
+    """What one process needs to know of a row: the parts of the batch over which its balance loss is a mean."""
+    parts = case.flags["micro_batches"] if case.flags.get("router_balance") == "micro-batch" else 1
+    return case.family, AUX_LOSS if case.family.startswith(("mixtral", "qwen3_moe")) else 0.0, parts
 
 
 def train(config: TrainConfig) -> list[tuple[float, float]]:
@@ -157,3 +165,9 @@ def test_ten_steps_are_those_of_one_process(
         histories = ranks.run(train, 8, config_of(case, folder), timeout=240)
     difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
+
+
+def test_balance_by_micro_batch_is_another_loss(alone: dict[str, Any]) -> None:
+    """The bound above tells them apart."""
+    step, parts = (torch.tensor(alone["mixtral", AUX_LOSS, parts][1]) for parts in (1, 4))
+    assert (step / parts - 1).abs().amax() > 1e-4

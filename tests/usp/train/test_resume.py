@@ -75,8 +75,8 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
     [
         ({"model": "qwen3-tiny"}, r"--model = qwen3-tiny is not the model of the checkpoint \(.*model_type"),
         ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
-        ({"seq_len": 512}, "seq_len = 512, but the stream to resume has seq_len = 256"),
-        ({"seed": 1}, "seed = 1, but the stream to resume has seed = 0"),
+        ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 256: use the same as before, or --data-changed"),
+        ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
     ],
 )
 def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
@@ -132,7 +132,10 @@ def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: p
     run = folder_of_a_run(tmp_path / "run", 3)
     restarted = Launch(attempt=1, agent_store=("localhost", 1))
     monkeypatch.setattr(Launch, "recall", lambda self, key: None)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already holds a run: choose"):
+        find_start(replace(RUN, output=str(run)), restarted)
+    monkeypatch.setattr("usp.train.resume.holder", lambda folder: "process 7 on a")
+    with pytest.raises(ValueError, match="already holds a run, to which process 7 on a writes: choose"):
         find_start(replace(RUN, output=str(run)), restarted)
     monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))
     assert find_start(replace(RUN, output=str(run)), restarted).checkpoint == latest(run / CHECKPOINTS)
@@ -161,9 +164,10 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path) -> None:
     run = folder_of_a_run(tmp_path / "run", 3)
     (run / CHECKPOINTS).rename(tmp_path / "elsewhere")
     (run / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
-    for resume in (run, run / CHECKPOINTS, run / CHECKPOINTS / "step-00000003"):
+    checkpoint = run / CHECKPOINTS / "step-00000003"
+    for resume in (run, run / CHECKPOINTS, checkpoint):
         for output in ("", str(run)):
-            assert start_of(resume=str(resume), output=output) == Start(run, run / CHECKPOINTS / "step-00000003")
+            assert start_of(resume=str(resume), output=output) == Start(run, checkpoint, named=resume == checkpoint)
 
 
 @pytest.mark.parametrize("output", ["file", "file/below/it"])

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from parallel import RanksDisagree
 from parallel.testing import RankPool, count_sent_bytes
@@ -59,10 +60,51 @@ def test_a_run_leaves_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [record["step"] for record in records] == list(range(1, 13))
     assert records[-1]["loss"] < records[0]["loss"] - 1
     kept = parse(["--config", str(tmp_path / "run" / "config.yaml")], TrainConfig)
-    assert kept == replace(config, dp_shard=1, dtype="float32")
+    assert kept == replace(config, tokenizer="bytes", dp_shard=1, learning_rate=3e-3)
     shown = capsys.readouterr().out
+    assert "float32 on cpu" in shown and "learning rate: 0.003, after 2 warmup steps" in shown
     assert "step 5/12  loss" in shown and str(tmp_path / "run") in shown
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.use_cache
+
+
+def test_the_written_configuration_fits_other_machines_and_the_checkpoint_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(SMALL, device="auto", steps=1, output=str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train(prepare(config, Launch()), Launch())
+    written = parse(["--config", str(tmp_path / "config.yaml")], TrainConfig)
+    assert (written.device, written.dtype, written.export_dtype) == ("auto", "auto", "auto")
+    capsys.readouterr()
+    train(prepare(replace(written, steps=2, resume="auto", dtype="bfloat16"), Launch()), Launch())
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
+    wanted = ["changed: --dtype = bfloat16 (checkpoint: float32)", "changed: --steps = 2 (checkpoint: 1)"]
+    assert sorted(shown) == wanted
+
+
+EXPORTS = [("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float32", "float32")]
+
+
+@pytest.mark.parametrize(("computed", "asked", "written"), EXPORTS)
+def test_a_model_is_exported_in_the_compute_dtype_or_the_one_asked_for(
+    tmp_path: Path, computed: str, asked: str, written: str
+) -> None:
+    config = replace(SMALL, dtype=computed, steps=1)
+    train(prepare(replace(config, export_dtype="float32", output=str(tmp_path / "trained")), Launch()), Launch())
+    train(prepare(replace(config, export_dtype=asked, output=str(tmp_path / "run")), Launch()), Launch())
+    trained, model = (AutoModelForCausalLM.from_pretrained(tmp_path / run / "model") for run in ("trained", "run"))
+    assert str(model.dtype) == f"torch.{written}"
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == written
+    for own, weight in zip(model.parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(own, weight.to(model.dtype), rtol=0.0, atol=0.0)
+
+
+def test_the_default_learning_rate_is_that_of_random_or_pretrained_weights(tmp_path: Path) -> None:
+    config = load_model_config("tiny")
+    save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
+    for model, asked, rate in (("tiny", 0.0, 3e-3), (str(tmp_path), 0.0, 1e-5), (str(tmp_path), 1e-4, 1e-4)):
+        prepared = prepare(replace(SMALL, model=model, learning_rate=asked), Launch())
+        assert prepared.config.learning_rate == prepared.reusable.learning_rate == rate
 
 
 def test_the_written_configuration_repeats_the_run(tmp_path: Path) -> None:
@@ -80,7 +122,7 @@ def test_a_continued_run_exports_how_its_model_generates(tmp_path: Path) -> None
     save_weights(weights, tmp_path / "model", config=config)
     # As published with well-known models: a temperature that transformers warns of, for nothing is sampled.
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
-    asked = replace(SMALL, model=str(tmp_path / "model"), output=str(tmp_path / "run"), steps=1)
+    asked = replace(SMALL, model=str(tmp_path / "model"), tokenizer="bytes", output=str(tmp_path / "run"), steps=1)
     train(prepare(asked, Launch()), Launch())
     train(prepare(replace(asked, steps=2, resume="auto"), Launch()), Launch())
     assert GenerationConfig.from_pretrained(tmp_path / "run" / "model").temperature == 0.6
@@ -111,7 +153,7 @@ def test_a_broken_checkpoint_is_not_called_good(tmp_path: Path) -> None:
     model = drawn_model(model_config)
     torch.nn.init.constant_(model.lm_head.weight[0], torch.nan)
     save_weights(dict(model.named_parameters()), tmp_path / "broken", config=model_config)
-    config = replace(SMALL, model=str(tmp_path / "broken"), output=str(tmp_path / "run"))
+    config = replace(SMALL, model=str(tmp_path / "broken"), tokenizer="bytes", output=str(tmp_path / "run"))
     with pytest.raises(TrainingDiverged, match=r"step 1 has loss = nan.*No step came before, so nothing was saved"):
         train(prepare(config, Launch()), Launch())
     assert not (tmp_path / "run" / "last-good").exists()
@@ -131,7 +173,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model = drawn_model(model_config)
     save_weights(dict(model.named_parameters()), tmp_path, config=model_config)
     with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
-        prepare(replace(SMALL, model=str(tmp_path)), Launch())
+        prepare(replace(SMALL, model=str(tmp_path), tokenizer="bytes"), Launch())
 
 
 # Many ranks
@@ -140,8 +182,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, PackedBatch]:
     """Loss and gradient norm of step 1, and the global batch that it saw."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
+    begin = prepared.batches.state_dict()
     batch = next(prepared.batches)
-    record = Trainer(replace(prepared, batches=iter([batch]))).step(1)
+    prepared.batches.load_state_dict(begin)
+    record = Trainer(prepared).step(1)
     return record.loss, record.grad_norm, batch
 
 
@@ -149,16 +193,74 @@ def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -
     """Each document alone through the unchanged model; the mean over all their targets."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
     loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
-    model = drawn_model(load_model_config("tiny"), config.seed)
+    found = loss, grad_norm
+    expected = plain_step(drawn_model(load_model_config("tiny"), config.seed), batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+def plain_step(model: PreTrainedModel, batch: PackedBatch) -> tuple[float, float]:
+    """Return loss and gradient norm of each document alone through a transformers model."""
     targets, total = 0, torch.zeros(())
-    for begin, end in pairwise(batch.cu_seqlens[0].tolist()):
-        document = batch.ids[:, begin:end]
-        logits = model(input_ids=document).logits[:, :-1].flatten(0, 1)
-        total = total + torch.nn.functional.cross_entropy(logits, document[:, 1:].flatten(), reduction="sum")
-        targets += end - begin - 1
+    for row, boundaries in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
+        for document in (row[begin:end] for begin, end in pairwise(boundaries) if end > begin):
+            logits = model(input_ids=document.unsqueeze(0)).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum")
+            targets += len(document) - 1
     (total / targets).backward()
-    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close((loss, grad_norm), (total.item() / targets, expected.item()), rtol=1e-5, atol=0.0)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    return total.item() / targets, norm.item()
+
+
+LIMIT, LONGER = 128, 512
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SCALED: dict[str, dict[str, Any]] = {
+    "yarn": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LIMIT},
+    "linear": ROPE | {"rope_type": "linear", "factor": 4.0},
+    "ntk": ROPE | {"rope_theta": 1e4 * 4 ** (16 / 14)},
+}
+LONG_MESHES = {
+    "yarn": {"sp_ulysses": 2, "sp_ring": 2},
+    "linear": {"tp": 2, "sp_ring": 2},
+    "ntk": {"pp": 2, "sp_ring": 2, "batch_size": 2, "micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_a_longer_context_is_trained_and_exported_as_transformers_computes_it(
+    ranks: RankPool, tmp_path: Path, scaling: str
+) -> None:
+    short, long = load_model_config("tiny"), load_model_config("tiny")
+    short.max_position_embeddings = LIMIT
+    long.max_position_embeddings, long.rope_parameters = LONGER, SCALED[scaling]
+    save_weights(dict(drawn_model(short).named_parameters()), tmp_path / "short", config=short)
+    config = replace(SMALL, model=str(tmp_path / "short"), seq_len=LONGER, rope_scaling=scaling)
+    many = replace(config, **LONG_MESHES[scaling])
+    loss, grad_norm, batch = ranks.run(step_and_batch, 4, many, str(tmp_path / "many"))[0]
+    torch.testing.assert_close((loss, grad_norm), plain_step(drawn_model(long), batch), rtol=1e-5, atol=0.0)
+
+    run = replace(config, learning_rate=1e-30, weight_decay=0.0, steps=1, output=str(tmp_path / "run"))
+    train(prepare(run, Launch()), Launch())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert exported.config.max_position_embeddings == LONGER
+    assert exported.config.rope_parameters == pytest.approx(SCALED[scaling])
+    ids = batch.ids[:1]
+    with torch.no_grad():
+        torch.testing.assert_close(exported(input_ids=ids).logits, drawn_model(long)(input_ids=ids).logits)
+    train(prepare(replace(run, steps=2, resume="auto"), Launch()), Launch())
+    other = "linear" if scaling != "linear" else "yarn"
+    with pytest.raises(ConfigurationError, match=r"is not the model of the checkpoint .*rope_parameters = "):
+        prepare(replace(run, steps=3, resume="auto", rope_scaling=other), Launch())
+
+
+def test_a_context_beyond_the_limit_is_refused_without_a_scaling(tmp_path: Path) -> None:
+    short = load_model_config("tiny")
+    short.max_position_embeddings = LIMIT
+    save_weights(dict(drawn_model(short).named_parameters()), tmp_path, config=short)
+    refused = f"--seq-len {LONGER} is beyond the model's max_position_embeddings={LIMIT}.* --rope-scaling yarn"
+    with pytest.raises(ConfigurationError, match=refused):
+        prepare(replace(SMALL, model=str(tmp_path), seq_len=LONGER), Launch())
+    with pytest.raises(ConfigurationError, match="--rope-scaling yarn is not used, because random weights need none"):
+        prepare(replace(SMALL, rope_scaling="yarn"), Launch())
 
 
 def steps_on(config: TrainConfig, folder: str) -> list[tuple[float, float]]:
@@ -243,4 +345,4 @@ def meet_other_data(config: TrainConfig, folder: str) -> str:
 
 def test_ranks_that_read_different_data_all_stop(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks.run(meet_other_data, 2, replace(SMALL, sp_ring=2), str(tmp_path)):
-        assert "the data of step 1 must be the same on all ranks" in said and "rank 1: " in said
+        assert "the data of step 1 must be the same on all ranks" in said and " on rank 1" in said

@@ -188,17 +188,21 @@ def _rank_seconds(
     job: Job, hardware: Hardware, overlap: Overlap, rank: int
 ) -> tuple[float, Seconds, dict[str, TransferSeconds]]:
     """Return (seconds without bubble and optimizer, compute, communication by axis) of a rank's stages."""
-    forward, backward, ring = Seconds(), Seconds(), TransferSeconds()
+    forward, backward, ring, counting = Seconds(), Seconds(), TransferSeconds(), Seconds()
     layers = 0
     attention = cache(partial(_attention, job, hardware, overlap, rank))
+    attention_once = cache(partial(attention_passes, job, hardware, overlap, rank))
     for stage in job.stages(rank):
         for index in job.stage_layers[stage]:
             layers += 1
-            passes = layer_seconds(job, hardware, job.model.layers[index])
-            kernels, messages = attention(job.model.facts.windows[index])
+            passes, window = layer_seconds(job, hardware, job.model.layers[index]), job.model.facts.windows[index]
+            kernels, messages = attention(window)
             forward += passes[0] + kernels[0]
             backward += passes[1] + kernels[1]
             ring += messages
+            if job.counts_choices:
+                counting += passes[0] + kernels[0]
+                ring += attention_once(window)[0].messages
         if stage == len(job.stage_layers) - 1:
             forward += head_seconds(job, hardware)
     sent = step_traffic(job, rank)
@@ -208,7 +212,7 @@ def _rank_seconds(
         **_exposed(job, hardware, sent, rank),
         **_parameters(job, hardware, sent, rank, layers, hiding),
     }
-    compute = (forward + backward).times(job.config.micro_batches)
+    compute = (forward + backward + counting).times(job.config.micro_batches)
     communication = {
         axis: transfers.with_free_part(overlap_of(hardware, job.ranks(axis, rank)))
         for axis, transfers in communication.items()
@@ -312,12 +316,12 @@ def _parameters(
     """Return the gathers of parameters and reductions of gradients, by axis.
 
     ZeRO-3 gathers in both passes of every micro-batch, the other stages in the step's first forward; stages 2 and 3
-    reduce in every backward, the others in the last.
+    reduce in every backward, the others in the last. Forwards that count the routers' choices gather as the others do.
 
     micro_batch: seconds of compute of one micro-batch's forward and backward, which hide them.
     """
     forward, backward = micro_batch
-    number = job.config.micro_batches
+    number, passes = job.config.micro_batches, 2 if job.counts_choices else 1
     # (compute, times): seconds by axis
     transfers: defaultdict[tuple[float, int], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
@@ -329,10 +333,10 @@ def _parameters(
         if "gather" not in part.collective:
             add(backward, number if job.config.zero >= 2 and axis in ("fsdp", "efsdp") else 1, axis, seconds)
         elif job.config.zero == 3:
-            add(forward, number, axis, seconds / 2)
-            add(backward, number, axis, seconds / 2)
+            add(forward, passes * number, axis, seconds * passes / (passes + 1))
+            add(backward, number, axis, seconds / (passes + 1))
         else:
-            add(forward, 1, axis, seconds)
+            add(forward, passes, axis, seconds)
     found: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     for (compute, times), by_axis in transfers.items():
         together = sum(by_axis.values())

@@ -156,6 +156,13 @@ class _Fsdp2:
             group.uses.append(len(self.order))
             self.order.append(group)
 
+    def reset(self) -> None:
+        """Free everything and forget the forwards, after those that only count the routers' choices."""
+        for group in self.groups:
+            group.gathered = False
+            group.uses.clear()
+        self.order.clear()
+
     def backward(self, last: bool) -> None:
         keeps = not (last or self.zero3)
         for group in self.root:
@@ -178,7 +185,11 @@ def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
     """Return how often each unit of a stage of `rank` is gathered in a step."""
     fsdp2 = _Fsdp2(job, stage_units(job, stage))
     if job.splits_backwards:  # torch's zero-bubble schedule keeps the stage gathered
-        return [(group.unit, 1) for group in fsdp2.groups]
+        return [(group.unit, 2 if job.counts_choices else 1) for group in fsdp2.groups]
+    if job.counts_choices:
+        for _ in range(job.config.micro_batches):
+            fsdp2.forward()
+        fsdp2.reset()
     for action in actions(job, rank):
         if action.stage != stage:
             continue

@@ -36,8 +36,29 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
             inside += _tensor_traffic(job, 1, 1)
         if stage == len(job.stage_layers) - 1:
             inside += _head_traffic(job)
+        if job.counts_choices:
+            inside += _counting_traffic(job, rank, stage)
         parts += [sent.times(job.config.micro_batches) for sent in inside]
+    if job.counts_choices and len(job.stage_layers) - 1 in job.stages(rank):
+        parts += _choice_sums(job)
     return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+
+
+def _counting_traffic(job: Job, rank: int, stage: int) -> Iterator[Sent]:
+    """Yield what a stage sends in a micro-batch's forward that only counts the routers' choices."""
+    yield from _sums(job, 2 * INT64, "ulysses", "ring")
+    if stage + 1 < len(job.stage_layers) and stage + 1 not in job.stages(rank):
+        yield from _stage_messages(job)
+    if stage == 0:
+        yield from _tensor_traffic(job, 0, 1)
+    for index in job.stage_layers[stage]:
+        yield from attention_forward_traffic(job, rank, job.model.facts.windows[index])
+        experts = job.model.layers[index].experts
+        yield from _tensor_traffic(job, 1 if experts else 2, 1 if experts else 2)
+        if experts:
+            yield from _expert_traffic(job, forward_only=True)
+    if stage == len(job.stage_layers) - 1:
+        yield from _tensor_traffic(job, 1, 0)
 
 
 def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
@@ -89,21 +110,34 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
     Ulysses exchanges q, k, v and the output, and their gradients; the ring passes keys and values in both directions'
     passes and their float32 gradients in the backward. Full recomputation repeats the forward.
     """
+    plan, head_dim = attention_plan(job, rank, window), job.model.facts.head_dim
+    heads, mine = plan.heads, plan.ulysses_rank
+    others = [other for other in range(heads.ulysses) if other != mine]
+    per_head = plan.batch * plan.layout.local_len * head_dim * job.dtype.itemsize
+    returned = per_head * sum(map(heads.q_width, others)) + per_head * len(others) * heads.width(mine)
+    forwards = 2 if job.config.ac == "full" else 1
+    grads = sum(len(step.grad_send) for step in plan.ring.steps)
+    exchange, keys = attention_forward_traffic(job, rank, window)
+    return (
+        exchange.times(forwards),
+        Sent("ulysses", "alltoall_base_", returned, calls=2),
+        keys.times(forwards + 1),
+        Sent("ring", "send", plan.ring.grad_tokens_sent * 2 * heads.kv_width(mine) * head_dim * FLOAT32, grads),
+    )
+
+
+def attention_forward_traffic(job: Job, rank: int, window: int) -> tuple[Sent, Sent]:
+    """Return (Ulysses' exchanges, the ring's messages) of one layer's forward of attention for one micro-batch."""
     plan, head_dim, itemsize = attention_plan(job, rank, window), job.model.facts.head_dim, job.dtype.itemsize
     heads, mine = plan.heads, plan.ulysses_rank
     others = [other for other in range(heads.ulysses) if other != mine]
     per_head = plan.batch * plan.layout.local_len * head_dim * itemsize
     scattered = per_head * sum(map(heads.width, others)) + per_head * len(others) * heads.q_width(mine)
-    returned = per_head * sum(map(heads.q_width, others)) + per_head * len(others) * heads.width(mine)
-    per_token = 2 * heads.kv_width(mine) * head_dim
+    per_token = 2 * heads.kv_width(mine) * head_dim * itemsize
     messages = sum(len(step.send_held) + len(step.send_own) for step in plan.ring.steps)
-    forwards = 2 if job.config.ac == "full" else 1
-    grads = sum(len(step.grad_send) for step in plan.ring.steps)
     return (
-        Sent("ulysses", "alltoall_base_", scattered, calls=2).times(forwards),
-        Sent("ulysses", "alltoall_base_", returned, calls=2),
-        Sent("ring", "send", plan.ring.tokens_sent * per_token * itemsize, messages).times(forwards + 1),
-        Sent("ring", "send", plan.ring.grad_tokens_sent * per_token * FLOAT32, grads),
+        Sent("ulysses", "alltoall_base_", scattered, calls=2),
+        Sent("ring", "send", plan.ring.tokens_sent * per_token, messages),
     )
 
 
@@ -132,29 +166,38 @@ def _head_traffic(job: Job) -> Iterator[Sent]:
         yield all_reduce("tp", tokens * FLOAT32, tp).times(number)
         yield all_reduce("tp", 2 * tokens * FLOAT32, tp).times(number)
     yield all_reduce("tp", _hidden(job), tp)
-    if job.balance:
-        counts = job.model.facts.num_experts * FLOAT32
-        yield from _sums(job, counts, "loss")
-        if job.config.tp_sequence_parallel:
-            yield from (*_sums(job, counts, "tp"), *_sums(job, FLOAT32, "tp"))
+    if job.balance and job.config.tp_sequence_parallel:
+        yield from _sums(job, FLOAT32, "tp")
+    if job.balance and not job.counts_choices:
+        yield from _choice_sums(job)
+
+
+def _choice_sums(job: Job) -> list[Sent]:
+    """Return the sums of the routers' choices over the ranks that route different tokens."""
+    axes = ("loss", "tp") if job.config.tp_sequence_parallel else ("loss",)
+    return _sums(job, job.model.facts.num_experts * FLOAT32, *axes)
 
 
 def _pipeline_traffic(job: Job, rank: int, stage: int) -> Iterator[Sent]:
     """Yield the hidden states sent to the next stage and the gradients sent to the previous one, if on another rank."""
-    messages = [Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)]
-    if job.balance:
-        messages.append(Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32))
     for other in (stage + 1, stage - 1):
         if 0 <= other < len(job.stage_layers) and other not in job.stages(rank):
-            yield from messages
+            yield from _stage_messages(job)
 
 
-def _expert_traffic(job: Job) -> Iterator[Sent]:
+def _stage_messages(job: Job) -> Iterator[Sent]:
+    """Yield what a stage sends to a neighbor for one micro-batch."""
+    yield Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)
+    if job.balance:
+        yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
+
+
+def _expert_traffic(job: Job, forward_only: bool = False) -> Iterator[Sent]:
     """Yield the row counts, the rows to the experts and back, and their gradients; routers choose experts evenly."""
     ep, itemsize = job.dims.ep, job.dtype.itemsize
     rows = job.outer_tokens * job.model.experts_per_token * (ep - 1) // ep
     counts = Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     exchange = Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize)
-    forwards = 1 if job.config.ac == "none" else 2
+    forwards = 1 if job.config.ac == "none" or forward_only else 2
     yield counts.times(forwards)
-    yield exchange.times(2 * forwards + 2)
+    yield exchange.times(2 * forwards + (0 if forward_only else 2))

@@ -44,7 +44,7 @@ class Algorithm:
         calls: maps options to the calls of a step.
         data: kind of examples: "prompts" to respond to, "answers" to train on, or "pairs", where sample 2i is preferred
             to sample 2i + 1. Calls read `prompt_ids` and `prompt_index` of prompts, `tokens` and `mask` of the others.
-        learning_rate: default peak learning rate, for the tiny presets.
+        learning_rate: default peak learning rate for the presets' random weights; pretrained_rate: for a directory.
         model_role: role that is initialized from the configuration's `model`.
     """
 
@@ -52,6 +52,7 @@ class Algorithm:
     calls: Callable[[Any], tuple[ModelCall, ...]]
     data: Literal["prompts", "answers", "pairs"] = "prompts"
     learning_rate: float = 2e-3
+    pretrained_rate: float = 1e-6
     model_role: str = "actor"
 
     def graph(self, options: Options) -> DataflowGraph:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from usp.presets import PRETRAINED_RATE
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Compute, ModelCall, Reduce, Sequences
 
@@ -136,5 +137,7 @@ def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
     return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
 
 
-REWARD_MODEL_ALGORITHM = Algorithm(RewardModel, _reward_model_calls, data="pairs", model_role="reward")
+REWARD_MODEL_ALGORITHM = Algorithm(
+    RewardModel, _reward_model_calls, data="pairs", pretrained_rate=PRETRAINED_RATE, model_role="reward"
+)
 DPO_ALGORITHM = Algorithm(DPO, _dpo_calls, data="pairs")

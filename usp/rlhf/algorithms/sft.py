@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from usp.presets import PRETRAINED_RATE
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Compute, ModelCall, Reduce
 
@@ -29,4 +30,4 @@ def _calls(options: SFT) -> tuple[ModelCall, ...]:
     return ModelCall("weights", "", work, ("tokens", "mask"), ("weights",)), train("actor", NextToken(), options)
 
 
-SFT_ALGORITHM = Algorithm(SFT, _calls, data="answers")
+SFT_ALGORITHM = Algorithm(SFT, _calls, data="answers", pretrained_rate=PRETRAINED_RATE)

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from usp.data.documents import STDLIB, Unit, open_source
-from usp.data.tokenizer import Ids, Tokenizer
+from usp.data.files import STDLIB, DataFile, find_files
+from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.run.failures import nearest
 
 MARKS = "①②③④⑤⑥⑦⑧"
@@ -60,7 +60,7 @@ class HiddenMark:
     answer, like noisy demonstrations.
     """
 
-    units: Sequence[Unit]
+    files: Sequence[DataFile]
     tokenizer: Tokenizer
     prompt_tokens: int
     seed: int
@@ -72,12 +72,13 @@ class HiddenMark:
     def __getitem__(self, index: int) -> Example:
         draw = np.random.default_rng((self.seed, index))
         mark, other = draw.choice(len(MARKS), size=2, replace=False)
-        hidden, question = self._ids(MARKS[mark]), self._ids(QUESTION)
+        hidden, question = self.tokenizer.encode(MARKS[mark]), self.tokenizer.encode(QUESTION)
         shortest = max(SHORTEST, self.prompt_tokens // 16)
         tokens = round(shortest * (self.prompt_tokens / shortest) ** draw.random())
-        text = self._text(draw, tokens - len(hidden) - len(question))
+        text = self._text(draw, tokens - len(hidden) - len(question) - (self.tokenizer.bos is not None))
         place = draw.integers(len(text) + 1)
-        prompt = np.concatenate((text[:place], hidden, text[place:], question))
+        ids = np.concatenate((text[:place], hidden, text[place:], question))
+        prompt = as_document(self.tokenizer, ids, end=False)
         # Some are malformed, so that a policy cannot exploit the reward model with formats it has never seen.
         rejected = draw.choice([f"{other + 1}", f"{other + 1}", f"{mark + 1}{other + 1}", ""])
         answer = other if draw.random() < self.wrong_answers else mark
@@ -86,20 +87,17 @@ class HiddenMark:
     def _text(self, draw: np.random.Generator, tokens: int) -> Ids:
         parts: list[Ids] = []
         while (missing := tokens - sum(map(len, parts))) > 0:
-            ids = self._unit(int(draw.integers(len(self.units))))
+            ids = self._file(int(draw.integers(len(self.files))))
             start = int(draw.integers(max(1, len(ids) - missing + 1)))
             parts.append(ids[start : start + missing])
         return np.concatenate(parts)
 
-    def _ids(self, text: str) -> Ids:
-        return without_end(self.tokenizer, self.tokenizer.encode(text.encode()))
-
     @cached_property
-    def _unit(self):
+    def _file(self):
         return lru_cache(maxsize=64)(self._read)
 
     def _read(self, number: int) -> Ids:
-        return self._ids(b"\n".join(self.units[number].read()).decode("utf-8", "replace"))
+        return self.tokenizer.encode(self.files[number].path.read_text("utf-8", "replace"))
 
 
 def open_examples(
@@ -129,7 +127,7 @@ def open_examples(
             raise ValueError(
                 f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
             )
-        return HiddenMark(open_source(STDLIB, ""), tokenizer, prompt_tokens, seed, wrong_answers)
+        return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or file.suffix != ".jsonl":
         raise ValueError(f"--data = {data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
@@ -158,14 +156,14 @@ def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, w
     for key in keys:
         if not isinstance(row.get(key), str):
             raise ValueError(f"no text under {key!r}{nearest(key, row)}")
-    prompt = without_end(tokenizer, tokenizer.encode(row["prompt"].encode()))
+    prompt = as_document(tokenizer, tokenizer.encode(row["prompt"]), end=False)
     if not 1 <= len(prompt) <= longest:
         raise ValueError(
             f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
             f"shorten it, lower --max-new-tokens, or use a model with a longer context"
         )
     for key in keys[1:] if whole else ():
-        tokens = len(tokenizer.encode(row[key].encode()))
+        tokens = len(as_document(tokenizer, tokenizer.encode(row[key]), begin=False))
         if len(prompt) + tokens > longest:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {tokens} under {key!r} exceed the model's context of {longest}: "
@@ -173,11 +171,6 @@ def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, w
             )
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
     return Example(prompt, row[answer] if answer in keys else "", row[rejected] if rejected in keys else "")
-
-
-def without_end(tokenizer: Tokenizer, ids: Ids) -> Ids:
-    """Return `ids` without the end of sequence that the tokenizer appends."""
-    return ids[:-1] if tokenizer.eos is not None and len(ids) and ids[-1] == tokenizer.eos else ids
 
 
 def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:

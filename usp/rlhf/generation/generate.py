@@ -20,6 +20,7 @@ from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import expert_modules
 from usp.hf.integrate import decode_stage, decoder_layers
+from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph.calls import Generate
 from usp.sp.sp_attention import UnifiedSPAttention
 
@@ -40,6 +41,7 @@ class Generator:
             are plain tensors or DTensors over tp.
         first, last: the stage has the input embedding; the output head.
         slots: maximum number of sequences to decode concurrently.
+        transform: from `logit_transform`, for models with one.
 
     Attributes:
         cache_bytes: size of this rank's KV cache in the last call.
@@ -49,7 +51,14 @@ class Generator:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelMesh, *, first: bool = True, last: bool = True, slots: int = 32
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        *,
+        first: bool = True,
+        last: bool = True,
+        slots: int = 32,
+        transform: LogitTransform = UNCHANGED,
     ) -> None:
         violations = _model_violations(model, mesh)
         if slots < 1:
@@ -57,6 +66,7 @@ class Generator:
         if violations:
             raise ValueError("; ".join(violations))
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
+        self._transform = transform
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
         self._layers = [cast(Any, layer).self_attn.layer_idx for layer in decoder_layers(self._model)]
         self._head = self._model.get_output_embeddings()
@@ -195,11 +205,13 @@ class Generator:
         weight, bias = (local_tensor(x) for x in (self._head.weight, self._head.bias))
         logits = nn.functional.linear(hidden_BH, weight, bias)
         tp = self._groups.get("tp")
-        if tp is None:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(tp.size())]
-        dist.all_gather(parts, logits, group=tp)
-        return torch.cat(parts, 1)
+        if tp is not None:
+            parts = [torch.empty_like(logits) for _ in range(tp.size())]
+            dist.all_gather(parts, logits, group=tp)
+            logits = torch.cat(parts, 1)
+        logits = logits.to(softmax_dtype(hidden_BH))
+        self._transform.apply_(logits)
+        return logits
 
 
 def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:

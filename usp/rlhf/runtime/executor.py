@@ -1,7 +1,7 @@
 """Execute the steps of a graph under a plan, without a controller: every rank runs the same program.
 
-The ranks compare a hash of the graph and the plan at the start, and from then on know what the others do. In a step,
-each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics.
+The ranks compare the graph (a hash of each call) and the plan at the start, and from then on know what the others do.
+In a step, each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import key_kinds
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role import BuildRole
 
 from .copies import RoleCopies
@@ -79,8 +80,9 @@ class Executor:
         graph, plan = with_measures(graph, plan, collect, self._collected.append)
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
-        digest = fingerprint((graph, plan, ranks_per_host, collect))
-        agree(digest, self._world, "the hash of the graph and the plan", device)
+        calls = {call.name: fingerprint(call) for call in graph.calls}
+        compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
+        agree({**compared, "ranks_per_host": ranks_per_host}, self._world, "the graph and the plan", device)
         copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
         operations = schedule(graph, plan, world_size, copies.aliases)
         for operation in operations:
@@ -90,7 +92,7 @@ class Executor:
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
             elif operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
-        timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
+        timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._progress = progress
 
@@ -106,7 +108,7 @@ class Executor:
         if violations := step_violations(context.graph, given):
             raise ValueError("; ".join(violations))
         step = StepData(context.graph, context.plan, context.kinds, given)
-        value = (number, seed, step.samples, step.lengths)
+        value = {"step": number, "seed": seed, "samples": step.samples, "lengths": step.lengths}
         agree(value, self._world, "number, seed and samples of a step", context.device)
         context.timeline.step = number
         runner = StepRunner(context, step, seed)

@@ -13,6 +13,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from usp.run.output import LineFile
+
 _FOLDER = "timeline"
 _ROUNDS = 5  # of the clock measurement, because a rank may be late for one
 
@@ -71,7 +73,7 @@ class Timeline:
 
     def __init__(self, rank: int, offset: float, device: torch.device, folder: Path | None = None) -> None:
         self._rank, self._offset, self._device = rank, offset, device
-        self._path = folder / _FOLDER / f"rank-{rank}.jsonl" if folder else None
+        self.file = LineFile(folder / _FOLDER / f"rank-{rank}.jsonl") if folder else None
         self._events: list[Event] = []
         self.step = 0
 
@@ -95,10 +97,8 @@ class Timeline:
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call, in the order of their ends."""
         events, self._events = tuple(self._events), []
-        if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(event)) + "\n" for event in events)
+        if self.file is not None:
+            self.file.append(self.step, (json.dumps(asdict(event)) for event in events))
         return events
 
 

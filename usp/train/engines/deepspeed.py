@@ -30,6 +30,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import AdamW, MicroBatch
+from .router_counts import count_choices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
@@ -75,6 +76,7 @@ class DeepSpeedEngine:
         self._make_moments()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        count_choices(self.stages, self.mesh, micro_batches, calls=[self.engine])
         share = torch.zeros((), device=self.mesh.device_type)
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))

@@ -14,6 +14,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import AdamW, MicroBatch
+from .router_counts import count_choices
 
 if TYPE_CHECKING:  # it takes seconds to import
     from .pipeline_runner import PipelineRunner
@@ -44,6 +45,7 @@ class Fsdp2Engine:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, head)
+        count_choices(self.stages, self.mesh, micro_batches)
         (stage,) = self.stages
         share = torch.zeros((), device=self.mesh.device_type)
         for number, batch in enumerate(micro_batches, start=1):

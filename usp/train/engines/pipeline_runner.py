@@ -15,6 +15,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import MicroBatch
+from .router_counts import count_choices
 
 
 @dataclass(eq=False)
@@ -46,14 +47,23 @@ class PipelineRunner:
         batch = joined(micro_batches)
         ids = batch.pop("input_ids")
         shape = (len(micro_batches), *micro_batches[0]["input_ids"].shape)
+        count_choices(self.stages, self.mesh, micro_batches, schedule=self.schedule, sent=self._sent(*shape[1:]))
         return self._prepare(*shape).step(ids, **batch, head=head)
 
     def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
-        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
-        sent = (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
         return Pipeline(
-            self.stages, self.mesh, self.schedule, micro_batches=micro_batches, stage_outputs=sent, zero=self.zero
+            self.stages,
+            self.mesh,
+            self.schedule,
+            micro_batches=micro_batches,
+            stage_outputs=self._sent(rows, tokens),
+            zero=self.zero,
         )
+
+    def _sent(self, rows: int, tokens: int) -> tuple[Tensor, ...]:
+        """Return examples of what a stage sends to the next one for a micro-batch, without memory."""
+        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
+        return (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
 
 
 def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:

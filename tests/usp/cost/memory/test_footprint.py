@@ -41,7 +41,9 @@ def test_the_peak_equals_that_of_the_dry_run(world_size: int, flags: dict[str, A
 @pytest.mark.parametrize("rank", range(2))
 def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_path: Path) -> None:
     """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half."""
-    tiny_model("llama-deep").save_pretrained(tmp_path)
+    model = tiny_model("llama-deep")
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(tmp_path)
     pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
     flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
     formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)

@@ -47,6 +47,9 @@ def flops_of_step(made: Job, rank: int) -> float:
             work = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), products)
             total += 3 * sum(p.flops for p in forward) + sum(p.flops for p in again)
             total += sum(flops for tasks in work for flops, _ in tasks)
+            if made.counts_choices:
+                once = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), FORWARD)
+                total += sum(p.flops for p in forward) + sum(flops for tasks in once for flops, _ in tasks)
         if stage == len(made.stage_layers) - 1:
             total += sum(p.flops for p in head_products(made))
     return total * made.config.micro_batches
@@ -62,6 +65,7 @@ def flops_of_step(made: Job, rank: int) -> float:
         (1, {"mlp_tile": 256}),
         (1, {"mlp_tile": 300, "ac": "full"}),
         (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),
+        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
         (2, {"pp": 2, "batch_size": 2, "micro_batches": 2}),
     ],
     ids=str,
@@ -70,6 +74,18 @@ def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, obje
     config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
     made = job_of(config, load_model_config(config.model), world_size)
     assert flops_of_step(made, 0) == dry_run(config, world_size).flops
+
+
+def test_counting_the_choices_of_a_step_takes_a_forward() -> None:
+    options = {"model": "mixtral-8x7b", "ep": 8, "sp_ring": 8, "batch_size": 4, "micro_batches": 4, "zero": 3}
+    counted, alone = (step_seconds(llama(**options, router_balance=b), A800) for b in ("step", "micro-batch"))
+    assert 1.25 < counted.compute.total / alone.compute.total < 4 / 3  # the loss has no extra forward
+    for axis in ("ep", "efsdp"):
+        more = sum(
+            (seconds.communication[axis].exposed + seconds.communication[axis].overlapped) * sign
+            for seconds, sign in ((counted, 1), (alone, -1))
+        )
+        assert more > 0, axis
 
 
 def test_overlapped_and_exposed_parts_of_transfers() -> None:

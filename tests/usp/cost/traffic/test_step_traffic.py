@@ -47,6 +47,12 @@ MIXTURES: list[Flags] = [
     {"model": "qwen3", "tp": 2, "zero": 1, "micro_batches": 2, "batch_size": 2, "loss_chunk": 24},
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "full"},
     {"model": "mixtral", "ep": 2, "pp": 2, "sp_ring": 2, "micro_batches": 4, "batch_size": 4},
+    {"model": "qwen3_moe", "ep": 4, "sp_ulysses": 2, "sp_ring": 2, "micro_batches": 2, "batch_size": 2, "ac": "full"},
+    {"model": "mixtral", "sp_ring": 4, "zero": 1, "micro_batches": 2, "batch_size": 2},
+    {"model": "mixtral", "micro_batches": 2, "batch_size": 2, "router_balance": "micro-batch"},
+    AXES["tp"] | {"model": "qwen3_moe", "ep": 2, "pp": 2, "micro_batches": 2, "batch_size": 2},
+    {"model": "mixtral-deep", "pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 4, "batch_size": 4},
+    {"model": "mixtral-deep", "pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1},
     {"dp_replicate": 2, "sp_ulysses": 2, "zero": 2, "micro_batches": 2, "batch_size": 2},
     {"model": "llama-deep", "pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 4, "batch_size": 4},
     {"model": "llama-deep", "pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1},
@@ -103,7 +109,7 @@ def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama", "llama-deep", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+    for family in ("llama", "llama-deep", "mistral", "qwen2", "qwen3", "mixtral", "mixtral-deep", "qwen3_moe"):
         tiny_model(family).save_pretrained(folder / family)
     return folder
 

@@ -1,0 +1,312 @@
+"""Which files of a data set hold documents, and reading them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import csv, ipc, parquet
+
+import usp.data.documents
+from usp.data.documents import read_pieces
+from usp.data.files import find_files
+
+TEXTS = ["one", "zwei ü, with a comma", 'three\nlines "quoted"\n语言']
+TABLE = pa.table({"text": TEXTS, "id": [1, 2, 3]})
+
+
+def documents_of(data: Path | str, field: str = "text") -> list[str]:
+    documents, begun = [], ""
+    for file in find_files(str(data), field).files:
+        for text, finishes in read_pieces(file, field):
+            begun += text
+            if finishes:
+                documents.append(begun)
+                begun = ""
+    assert not begun
+    return documents
+
+
+def lines(rows: list[dict[str, object]]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def arrow_stream(path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+
+
+def arrow_file(path: Path) -> None:
+    with pa.OSFile(str(path), "wb") as file, ipc.new_file(file, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+
+
+def tsv(path: Path) -> None:
+    csv.write_csv(TABLE, path, csv.WriteOptions(delimiter="\t"))
+
+
+ROWS: list[dict[str, object]] = TABLE.to_pylist()
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a.jsonl": lambda path: path.write_bytes(lines(ROWS)),
+    "a.JSONL": lambda path: path.write_bytes(lines(ROWS)),
+    "a.ndjson": lambda path: path.write_bytes(lines(ROWS)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(ROWS))),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(lines(ROWS))),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(lines(ROWS))),
+    "a.jsonl.zst": lambda path: path.write_bytes(zstd(lines(ROWS))),
+    "array.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
+    "lines.json": lambda path: path.write_bytes(lines(ROWS)),
+    "array.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS).encode())),
+    "a.csv": lambda path: csv.write_csv(TABLE, path),
+    "a.csv.gz": lambda path: csv.write_csv(TABLE, pa.CompressedOutputStream(str(path), "gzip")),
+    "a.tsv": tsv,
+    "a.parquet": lambda path: parquet.write_table(TABLE, path, row_group_size=2),
+    "a.PARQUET": lambda path: parquet.write_table(TABLE, path),
+    "stream.arrow": arrow_stream,
+    "file.arrow": arrow_file,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_holds_the_same_documents(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    assert documents_of(tmp_path / name) == documents_of(tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstd])
+def test_text_is_read_in_its_encoding(tmp_path: Path, coding: str, compress: Callable[[bytes], bytes]) -> None:
+    suffix = {bytes: "", gzip.compress: ".gz", zstd: ".zst"}[compress]
+    (tmp_path / f"a.txt{suffix}").write_bytes(compress("größer\r\n语言".encode(coding)))
+    assert documents_of(tmp_path) == ["größer\r\n语言"]
+
+
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff")
+    assert documents_of(tmp_path / "a.txt") == ["one\ntwo\ufffd"]
+
+
+def test_empty_and_missing_texts_are_skipped(tmp_path: Path) -> None:
+    rows = [{"text": ""}, {"text": None}, {"text": "a"}]
+    (tmp_path / "a.jsonl").write_bytes(lines(rows))
+    parquet.write_table(pa.table({"text": ["", None, "b"]}), tmp_path / "b.parquet")
+    assert documents_of(tmp_path) == ["a", "b"]
+
+
+# Cutting into pieces
+
+
+@given(st.lists(st.text(alphabet="ab \n", max_size=30), max_size=5), st.integers(1, 12))
+def test_pieces_are_the_text_and_are_bounded(chunks: list[str], piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(usp.data.documents, "PIECE", piece)
+        found = list(usp.data.documents._in_pieces(chunks))
+    whole = "".join(chunks)
+    assert "".join(text for text, _ in found) == whole
+    assert [finishes for _, finishes in found] == [False] * (len(found) - 1) + [True] * bool(whole)
+    assert all(text for text, _ in found)
+
+
+def test_text_is_cut_where_a_line_begins_or_else_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data.documents, "PIECE", 8)
+    cut = usp.data.documents._place_to_cut
+    assert cut("one two\nthree") == len("one two\n")
+    assert cut("one two three") == len("one two ")
+    assert cut("one\n\n\n\n  two") == len("one\n\n\n\n  ")
+    assert cut("onetwothree") == len("onetwothre")
+
+
+@pytest.mark.parametrize("kind", ["text", "line", "array", "parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+    """A file of 96 MiB is tokenized with less than 80 MiB more than one of 1 MiB."""
+    script = (
+        "import sys, resource\n"
+        "from pathlib import Path\n"
+        "from usp.data.files import find_files\n"
+        "from usp.data.store import open_store\n"
+        "from usp.data.tokenizer import ByteTokenizer\n"
+        "for data in sys.argv[2:]:\n"
+        "    open_store(find_files(data, 'text'), 'text', ByteTokenizer(), Path(sys.argv[1]))\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    assert resource  # the script's import exists here
+    files = []
+    for size in (1, 96):
+        text, rows = "some words of a line\n" * 50_000, size  # 1 MiB
+        name = tmp_path / f"{size}"
+        if kind == "text":
+            files.append(name.with_suffix(".txt"))
+            with files[-1].open("w") as file:
+                file.writelines([text] * rows)
+        elif kind == "parquet":
+            files.append(name.with_suffix(".parquet"))
+            short = [f"{number} {text[:1000]}" for number in range(1000)]
+            with parquet.ParquetWriter(files[-1], pa.schema({"text": pa.string()}), compression="none") as writer:
+                writer.write_table(pa.table({"text": short * rows}), row_group_size=10**9)
+        else:
+            files.append(name.with_suffix(".jsonl" if kind == "line" else ".json"))
+            with files[-1].open("w") as file:
+                file.write("[" if kind == "array" else "")
+                for number in range(rows):
+                    file.write("," if kind == "array" and number else "")
+                    file.write(json.dumps({"text": text}) + "\n")
+                file.write("]" if kind == "array" else "")
+    command = [sys.executable, "-c", script, str(tmp_path / "cache"), *map(str, files)]
+    small, large = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert (large - small) / 1024 < 80
+
+
+# Directories
+
+
+def test_records_beside_a_readme_are_the_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines([{"text": "a"}])))
+    (tmp_path / "README.md").write_text("about")
+    assert documents_of(tmp_path) == ["a"]
+    assert find_files(str(tmp_path), "text").left_out_line() == "left out: README.md (text beside records)"
+
+
+def test_csv_beside_a_license_is_the_data_and_settings_beside_text_are_not(tmp_path: Path) -> None:
+    for name in ("table", "program"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "table" / "a.csv").write_text("text\na\n")
+    (tmp_path / "table" / "LICENSE").write_text("about")
+    (tmp_path / "program" / "main.py").write_text("print()")
+    (tmp_path / "program" / "package.json").write_text("{}")
+    assert documents_of(tmp_path / "table") == ["a"]
+    assert documents_of(tmp_path / "program") == ["print()"]
+    assert find_files(str(tmp_path / "program"), "text").left_out == {"records beside text": ("package.json",)}
+
+
+def test_a_folder_of_save_to_disk_is_its_arrow_files(tmp_path: Path) -> None:
+    arrow_stream(tmp_path / "data-00000-of-00001.arrow")
+    (tmp_path / "dataset_info.json").write_text('{"description": "not a document"}')
+    (tmp_path / "state.json").write_text('{"_data_files": []}')
+    assert documents_of(tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["{}-00000-of-00001.jsonl", "{}.jsonl", "{}/part.jsonl", "data/my-{}.jsonl"])
+def test_held_out_splits_are_left_out_beside_training_splits(tmp_path: Path, name: str) -> None:
+    for split in ("train", "test", "validation"):
+        path = tmp_path / name.format(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(lines([{"text": split}]))
+    assert documents_of(tmp_path) == ["train"]
+    assert len(find_files(str(tmp_path), "text").left_out["held-out split"]) == 2
+
+
+def test_test_files_of_a_program_are_text(tmp_path: Path) -> None:
+    for name in ("train.py", "test_model.py"):
+        (tmp_path / name).write_text(name)
+    assert documents_of(tmp_path) == ["test_model.py", "train.py"]
+
+
+def test_linked_directories_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "broken").symlink_to(tmp_path / "nothing")
+    assert documents_of(tmp_path / "data") == ["a"]
+    assert find_files(str(tmp_path / "data"), "text").left_out["not a file"] == ("broken",)
+
+
+def test_hidden_binary_and_empty_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "d").write_text("hidden")
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "a.md").write_text("a")
+    assert documents_of(tmp_path) == ["a"]
+    left_out = {"hidden": (".git",), "binary": ("c.png",), "empty": ("empty.txt",)}
+    assert find_files(str(tmp_path), "text").left_out == left_out
+
+
+def test_the_files_of_a_run_are_not_data(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "a"}]))
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "runs" / "first" / name).write_text("{}")
+    assert documents_of(tmp_path) == ["a"]
+    assert find_files(str(tmp_path), "text").left_out["a run of this program"] == (str(Path("runs", "first")),)
+
+
+def test_stdlib_excludes_packages_and_tests() -> None:
+    files = find_files("stdlib", "text").files
+    with pytest.raises(ValueError, match="data_field='body' is for"):
+        find_files("stdlib", "body")
+    assert {"argparse.py", "dataclasses.py"} <= {file.path.name for file in files}
+    assert not any({"site-packages", "test"} & set(file.path.parts) for file in files)
+
+
+# Data that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "said"),
+    [
+        ("missing.txt", None, "text", "does not exist: give a file"),
+        ("empty.txt", b"", "text", "is empty: no file in it holds documents"),
+        ("empty.jsonl", b"", "text", "is empty: no file in it holds documents"),
+        ("binary", b"\0\1", "text", "is a binary file"),
+        (
+            "a.jsonl",
+            b'{"txt": "x"}',
+            "text",
+            r"line 1: no key data_field='text' \(did you mean 'txt'\?\); it has 'txt'",
+        ),
+        ("a.jsonl", b'{"text": 3}', "text", "'text' must hold text, got int"),
+        ("a.jsonl", b'{"text": "a"}\nnot json', "text", "line 2: not JSON"),
+        ("a.json", b'[{"text": "a"}, {"body": "b"}]', "text", "object 2: no key data_field='text'"),
+        ("a.json", b'[{"text": "a"}, {"text": ', "text", "not JSON"),
+        ("a.json", b'{"data": [{"text": "a"}]}', "text", "no key data_field='text'; it has 'data'"),
+        ("a.csv", b"body\nx\n", "text", "no column data_field='text'; it has 'body'"),
+        ("a.csv", b"text,id\nx\n", "text", "is not a CSV file"),
+        ("a.jsonl.gz", b"not gzip", "text", "is damaged"),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS))[:-9], "text", "is damaged"),
+        ("a.jsonl.zst", b"not zstd", "text", "is damaged"),
+        ("a.parquet", b"not parquet", "text", "is not a Parquet file"),
+        ("A.PARQUET", b"not parquet", "text", "is not a Parquet file"),
+        ("a.arrow", b"not arrow at all", "text", "is not an Arrow file"),
+        ("a.txt", b"a", "body", "data_field='body' is for JSON, CSV, Parquet and Arrow files, and data=.*a.txt has"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, content: bytes | None, field: str, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        documents_of(tmp_path / name, field)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+def test_a_missing_or_wrong_column_is_refused(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    with pytest.raises(ValueError, match=r"no column data_field='texts'.*did you mean 'text'"):
+        documents_of(tmp_path, "texts")
+    with pytest.raises(ValueError, match=r"column 'id' must hold text \(string\), got int64"):
+        documents_of(tmp_path, "id")
+
+
+def test_an_empty_directory_is_refused_and_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "c.png").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(ValueError, match=r"is empty: no file in it holds documents \(left out: c.png \(binary\)\)"):
+        find_files(str(tmp_path), "text")
