@@ -122,7 +122,7 @@ def test_supervised_steps_of_another_run_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sft" / "model").mkdir(parents=True)
-    saved = RlhfConfig(algorithm="sft", steps=100, learning_rate=2e-3, prompt_tokens=64)
+    saved = RlhfConfig(algorithm="sft", tokenizer="bytes", steps=100, learning_rate=2e-3, prompt_tokens=64)
     (tmp_path / "sft" / "config.yaml").write_text(yaml.safe_dump(asdict(saved)))
     args = ["--prompt-tokens", "64", "--output", str(tmp_path)]
     said = refusal(args, monkeypatch, capsys)
@@ -142,7 +142,7 @@ def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
         return Start(tmp_path, tmp_path / "checkpoints" / "step-00000002")
 
-    config = RlhfConfig(prompt_tokens=64, sft_steps=0)
+    config = RlhfConfig(tokenizer="bytes", prompt_tokens=64, sft_steps=0)
     prepare(config, Launch(), started("tiny", config))
     changed = replace(config, model="qwen3-tiny", reward_model="tiny", ref="qwen3-tiny")
     with pytest.raises(ConfigurationError) as refused:
@@ -164,7 +164,7 @@ def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
 def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_path: Path) -> None:
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
-    asked = RlhfConfig(prompt_tokens=64, sft_steps=0)
+    asked = RlhfConfig(tokenizer="bytes", prompt_tokens=64, sft_steps=0)
 
     def rates(**fields: Any) -> tuple[float, float, float]:
         found = prepare(replace(asked, **fields), Launch()).config

@@ -103,7 +103,7 @@ def test_the_default_learning_rate_is_that_of_random_or_pretrained_weights(tmp_p
     config = load_model_config("tiny")
     save_weights(dict(drawn_model(config).named_parameters()), tmp_path, config=config)
     for model, asked, rate in (("tiny", 0.0, 3e-3), (str(tmp_path), 0.0, 1e-5), (str(tmp_path), 1e-4, 1e-4)):
-        prepared = prepare(replace(SMALL, model=model, learning_rate=asked), Launch())
+        prepared = prepare(replace(SMALL, model=model, tokenizer="bytes", learning_rate=asked), Launch())
         assert prepared.config.learning_rate == prepared.reusable.learning_rate == rate
 
 
@@ -233,7 +233,7 @@ def test_a_longer_context_is_trained_and_exported_as_transformers_computes_it(
     short.max_position_embeddings = LIMIT
     long.max_position_embeddings, long.rope_parameters = LONGER, SCALED[scaling]
     save_weights(dict(drawn_model(short).named_parameters()), tmp_path / "short", config=short)
-    config = replace(SMALL, model=str(tmp_path / "short"), seq_len=LONGER, rope_scaling=scaling)
+    config = replace(SMALL, model=str(tmp_path / "short"), tokenizer="bytes", seq_len=LONGER, rope_scaling=scaling)
     many = replace(config, **LONG_MESHES[scaling])
     loss, grad_norm, batch = ranks.run(step_and_batch, 4, many, str(tmp_path / "many"))[0]
     torch.testing.assert_close((loss, grad_norm), plain_step(drawn_model(long), batch), rtol=1e-5, atol=0.0)
