@@ -8,7 +8,7 @@ memory, cluster, testing.
 """
 
 from .agree import RanksDisagree, agree
-from .checkpoint.checkpointer import Checkpointer, latest, set_aside, verify
+from .checkpoint.checkpointer import Checkpointer, complete_checkpoints, latest, set_aside, verify
 from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
 from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
 from .cluster.links import overlap_of, transfer_seconds

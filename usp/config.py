@@ -120,6 +120,10 @@ class _Training:
     """Directory in which tokenized data is kept and found again."""
     data_changed: bool = False
     """Resume although data, tokenizer or --seq-len differ from the checkpoint's, and begin a new epoch."""
+    eval_data: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
+    """Held-out data, evaluated during training. What of it is below --data is not trained on."""
+    eval_every: int = 0
+    """Steps between evaluations on --eval-data; the last step is evaluated too. 0: at every checkpoint."""
     tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
     """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5. auto: the model directory's own, or
     bytes for a preset."""

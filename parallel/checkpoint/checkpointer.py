@@ -16,8 +16,9 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ _LEFTOVER = re.compile(rf"step-\d{{8,}}({re.escape(PARTIAL)}|{re.escape(REMOVING
 
 def latest(folder: Path, without: Collection[Path] = ()) -> Path | None:
     """Return the complete checkpoint of the highest step in `folder` that is not one of `without`, or None."""
-    found = {step: path for step, path in _complete(folder).items() if path not in without}
+    found = {step: path for step, path in complete_checkpoints(folder).items() if path not in without}
     return found[max(found)] if found else None
 
 
@@ -75,7 +76,8 @@ class Checkpointer:
 
     Args:
         folder: shared by all ranks; created by the first save.
-        keep: number of complete checkpoints to keep; the oldest is removed once a new one is complete.
+        keep: number of complete checkpoints to keep; the oldest is removed once a new one is complete, unless it is
+            the best (see `save`).
         device_type: device of the tensors to save; from "cuda" they are copied through pinned memory.
 
     Raises:
@@ -99,7 +101,9 @@ class Checkpointer:
         if errors:
             raise RuntimeError(f"an incomplete checkpoint in {folder} cannot be removed: {'; '.join(errors)}")
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], best_first: Sequence[int] = ()
+    ) -> None:
         """Start saving, and return as soon as `tensors` have been copied to host memory.
 
         Waits for the previous save first. A checkpoint of the same step is replaced.
@@ -108,13 +112,14 @@ class Checkpointer:
             tensors: DTensors, or plain tensors that are equal on every rank that passes their name. Ranks may pass
                 different names. A name identifies one global tensor.
             extra: nested JSON values and small CPU tensors; those of the first rank are saved.
+            best_first: steps from the best on; of these, the first that has a complete checkpoint is not removed.
 
         Raises:
             RuntimeError: on every rank, if the previous save failed.
         """
         self.wait()
         path = self.folder / f"step-{step:08}"
-        writer = SafetensorsWriter(path, extra, finished=self._remove_old)
+        writer = SafetensorsWriter(path, extra, finished=partial(self._remove_old, tuple(best_first)))
         response = async_save(
             dict(tensors),
             storage_writer=writer,
@@ -182,10 +187,12 @@ class Checkpointer:
                 if _LEFTOVER.fullmatch(path.name):
                     shutil.rmtree(path)
 
-    def _remove_old(self) -> None:
-        found = _complete(self.folder)
+    def _remove_old(self, best_first: Sequence[int]) -> None:
+        found = complete_checkpoints(self.folder)
+        best = next((step for step in best_first if step in found), None)
         for step in sorted(found)[: -self.keep]:
-            remove_checkpoint(found[step])
+            if step != best:
+                remove_checkpoint(found[step])
 
 
 def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
@@ -199,7 +206,8 @@ def _gather_errors(check: Callable[[], str | None], group: dist.ProcessGroup | N
     return sorted({message for message in gathered if message})
 
 
-def _complete(folder: Path) -> dict[int, Path]:
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in `folder` by step."""
     if not folder.is_dir():
         return {}
     matches = ((_COMPLETE.fullmatch(path.name), path) for path in folder.iterdir())

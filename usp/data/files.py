@@ -18,7 +18,7 @@ import re
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from usp.run.metrics import METRICS_FILE
@@ -83,37 +83,55 @@ class DataFiles:
         return f"left out: {'; '.join(parts)}" if parts else ""
 
 
-def find_files(data: str, field: str) -> DataFiles:
+def find_files(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFiles:
     """Return the files of `data`: "stdlib", a file, or a directory with all that is below it, links included.
 
     A directory holds either records (JSON, CSV, Parquet, Arrow) or text. Text beside records is left out, because it
     describes them; so are hidden and binary files, metadata, runs of this program, held-out splits beside training
     splits, and JSON and CSV files beside text.
 
+    name: of the parameter that holds `data`, for messages.
+
     Raises:
         ValueError: if `data` does not exist or is binary, if no file holds documents, or if `field` is set although
             only text files do.
     """
-    found = _library() if data == STDLIB else _find(data)
+    found = _library() if data == STDLIB else _find(data, name)
     if field not in ("", TEXT_FIELD) and found.files and not any(file.has_fields for file in found.files):
         raise ValueError(
-            f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, and data={data} has none: unset it"
+            f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, and {name}={data} has none: unset it"
         )
     if not found.files:
         left_out = found.left_out_line()
-        raise ValueError(f"data={data} is empty: no file in it holds documents{f' ({left_out})' if left_out else ''}")
+        raise ValueError(f"{name}={data} is empty: no file in it holds documents{f' ({left_out})' if left_out else ''}")
     return found
 
 
-def _find(data: str) -> DataFiles:
+def without(files: DataFiles, others: DataFiles, reason: str) -> DataFiles:
+    """Leave out the files that are also in `others`.
+
+    Raises:
+        ValueError: if none are left.
+    """
+    named = {file.path.resolve() for file in others.files}
+    kept = tuple(file for file in files.files if file.path.resolve() not in named)
+    if not kept:
+        raise ValueError(f"all files of {files.root} are {reason}: no other data is left")
+    if len(kept) == len(files.files):
+        return files
+    gone = (os.path.relpath(file.path, files.root) for file in files.files if file not in kept)
+    return replace(files, files=kept, left_out={**files.left_out, reason: tuple(gone)})
+
+
+def _find(data: str, name: str) -> DataFiles:
     root = Path(data).expanduser()
     if root.is_dir():
         return _find_below(root)
     if not root.is_file():
-        raise ValueError(f"data={data} does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
+        raise ValueError(f"{name}={data} does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
     file = DataFile(root, format_of(root))
     if file.format == "text" and is_binary(root):
-        raise ValueError(f"data={data} is a binary file: give one of these: {SUPPORTED}")
+        raise ValueError(f"{name}={data} is a binary file: give one of these: {SUPPORTED}")
     return DataFiles(root.parent, (file,) if root.stat().st_size else ())
 
 

@@ -2,14 +2,18 @@
 
     documents --permute--> one stream of tokens --cut every seq_len--> rows --permute-->
 
-Each epoch has its own two permutations, fixed by the seed, so a row depends only on its number: any row can be read
-without those before it. A document that crosses a cut continues in another row as a separate document. The last row of
-an epoch is filled up with the beginning of the stream, so there is no padding and no token is left out.
+Each epoch has its own two permutations, fixed by the seed, or none without a seed. So a row depends only on its number:
+any row can be read without those before it. A document that crosses a cut continues in another row as a separate
+document. The last row of an epoch is filled up with the beginning of the stream, so there is no padding and no token is
+left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 
 from .store import TokenStore
 from .tokenizer import Ids
@@ -18,12 +22,12 @@ PackedRow = tuple[Ids, list[int]]  # ids, and the document boundaries in them, f
 
 
 class PackedRows:
-    """The rows of `seq_len` tokens of a store, in the order of `seed`.
+    """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
 
     per_epoch: number of rows in which every token of the store occurs.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
         self._lengths = store.document_lengths()
@@ -53,8 +57,10 @@ class PackedRows:
         return self.store.read(begin, begin + left)
 
     def _permute(self, epoch: int) -> None:
-        draw = np.random.default_rng((self.seed, epoch))
-        self._documents = draw.permutation(len(self._lengths))
+        permutation: Callable[[int], npt.NDArray[np.int64]] = np.arange
+        if self.seed is not None:
+            permutation = np.random.default_rng((self.seed, epoch)).permutation
+        self._documents = permutation(len(self._lengths))
         self._ends = np.cumsum(self._lengths[self._documents])  # of the documents in the epoch's stream
-        self._rows = draw.permutation(self.per_epoch)
+        self._rows = permutation(self.per_epoch)
         self._epoch = epoch

@@ -7,29 +7,32 @@ consists of rows, so a resumed run may change the number of rows per batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from usp.sp.batch import IGNORED_LABEL
+
 from .packing import PackedRows
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Rows of one global batch.
+    """Rows of one global batch, on CPU.
 
-    ids: int64 (rows, seq_len). cu_seqlens: int32 (rows, documents + 1), each row from 0 to seq_len and padded by
-    repeating seq_len. Both on CPU.
+    ids: int64 (rows, seq_len). labels: the ids, or -100 for those that are no targets. cu_seqlens: int32
+    (rows, documents + 1), each row from 0 to seq_len and padded by repeating seq_len.
     """
 
     ids: torch.Tensor
+    labels: torch.Tensor
     cu_seqlens: torch.Tensor
 
     def rows(self, begin: int, end: int) -> PackedBatch:
-        return PackedBatch(self.ids[begin:end], self.cu_seqlens[begin:end])
+        return PackedBatch(self.ids[begin:end], self.labels[begin:end], self.cu_seqlens[begin:end])
 
     def digest(self) -> str:
         """Return a short fingerprint of the batch."""
@@ -50,12 +53,9 @@ class BatchStream(Iterator[PackedBatch]):
         return self._next / self.packed.per_epoch
 
     def __next__(self) -> PackedBatch:
-        chosen = [self.packed[number] for number in range(self._next, self._next + self.rows)]
+        ids, cu_seqlens = _read(self.packed, range(self._next, self._next + self.rows))
         self._next += self.rows
-        return PackedBatch(
-            ids=torch.from_numpy(np.stack([ids for ids, _ in chosen])),
-            cu_seqlens=_pad_boundaries([boundaries for _, boundaries in chosen]),
-        )
+        return PackedBatch(ids, ids, cu_seqlens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume after the batches read so far, as JSON values."""
@@ -89,6 +89,26 @@ class BatchStream(Iterator[PackedBatch]):
 
 
 _IDENTITY = ("seq_len", "seed", "data")
+
+
+def one_epoch(packed: PackedRows, rows: int) -> Iterator[PackedBatch]:
+    """Yield the first epoch in global batches of `rows` rows, with labels for each token of the store once.
+
+    What fills up the last row and the last batch has no labels. `packed` has no seed, so that this is its end.
+    """
+    for first in range(0, packed.per_epoch, rows):
+        numbers = range(first, first + rows)
+        ids, cu_seqlens = _read(packed, numbers)
+        place = torch.tensor(numbers)[:, None] * packed.seq_len + torch.arange(packed.seq_len)
+        labels = torch.where(place < packed.store.manifest.tokens, ids, IGNORED_LABEL)
+        yield PackedBatch(ids, labels, cu_seqlens)
+
+
+def _read(packed: PackedRows, numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and cu_seqlens of the rows."""
+    chosen = [packed[number] for number in numbers]
+    ids = torch.from_numpy(np.stack([ids for ids, _ in chosen]))
+    return ids, _pad_boundaries([boundaries for _, boundaries in chosen])
 
 
 def _pad_boundaries(boundaries: list[list[int]]) -> torch.Tensor:

@@ -67,6 +67,8 @@ class CausalLMStage(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
 
+        The load-balancing loss is added in training mode only.
+
         With `balance`, hidden states come with its result so far, on the last stage too if `head` is None.
 
         Args:
@@ -90,7 +92,9 @@ class CausalLMStage(nn.Module):
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
         wanted = head(LastHidden(hidden, weight, self.loss_chunk, self.tp_group, self.transform), inputs)
-        return wanted if self.balance is None or chosen is None else wanted + self.balance.share(chosen)
+        if self.balance is None or chosen is None or not self.training:
+            return wanted
+        return wanted + self.balance.share(chosen)
 
 
 def logit_transform(model: PreTrainedModel) -> LogitTransform:

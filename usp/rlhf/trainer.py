@@ -136,6 +136,7 @@ class RlhfRecord:
     step: int
     metrics: dict[str, float]
     seconds: float
+    printed = False  # between log lines
 
     def numbers(self) -> dict[str, float | None]:
         return {**self.metrics, "seconds": self.seconds}

@@ -38,6 +38,10 @@ class Record(Protocol):
     def step(self) -> int:
         """Step number, from 1."""
 
+    @property
+    def printed(self) -> bool:
+        """Whether it is printed even between log lines."""
+
     def numbers(self) -> dict[str, float | None]:
         """Return the metrics to write by name; None where unknown."""
 
@@ -50,7 +54,8 @@ class StepRecord:
     """Metrics of one training step.
 
     epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
-    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's.
+    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's. eval_loss and
+    eval_perplexity are of the held-out data after the step; None where it was not evaluated.
     """
 
     step: int
@@ -65,18 +70,27 @@ class StepRecord:
     memory_bytes: int
     attention_sent_bytes: int
     fsdp_sent_bytes: int | None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+
+    @property
+    def printed(self) -> bool:
+        return self.eval_loss is not None
 
     def numbers(self) -> dict[str, float | None]:
         return {name: value for name, value in asdict(self).items() if name != "step"}
 
     def line(self) -> str:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        evaluated = ""
+        if self.eval_loss is not None:
+            evaluated = f"  eval loss {self.eval_loss:.4f}  perplexity {self.eval_perplexity:.4g}"
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
             f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}  "
-            f"epoch {self.epoch:.2f}"
+            f"epoch {self.epoch:.2f}{evaluated}"
         )
 
 
@@ -119,7 +133,7 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(numbers, step=record.step)
         self._progress.update(self._task, completed=record.step)
-        if record.step in (1, self._steps) or record.step % self._log_every == 0:
+        if record.printed or record.step in (1, self._steps) or record.step % self._log_every == 0:
             self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
 
 

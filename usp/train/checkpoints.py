@@ -42,6 +42,7 @@ class TrainingState:
         random: `random_state()`.
         config: the resolved configuration, from `asdict`.
         model: the model's configuration, from transformers' `to_dict`.
+        evaluations: `Evaluations.to_extra()`; empty without held-out data.
     """
 
     step: int
@@ -50,6 +51,7 @@ class TrainingState:
     random: Mapping[str, Any]
     config: Mapping[str, Any]
     model: Mapping[str, Any]
+    evaluations: Mapping[str, Any]
 
     def to_extra(self) -> dict[str, Any]:
         """Return the mapping that `Checkpointer.save` takes."""

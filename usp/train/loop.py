@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -79,6 +79,14 @@ class TrainingLoop(ABC):
     def summary(self) -> Iterator[str]:
         """Yield the lines that say what is about to run."""
 
+    def best_first(self) -> Sequence[int]:
+        """Return the steps that were evaluated, from the best on; the checkpoint of the best is kept."""
+        return ()
+
+    def export_best(self) -> None:
+        """Write the model of the best step that was evaluated; by default nothing."""
+        return
+
     def trace(self, number: int) -> AbstractContextManager[None]:
         """Return the context in which step `number` runs, for profiling."""
         return nullcontext()
@@ -110,7 +118,9 @@ class TrainingLoop(ABC):
         except Exception:
             self._finish_saving()
             raise
-        if failure := self._see_through():
+        failure = self._see_through()
+        self.export_best()
+        if failure:
             raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / MODEL}")
 
     def _train(self, log: RunLog | None) -> None:
@@ -144,7 +154,7 @@ class TrainingLoop(ABC):
         if self.checkpointer.finished() and (failure := self._settle()):
             self._retry = min(number + min(2 ** (self._failures - 1), every), self._steps)
             self._warn(f"{failure}; the run goes on, and tries again after step {max(self._retry, number)}")
-        due = bool(every) and (number % every == 0 or number == self._steps)
+        due = bool(every) and (number % every == 0 or number == self._steps or number in self.best_first()[:1])
         if due or self.stopping or number == self._retry:
             self._save()
         if self.stopping and number < self._steps:
@@ -157,7 +167,7 @@ class TrainingLoop(ABC):
         self.watchdog.progress(self.done, "checkpoint", long=True)
         if failure := self._settle():
             self._warn(f"{failure}; that of step {self.done} follows")
-        self.checkpointer.save(self.done, self.state(), self.extra())
+        self.checkpointer.save(self.done, self.state(), self.extra(), self.best_first())
 
     def _settle(self) -> str:
         """Wait for the save in progress, if there is one, and return why it failed, or nothing; alike on every rank."""

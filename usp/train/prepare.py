@@ -12,7 +12,7 @@ import torch
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
 from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
-from usp.data.files import DataFiles, find_files
+from usp.data.files import DataFiles, find_files, without
 from usp.data.packing import PackedRows
 from usp.data.store import open_store
 from usp.data.stream import BatchStream
@@ -26,6 +26,7 @@ from usp.run.metrics import wandb_problem
 from usp.run.profiling import parse_steps
 
 from .checkpoints import TrainingState, resume_violations
+from .evaluate import HeldOut
 from .resolve import resolve
 from .resume import Start, find_start
 
@@ -38,7 +39,7 @@ class PreparedRun:
         config: without any `auto` or -1.
         files: of the data.
         reusable: `config` for other machines, with the device and dtype that were asked for.
-        batches: global batches, without end.
+        batches: global batches, without end. held_out: None without `eval_data`.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
             `usp.cost`; None where nobody predicted it.
         start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
@@ -53,6 +54,7 @@ class PreparedRun:
     tokenizer: Tokenizer
     files: DataFiles
     batches: BatchStream
+    held_out: HeldOut | None
     kernel_choice: str
     start: Start
     saved: TrainingState | None
@@ -75,6 +77,9 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
     files = attempt(lambda: find_files(config.data, config.data_field))
+    held_out_files = attempt(lambda: find_files(config.eval_data, name="eval_data")) if config.eval_data else None
+    if files and held_out_files:
+        files = attempt(partial(without, files, held_out_files, "held out for evaluation"))
     tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
     tokenizer = None
     if tokenizer_name and config.bos in BOS:
@@ -95,6 +100,12 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     store = attempt(lambda: open_store(files, config.data_field, tokenizer, cache, say=print))
     problems.check()
     assert store is not None
+    held_out = None
+    if held_out_files is not None:
+        held_out_store = attempt(lambda: open_store(held_out_files, config.data_field, tokenizer, cache, say=print))
+        problems.check()
+        assert held_out_store is not None
+        held_out = HeldOut(held_out_files, PackedRows(held_out_store, config.seq_len, seed=None))
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
     batches = BatchStream(PackedRows(store, config.seq_len, config.seed), rows)
     if saved is not None:
@@ -112,6 +123,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         tokenizer=tokenizer,
         files=files,
         batches=batches,
+        held_out=held_out,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,

@@ -1,19 +1,38 @@
-"""The training step: from this rank's part of a batch to new weights."""
+"""The training step: from a global batch to this rank's part of it, and from that to new weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh
 from usp.config import TrainConfig
+from usp.data.stream import PackedBatch
 from usp.losses.cross_entropy import global_token_count
 from usp.losses.output_heads import NextTokenLoss
-from usp.sp.batch import split_rows
+from usp.sp.batch import shard_batch, split_rows
 
 from .engines.base import Engine
+
+
+def local_part(batch: PackedBatch, mesh: ParallelMesh, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
+    """Return this rank's rows of the global batch, and of those its part of the sequence."""
+    first = mesh.rank("batch") * config.batch_size
+    rows = batch.rows(first, first + config.batch_size)
+    whole = {"input_ids": rows.ids.to(device), "labels": rows.labels.to(device), "cu_seqlens": rows.cu_seqlens}
+    return shard_batch(whole, mesh, layout=config.sp_layout)
+
+
+def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:
+    """Sum over all ranks; values that tensor-parallel ranks share count once. Collective."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    for axis in ("pp", "loss", "tp"):
+        dist.all_reduce(total, group=mesh.group(axis))
+    return (total / mesh.size("tp")).tolist()
 
 
 def train_step(
@@ -27,7 +46,7 @@ def train_step(
     """Run one optimizer step of next-token training. Collective.
 
     Args:
-        batch: this rank's part of the rows and of the sequence, from `shard_batch`.
+        batch: this rank's part, from `local_part`.
         before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
 

@@ -11,6 +11,7 @@ RUN/                          the output of a run
     profile/                  traces of the steps that --profile names
     model/                    the trained weights, for transformers' from_pretrained
     tokenizer/                only for the byte tokenizer; others are in model/
+    best/                         the weights with the lowest loss on --eval-data
     last-good/                only if loss or gradient norm became non-finite: the weights before that step
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, local_tensor, peak_flops
+from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
 from usp.hf.models import hide_progress_bars
@@ -41,16 +42,16 @@ from usp.run.metrics import StepRecord, count, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
-from usp.sp.batch import shard_batch
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
-from .claim import run_folder, settled
+from .claim import from_first_rank, run_folder, settled
+from .evaluate import Evaluations, held_out_loss, perplexity
 from .loop import TrainingLoop, learning_rate
 from .prepare import PreparedRun, prepare
-from .resume import MODEL, Start, find_start, remember_folder
-from .step import train_step
+from .resume import BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
+from .step import local_part, sum_over_ranks, train_step
 
 
 def train(
@@ -95,7 +96,8 @@ class Trainer(TrainingLoop):
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         config, model = prepared.config, prepared.model_config
         self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
-        compared = {"config": config, "model": model.to_dict(), "start": prepared.start}
+        held_out = prepared.held_out.identity if prepared.held_out else ""
+        compared = {"config": config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
         self.mesh.agree(compared, "the configuration")
         fill = partial(first_weights, source=config.model, seed=config.seed)
         if prepared.saved is not None:
@@ -108,6 +110,7 @@ class Trainer(TrainingLoop):
         super().__init__(config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
+        self.evaluations = Evaluations(held_out)
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
@@ -122,13 +125,14 @@ class Trainer(TrainingLoop):
         self.mesh.agree(batch.digest(), f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = learning_rate(number, self.config.learning_rate, self.config.warmup_steps, self.config.steps)
-        local = self._local_part(batch)
+        local = local_part(batch, self.mesh, self.config, self.device)
         loss, norm = train_step(self.engine, self.mesh, local, self.config, rate, before_update=self._exchange)
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
         self.done, self.tokens = number, self.tokens + batch.ids.numel()
 
         seconds = time.perf_counter() - begin
+        eval_loss = self._evaluate(number)
         return StepRecord(
             step=number,
             loss=loss,
@@ -142,6 +146,8 @@ class Trainer(TrainingLoop):
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
             fsdp_sent_bytes=self.prepared.predicted_fsdp_bytes,
+            eval_loss=eval_loss,
+            eval_perplexity=None if eval_loss is None else perplexity(eval_loss),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -155,6 +161,7 @@ class Trainer(TrainingLoop):
             random=random_state(self.device),
             config=asdict(self.config),
             model=self.prepared.model_config.to_dict(),
+            evaluations=self.evaluations.to_extra(),
         )
         return state.to_extra()
 
@@ -162,6 +169,32 @@ class Trainer(TrainingLoop):
         self._export(MODEL)
         if self.is_writer:
             print(f"model: {self.folder / MODEL}", flush=True)
+
+    def best_first(self) -> Sequence[int]:
+        return self.evaluations.best_first()
+
+    def export_best(self) -> None:
+        """Write the weights of the best evaluation, from its checkpoint if it is not the last step."""
+        if not self.evaluations.losses or not self.config.checkpoint_every:
+            return
+        kept = from_first_rank(lambda: complete_checkpoints(self.folder / CHECKPOINTS))
+        best = next((step for step in self.best_first() if step in kept or step == self.done), None)
+        if best is None:
+            return
+        if best != self.done:
+            try:
+                verify(kept[best])
+            except DamagedCheckpoint as error:
+                self._warn(f"{error}; {self.folder / BEST} is not written")
+                return
+            self.engine.restore(self.load(kept[best]))
+        self._export(BEST)
+        if self.is_writer:
+            loss = self.evaluations.losses[best]
+            print(
+                f"best: {self.folder / BEST}, of step {best}, eval loss {loss:.4f}, perplexity {perplexity(loss):.4g}",
+                flush=True,
+            )
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {"config.yaml": asdict(self.prepared.reusable)}
@@ -190,29 +223,42 @@ class Trainer(TrainingLoop):
         yield from filter(None, [files.left_out_line()])
         if held.replaced:
             yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
+        if held_out := self.prepared.held_out:
+            found = held_out.packed.store.manifest
+            yield (
+                f"eval data: {config.eval_data}: {len(held_out.files.files)} files, {found.documents} documents, "
+                f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
+            )
+            yield from filter(None, [held_out.files.left_out_line()])
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {packed.per_epoch / rows:.1f} steps"
 
-    def _local_part(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """Return this rank's rows of the global batch, and of those its part of the sequence."""
-        first = self.mesh.rank("batch") * self.config.batch_size
-        rows = batch.rows(first, first + self.config.batch_size)
-        ids = rows.ids.to(self.device)
-        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": rows.cu_seqlens}
-        return shard_batch(whole, self.mesh, layout=self.config.sp_layout)
+    def _evaluate(self, number: int) -> float | None:
+        """Return the loss on the held-out data, if it is evaluated after this step."""
+        held_out, every = self.prepared.held_out, self.config.eval_every or self.config.checkpoint_every
+        if held_out is None or (number != self.config.steps and (not every or number % every)):
+            return None
+        loss = held_out_loss(
+            self.engine,
+            self.mesh,
+            held_out,
+            self.config,
+            self.device,
+            progress=lambda: self.watchdog.progress(number, "evaluation", long=True),
+        )
+        self.evaluations.losses[number] = loss
+        self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
+        return loss
+
+    def _attention_sent(self) -> int:
+        return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
 
     def _exchange(self, share: Tensor) -> float:
         """Sum over ranks the loss, the bytes that attention sent and the requests to stop; return the loss."""
-        sent = sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
-        loss, self.sent_in_step, stops = self._sum([share.item(), sent - self.sent, float(self.stop.requested)])
+        sent = self._attention_sent()
+        values = [share.item(), sent - self.sent, float(self.stop.requested)]
+        loss, self.sent_in_step, stops = sum_over_ranks(values, self.mesh, self.device)
         self.sent, self.stopping = sent, stops > 0
         return loss
-
-    def _sum(self, values: list[float]) -> list[float]:
-        """Sum over all ranks; values that tensor-parallel ranks share count once."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        for axis in ("pp", "loss", "tp"):
-            dist.all_reduce(total, group=self.mesh.group(axis))
-        return (total / self.mesh.size("tp")).tolist()
 
     def _resume(self, saved: TrainingState) -> None:
         """Continue from the checkpoint; `prepare` has set the data to its place."""
@@ -220,6 +266,7 @@ class Trainer(TrainingLoop):
         self.engine.restore(self.load(self.prepared.start.checkpoint))
         restore_random_state(saved.random, self.device)
         self.done, self.tokens = saved.step, saved.tokens
+        self.evaluations.restore(saved.evaluations)
 
     def _diverged(self, number: int, loss: float, grad_norm: float) -> NoReturn:
         """Export the weights that the last step left, if they are finite, and raise TrainingDiverged on every rank."""
@@ -227,7 +274,7 @@ class Trainer(TrainingLoop):
         broken = sum(int((~torch.isfinite(local_tensor(weight))).sum()) for weight in weights)
         if number == 1:
             kept = "No step came before, so nothing was saved: the initial weights or the data are broken"
-        elif self._sum([broken])[0]:
+        elif sum_over_ranks([broken], self.mesh, self.device)[0]:
             kept = f"Step {number - 1} left weights that are not finite, so nothing was saved"
         else:
             self._export("last-good")

@@ -120,6 +120,7 @@ RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("batch_size", "micro_batches", "steps", "log_every"), AT_LEAST_ONE),
     **dict.fromkeys(("loss_chunk", "keep_checkpoints"), AT_LEAST_ONE),
     **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
+    "eval_every": NOT_NEGATIVE,
     "learning_rate": RATE,
     "adam_eps": POSITIVE,
     **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
@@ -228,6 +229,8 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     elif config.hardware != "auto":
         yield f"--hardware = {config.hardware} is only used by --plan auto, but --plan is none: give both or neither"
+    if config.eval_every and not config.eval_data:
+        yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
     if config.tp_sequence_parallel and config.tp == 1:

@@ -20,7 +20,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from parallel import Checkpointer, DamagedCheckpoint, latest, local_tensor, read_extra, set_aside, verify
+from parallel import (
+    Checkpointer,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    latest,
+    local_tensor,
+    read_extra,
+    set_aside,
+    verify,
+)
 from parallel.checkpoint import safetensors_storage
 from parallel.testing import RankError, RankPool
 
@@ -194,6 +203,22 @@ def test_the_newest_are_kept_and_only_incomplete_checkpoints_removed(ranks: Rank
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["notes.partial", "step-00000010", "step-00000100", "step-7.partial"]
     assert latest(tmp_path) == tmp_path / "step-00000100"
+
+
+def save_ranked(folder: Path, steps: list[int], rankings: list[list[int]]) -> None:
+    checkpointer = Checkpointer(folder, keep=1, device_type="cpu")
+    for step, best_first in zip(steps, rankings, strict=True):
+        checkpointer.save(step, fsdp({"weight": torch.full((4,), float(step))}), {}, best_first)
+    checkpointer.wait()
+
+
+def test_the_best_that_there_is_is_kept(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    ranks.run(save_ranked, 2, tmp_path / "a", [1, 2, 3, 4], [[], [2], [2, 1], [2, 3, 1]])
+    assert sorted(complete_checkpoints(tmp_path / "a")) == [2, 4]
+    # A step without a checkpoint, such as one whose save failed, does not displace the best of the others.
+    ranks.run(save_ranked, 2, tmp_path / "a", [5, 6], [[9, 2, 5], [6, 9, 2]])
+    assert sorted(complete_checkpoints(tmp_path / "a")) == [6]
 
 
 def save_until_killed(folder: Path, victim: int, delay: float, saved_before: int) -> None:

@@ -19,7 +19,7 @@ import usp.data.store
 from usp.data.files import find_files
 from usp.data.packing import PackedRows
 from usp.data.store import TokenStore, open_store
-from usp.data.stream import BatchStream
+from usp.data.stream import BatchStream, one_epoch
 from usp.data.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 0, 41, 7, 0, 19, 2, 2, 2, 2, 60, 1]
@@ -183,6 +183,17 @@ def test_boundaries_are_padded_by_repeating_the_last(store: TokenStore) -> None:
     for number, boundaries in enumerate(batch.cu_seqlens.tolist()):
         expected = batches.packed[number][1]
         assert boundaries == expected + [8] * (len(boundaries) - len(expected))
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 5), seq_len=st.sampled_from([1, 3, 8, 25, 100, 1000]))
+def test_one_epoch_has_a_label_for_every_token_once_and_in_order(store: TokenStore, rows: int, seq_len: int) -> None:
+    batches = list(one_epoch(PackedRows(store, seq_len, seed=None), rows))
+    assert all(batch.ids.shape == batch.labels.shape == (rows, seq_len) for batch in batches)
+    ids, labels = (torch.cat([getattr(batch, name) for batch in batches]).flatten() for name in ("ids", "labels"))
+    tokens = store.manifest.tokens
+    assert labels[:tokens].tolist() == ids[:tokens].tolist() == store.read(0, tokens).tolist()
+    assert (labels[tokens:] == -100).all() and len(ids) < tokens + rows * seq_len
 
 
 def test_rows_are_slices_and_digests_tell_batches_apart(store: TokenStore) -> None:

@@ -334,7 +334,7 @@ def meet_other_data(config: TrainConfig, folder: str) -> str:
     prepared = prepare(replace(config, output=folder), launch_of_pool())
     if dist.get_rank() == 1:
         batch = next(prepared.batches)
-        other = PackedBatch(batch.ids + 1, batch.cu_seqlens)
+        other = PackedBatch(batch.ids + 1, batch.labels, batch.cu_seqlens)
         prepared = replace(prepared, batches=iter([other]))
     try:
         Trainer(prepared).step(1)

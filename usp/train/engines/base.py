@@ -28,6 +28,9 @@ class Engine(Protocol):
         The loss is the sum of the shares over the loss axis on the last pipeline stage; other stages return zero.
         """
 
+    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Return this rank's share of the loss as `forward_backward`, without gradients and load-balancing loss."""
+
     def step(self, learning_rate: float, max_norm: float) -> float:
         """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping.
 

@@ -30,7 +30,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import AdamW, MicroBatch
-from .router_counts import count_choices
+from .forward_only import count_choices, loss_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
@@ -85,6 +85,9 @@ class DeepSpeedEngine:
             self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
             share += loss.detach()
         return share
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        return loss_share(self.stages, self.mesh, micro_batches, head, calls=[self.engine])
 
     def step(self, learning_rate: float, max_norm: float) -> float:
         for group in self.engine.optimizer.param_groups:

@@ -14,7 +14,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import AdamW, MicroBatch
-from .router_counts import count_choices
+from .forward_only import count_choices, loss_share
 
 if TYPE_CHECKING:  # it takes seconds to import
     from .pipeline_runner import PipelineRunner
@@ -55,6 +55,11 @@ class Fsdp2Engine:
             loss.backward()
             share += loss.detach()
         return share
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(micro_batches, head)
+        return loss_share(self.stages, self.mesh, micro_batches, head)
 
     def step(self, learning_rate: float, max_norm: float) -> float:
         norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh)

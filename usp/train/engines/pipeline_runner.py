@@ -15,7 +15,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
 from .base import MicroBatch
-from .router_counts import count_choices
+from .forward_only import count_choices, loss_share
 
 
 @dataclass(eq=False)
@@ -46,9 +46,14 @@ class PipelineRunner:
         """Accumulate gradients; return the loss share, float32, 0-dim, on the last stage's rank, zero elsewhere."""
         batch = joined(micro_batches)
         ids = batch.pop("input_ids")
-        shape = (len(micro_batches), *micro_batches[0]["input_ids"].shape)
-        count_choices(self.stages, self.mesh, micro_batches, schedule=self.schedule, sent=self._sent(*shape[1:]))
-        return self._prepare(*shape).step(ids, **batch, head=head)
+        rows, tokens = micro_batches[0]["input_ids"].shape
+        count_choices(self.stages, self.mesh, micro_batches, schedule=self.schedule, sent=self._sent(rows, tokens))
+        return self._prepare(len(micro_batches), rows, tokens).step(ids, **batch, head=head)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Return the loss share as `forward_backward`, without gradients and the load-balancing loss."""
+        sent = self._sent(*micro_batches[0]["input_ids"].shape)
+        return loss_share(self.stages, self.mesh, micro_batches, head, schedule=self.schedule, sent=sent)
 
     def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
         return Pipeline(

@@ -1,0 +1,232 @@
+"""Evaluation on held-out data: one loss on every layout, training undisturbed, and the best checkpoint kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import usp.train.trainer
+from parallel.testing import RankPool, run_ranks
+from tests.usp.tiny import drawn_model
+from usp.config import TrainConfig
+from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.evaluate import Evaluations, perplexity
+from usp.train.prepare import prepare
+from usp.train.trainer import Trainer, train
+
+SMALL = TrainConfig(seq_len=64, steps=4, warmup_steps=2, adam_eps=1e-4, device="cpu", hang_timeout=0)
+DOCUMENTS = ["def " * 30, "x", "import os\n" * 25, "return 1\n" * 9, "held out " * 14]
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays_open() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("held-out") / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return file
+
+
+def launch_of_pool() -> Launch:
+    return Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+
+
+# The loss
+
+
+def eval_losses(configs: list[TrainConfig], folder: str) -> list[float]:
+    """The losses on held-out data after a step that changes nothing."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does, for DeepSpeed
+    losses = []
+    for config in configs:
+        still = replace(config, learning_rate=1e-30, weight_decay=0.0, eval_every=1, output=folder)
+        record = Trainer(prepare(still, launch_of_pool())).step(1)
+        assert record.eval_loss is not None and record.printed and "eval loss" in record.line()
+        assert record.eval_perplexity == perplexity(record.eval_loss)
+        losses.append(record.eval_loss)
+    return losses
+
+
+DENSE: list[dict[str, Any]] = [
+    {"sp_ulysses": 2, "sp_ring": 2},
+    {"sp_ring": 2, "batch_size": 3, "sp_layout": "striped", "zero": 2},
+    {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "zero": 1, "ac": "full"},
+    {"pp": 2, "sp_ring": 2, "batch_size": 4, "micro_batches": 4},
+    {"pp": 2, "dp_shard": 2, "batch_size": 4, "micro_batches": 2, "pp_schedule": "interleaved-1f1b"},
+]
+EXPERTS: list[dict[str, Any]] = [
+    {"ep": 2, "sp_ulysses": 2, "batch_size": 2, "micro_batches": 2},
+    {"pp": 2, "ep": 2, "sp_ring": 2, "batch_size": 2, "micro_batches": 2},
+]
+
+
+def test_the_loss_is_that_of_plain_transformers_on_every_layout(
+    ranks: RankPool, tmp_path: Path, held_out: Path
+) -> None:
+    """The load-balancing loss of experts is no part of it."""
+    deep = load_model_config("tiny")
+    deep.num_hidden_layers = 4
+    save_weights(dict(drawn_model(deep).named_parameters()), tmp_path / "deep", config=deep)
+    config = replace(SMALL, eval_data=str(held_out), tokenizer="bytes")
+    for model, layouts in ((str(tmp_path / "deep"), DENSE), ("qwen3-moe-tiny", EXPERTS)):
+        configs = [replace(config, model=model, **layout) for layout in layouts]
+        expected = [plain_loss(model)] * len(layouts)
+        for found in ranks.run(eval_losses, 4, configs, str(tmp_path), timeout=240):
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
+    pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+    config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)
+    for found in run_ranks(eval_losses, 2, [config], str(tmp_path), timeout=240):
+        assert found == pytest.approx([plain_loss("tiny")], rel=1e-6)
+
+
+def plain_loss(name: str) -> float:
+    """Return the mean loss of all targets, each part of a document in a row alone through a transformers model."""
+    model, total, targets = drawn_model(load_model_config(name)), 0.0, 0
+    ids = [[byte + 3 for byte in text.encode()] + [1] for text in DOCUMENTS]
+    stream, ends = torch.tensor([*chain(*ids)]), list(accumulate(map(len, ids)))
+    cuts = sorted({*range(0, ends[-1], SMALL.seq_len), *ends})
+    for begin, end in pairwise(cuts):
+        part = stream[begin:end]
+        with torch.no_grad():
+            logits = model(input_ids=part[None]).logits[0, :-1].double()
+        total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+        targets += end - begin - 1
+    return total / targets
+
+
+TRAINED: list[dict[str, Any]] = [
+    {"sp_ulysses": 2, "batch_size": 2, "micro_batches": 2, "zero": zero} for zero in (1, 3)
+]
+
+
+def steps_with_and_without(layouts: list[dict[str, Any]], data: str, folder: str) -> list[list[tuple[float, ...]]]:
+    """(loss, gradient norm, attention's bytes) of three steps, with an evaluation after each, and with none."""
+    found = []
+    for eval_data in (data, ""):
+        for layout in layouts:
+            config = replace(SMALL, **layout, eval_data=eval_data, eval_every=int(bool(eval_data)), output=folder)
+            trainer = Trainer(prepare(config, launch_of_pool()))
+            records = [trainer.step(number) for number in range(1, 4)]
+            found.append([(r.loss, r.grad_norm, r.attention_sent_bytes) for r in records])
+    return found
+
+
+def test_training_is_not_disturbed(ranks: RankPool, tmp_path: Path, held_out: Path) -> None:
+    for found in ranks.run(steps_with_and_without, 4, TRAINED, str(held_out), str(tmp_path), timeout=240):
+        assert found[: len(TRAINED)] == found[len(TRAINED) :]
+
+
+# The best checkpoint
+
+
+class Scripted:
+    """Gives these losses, and remembers the weights that they are of."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses, self.weights = iter(losses), list[torch.Tensor]()
+
+    def __call__(self, engine: Any, *_: Any, **__: Any) -> float:
+        self.weights.append(engine.state()["model.lm_head.weight"].full_tensor().clone())
+        return next(self.losses)
+
+
+def kept(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+def exported(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.detach()
+
+
+def test_the_best_checkpoint_is_kept_and_exported(
+    tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    config = replace(SMALL, steps=7, eval_data=str(held_out), eval_every=1, checkpoint_every=3, keep_checkpoints=1)
+    config = replace(config, output=str(run))
+    first = Scripted([3.0, 1.5, 2.0, 1.0, 2.0, 1.0, 4.0])
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", first)
+    train(prepare(config, Launch()), Launch())
+    assert kept(run) == [4, 7]  # of equal ones the first
+    assert torch.equal(exported(run / "best"), first.weights[3]) and torch.equal(
+        exported(run / "model"), first.weights[6]
+    )
+    shown = capsys.readouterr().out
+    assert f"best: {run / 'best'}, of step 4, eval loss 1.0000, perplexity 2.718" in shown
+    assert "eval data:" in shown and "step 2/7  loss" in shown  # although log lines are ten steps apart
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["eval_loss"] for record in records] == [3.0, 1.5, 2.0, 1.0, 2.0, 1.0, 4.0]
+
+    again = Scripted([1.1, 1.2])
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", again)
+    train(prepare(replace(config, steps=9, resume="auto"), Launch()), Launch())
+    assert kept(run) == [4, 9] and torch.equal(exported(run / "best"), first.weights[3])
+
+    (tmp_path / "other.txt").write_text("something else")
+    other = replace(config, steps=10, resume="auto", eval_data=str(tmp_path / "other.txt"))
+    last = Scripted([2.0])
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", last)
+    train(prepare(other, Launch()), Launch())
+    assert kept(run) == [10] and torch.equal(exported(run / "best"), last.weights[0])
+
+
+def test_it_is_evaluated_at_checkpoints_and_at_the_end(
+    tmp_path: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usp.train.trainer, "held_out_loss", Scripted([2.0, 1.0, 0.5]))
+    config = replace(SMALL, steps=5, eval_data=str(held_out), checkpoint_every=2, output=str(tmp_path))
+    train(prepare(config, Launch()), Launch())
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["eval_loss"] for record in records] == [None, 2.0, None, 1.0, 0.5]
+
+
+def test_losses_of_other_data_are_forgotten() -> None:
+    before = Evaluations("a", {2: 0.5, 4: 0.25})
+    same, other = Evaluations("a"), Evaluations("b")
+    for evaluations in (same, other):
+        evaluations.restore(json.loads(json.dumps(before.to_extra())))
+    assert same.best_first() == [4, 2] and other.best_first() == []
+    assert perplexity(1e4) == float("inf")
+
+
+# The data
+
+
+def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
+    config = replace(SMALL, data=str(tmp_path), eval_data=str(tmp_path / "b.txt"))
+    prepared = prepare(config, Launch())
+    assert prepared.files.names() == ["a.txt", "c.txt"]
+    assert prepared.files.left_out_line() == "left out: b.txt (held out for evaluation)"
+    with pytest.raises(ConfigurationError, match=r"all files of .* are held out for evaluation"):
+        prepare(replace(config, eval_data=str(tmp_path)), Launch())
+
+
+def test_wrong_flags_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--eval-every = 5 needs data to evaluate on: give --eval-data"):
+        prepare(replace(SMALL, eval_every=5), Launch())
+    missing = tmp_path / "nothing"
+    with pytest.raises(ConfigurationError, match=f"eval_data={missing} does not exist"):
+        prepare(replace(SMALL, eval_data=str(missing)), Launch())
