@@ -74,7 +74,7 @@ def train_rlhf(
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`."""
     hide_progress_bars()
     prepared = prepare(config, launch, algorithms=algorithms)
-    timeout, sft_steps = config.hang_timeout, prepared.sft_steps
+    timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
     with (
         process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
@@ -83,7 +83,7 @@ def train_rlhf(
         prepared = settled(
             prepared,
             folder,
-            lambda damaged: find_rlhf_start(config, sft_steps, launch, damaged),
+            lambda damaged: find_rlhf_start(resolved, sft_steps, launch, damaged),
             lambda start: prepare(config, launch, start, algorithms),
         )
         remember_folder(folder, launch)

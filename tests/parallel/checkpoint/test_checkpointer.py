@@ -361,7 +361,7 @@ def truncate(path: Path) -> None:
         ("rank-00001.safetensors", Path.unlink, "rank-00001.safetensors cannot be read: "),
         ("extra.safetensors", overwrite, "extra.safetensors does not match its checksum"),
         ("checkpoint.json", overwrite, "checkpoint.json does not match its checksum"),
-        ("checkpoint.json", truncate, "is not a checkpoint: "),
+        ("checkpoint.json", truncate, "checkpoint.json does not match its checksum"),
         ("checkpoint.json", Path.unlink, "is not a checkpoint: "),
     ],
 )
