@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from attention import DecodeStep, Prefill
@@ -27,19 +30,25 @@ from usp.sp.batch import document_starts
 from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
 
 from .prune import OtherStagesLayer
+from .structure.probe import NEUTRAL, LayerMask, MaskKind, backbone, structure
 
 NAME = "unified_sp"
-# Families in which every layer is one self-attention through the registry, with a causal or sliding-window mask.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-# Keyword arguments that reach the attention function without changing its result.
-_NEUTRAL = {
-    "cache_position",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of an attention module.
+
+    width: tokens of a sliding window, the query included, or of a chunk: tokens attend within their chunk, counted from
+    the document's first token.
+    """
+
+    kind: MaskKind
+    width: int = 0
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return (self.width - 1, -1) if self.kind == "sliding" else None
 
 
 def apply_unified_sp(
@@ -57,19 +66,26 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    _check_model(model, attention.axes)
+    masks = _check_model(model, attention.axes)
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _no_mask)
     _own_config(model)
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
-    for layer in decoder_layers(model):
-        layer.self_attn.unified_sp = attention  # type: ignore[union-attr]
+    base, modules = backbone(model), 0
+    for name, mask in masks.items():
+        with suppress(AttributeError):  # of another pipeline stage
+            module = base.get_submodule(name)
+            module.unified_sp, module.unified_sp_mask = attention, mask
+            modules += 1
     model.unified_sp = attention
-    guard = _ForwardGuard(attention, len(decoder_layers(model)))
+    guard = _ForwardGuard(attention, modules)
+    for module in base.modules():
+        if _depends_on_length(module):
+            _turn_by_length(module, guard)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
-    model.base_model.register_forward_pre_hook(guard.before, with_kwargs=True)
-    model.base_model.register_forward_hook(guard.after)
+    base.register_forward_pre_hook(guard.before, with_kwargs=True)
+    base.register_forward_hook(guard.after)
     return model
 
 
@@ -77,7 +93,7 @@ def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: 
     """Run a stage's decoding step: ids (B, 1), or hidden states after the first stage, to hidden states (B, 1, H).
 
     The model's own forward also builds a mask and searches for packed documents, which takes longer than the layers of
-    a small model. Supports models of `FAMILIES` after `apply_unified_sp`.
+    a small model. Supports models of `usp.hf.models.FAMILIES` after `apply_unified_sp`.
     """
     base: Any = model.base_model
     hidden = x if base.embed_tokens is None else base.embed_tokens(x)
@@ -88,7 +104,7 @@ def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: 
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a causal LM of `FAMILIES`, without those of other pipeline stages."""
+    """Return the decoder layers of a causal LM, without those of other pipeline stages."""
     layers = model.base_model.layers
     assert isinstance(layers, nn.ModuleList)
     return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
@@ -102,31 +118,50 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = own  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, axes: SpAxes) -> None:
+def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
+    """Return the mask of each attention module by its name in the backbone."""
     config, ulysses = model.config, axes.ulysses
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type={config.model_type!r} is not among the supported families ({', '.join(FAMILIES)}): see "
-            f"CONTRIBUTING.md for how to add one"
-        )
-    violations = ulysses_violations(config.num_attention_heads, ulysses)
+    found = structure(type(model), config)
+    violations = [f"model_type={config.model_type!r}: {problem}" for problem in found.problems]
+    violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
-    if getattr(config, "attention_dropout", 0.0):
-        violations.append(f"attention_dropout={config.attention_dropout} is not supported: set it to 0")
+    violations += [f"{name}={p} is not supported: set it to 0" for name, p in _dropouts(config)]
     if getattr(config, "output_attentions", False):
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope") and axes.ring * ulysses > 1:
-        violations.append(
-            f"rope_type={rope!r} depends on the longest position in a call, which differs between ranks: use another "
-            f"rope_type, or do not shard the sequence (ring=1, ulysses=1)"
-        )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        violations.append(f"layer_types {', '.join(sorted(kinds))} are not supported")
     if violations:
         raise ValueError("; ".join(violations))
+    return {name: _mask_of(mask, config) for name, mask in found.masks.items()}
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Return whether a rotary embedding's frequencies depend on the longest position in a call."""
+    kinds = getattr(module, "rope_type", None)
+    return bool({"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
+def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
+    """Let a rotary embedding see the last position of the whole sequence besides its own tokens' positions."""
+    forward = rotary.forward
+
+    def whole_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        last = torch.full_like(position_ids[..., :1], guard.seq_len - 1)
+        turned = forward(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
+        return tuple(part[..., :-1, :] for part in turned)
+
+    rotary.forward = whole_length
+
+
+def _dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+    """Yield the fields of a configuration that make layers drop activations: ranks would draw different ones."""
+    for name, value in vars(config.get_text_config()).items():
+        of_layers = ("dropout" in name or name.endswith("pdrop")) and not name.startswith(("classifier", "summary"))
+        if of_layers and isinstance(value, float) and value > 0:
+            yield name, value
+
+
+def _mask_of(mask: LayerMask, config: PretrainedConfig) -> Mask:
+    return Mask(mask.kind, getattr(config.get_text_config(), mask.field) if mask.field else 0)
 
 
 class _ForwardGuard:
@@ -134,6 +169,7 @@ class _ForwardGuard:
 
     def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
+        self.seq_len = 1  # of the current forward, over all ranks
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -201,7 +237,8 @@ class _ForwardGuard:
 
     def _position_violations(self, shape: Sequence[int], position_ids: Tensor, cu_seqlens: Tensor | None) -> list[str]:
         axes = self.attention.axes
-        rows, seq_len = shape[0], shape[1] * axes.ring * axes.ulysses
+        rows, seq_len = shape[0], shape[1] * self.attention.ranks
+        self.seq_len = seq_len
         own = axes.positions(axes.layout(self.attention.layout, seq_len))
         expected = (own - document_starts(cu_seqlens, rows, seq_len)[:, own]).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
@@ -227,6 +264,15 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
+def _chunks(cu_seqlens: Tensor | None, seq_len: int, width: int) -> Tensor:
+    """Return the boundaries of the documents' chunks of `width` tokens: attention within them is chunked attention."""
+    whole = torch.tensor([0, seq_len], dtype=torch.int32)
+    rows = torch.atleast_2d(whole if cu_seqlens is None else cu_seqlens).tolist()
+    cut = [[at for a, b in pairwise(row) for at in range(a, b, width)] + row[-1:] for row in rows]
+    longest = max(map(len, cut))
+    return torch.tensor([row + row[-1:] * (longest - len(row)) for row in cut], dtype=torch.int32)
+
+
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Build no mask: causal, window and cu_seqlens define it."""
 
@@ -249,35 +295,38 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
-    violations = [f"{name} is not supported by unified_sp" for name in kwargs if name not in _NEUTRAL]
+    given = [name for name, value in kwargs.items() if value is not None]
+    violations = [f"{name} is not supported by unified_sp" for name in given if name not in NEUTRAL]
     if attention_mask is not None:
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    attention, mask = module.unified_sp, module.unified_sp_mask
+    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
+    causal = mask.kind != "bidirectional"
     if kv_cache is not None and not (causal and softcap is None and s_aux is None):
         violations.append("kv_cache supports only causal attention without softcap and sinks")
     if violations:
         raise ValueError("; ".join(violations))
-    attention = module.unified_sp
-    assert isinstance(attention, UnifiedSPAttention)
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
+        window = mask.width if mask.kind == "sliding" else None
+        return kv_cache.attend(layer, q, k, v, scale=scaling, window=window), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(layer, k, v)  # type: ignore[arg-type]
+    if mask.kind == "chunked":
+        cu_seqlens = _chunks(cu_seqlens, q.shape[1] * attention.ranks, mask.width)
     out = attention(
         q,
         k,
         v,
         causal=causal,
         scale=scaling,
-        # transformers' window of W tokens includes the query.
-        window=None if sliding_window is None else (sliding_window - 1, -1),
+        window=mask.window,
         softcap=softcap,
         cu_seqlens=cu_seqlens,
         sinks=s_aux,

@@ -30,7 +30,8 @@ from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
-from .integrate import FAMILIES
+# Families that train.py and rlhf.py train.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]

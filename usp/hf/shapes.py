@@ -18,7 +18,7 @@ from .tensor_parallel import tp_plan
 def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
 
-    Supports causal LMs of `usp.hf.integrate.FAMILIES`.
+    Supports causal LMs of `usp.hf.models.FAMILIES`.
     """
     model = empty_model(config)
     plan = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in tp_plan(model).items()]

@@ -143,6 +143,11 @@ class UnifiedSPAttention(nn.Module):
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.axes.ring * self.axes.ulysses
+
+    @property
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent through this module so far."""
         return self._ulysses.sent_bytes + self._ring.sent_bytes

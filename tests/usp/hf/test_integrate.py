@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BloomConfig, LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from tests.usp.tiny import SIZES, packed_batch, tiny_model
 from usp import apply_unified_sp, shard_batch
+from usp.sp.axes import SpAxes
 
 
 def refusal(call, *args, **kwargs) -> str:
@@ -26,11 +28,11 @@ def refused_models() -> list[str]:
     dropout = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, attention_dropout=0.1))
     dropout.config._attn_implementation = "eager"
     dropout.config.output_attentions = True
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(n_layer=1, n_head=2, hidden_size=8, vocab_size=9))
     twice = apply_unified_sp(tiny_model("llama"), mesh)
     return [
         refusal(apply_unified_sp, nn.Linear(1, 1), mesh),
-        refusal(apply_unified_sp, gpt2, mesh),
+        refusal(apply_unified_sp, bloom, mesh),
         refusal(apply_unified_sp, dropout, mesh),
         refusal(apply_unified_sp, twice, mesh),
         refusal(apply_unified_sp, tiny_model("llama"), mesh, "strip"),
@@ -41,23 +43,49 @@ def refused_models() -> list[str]:
 def test_unsupported_models_raise(ranks: RankPool) -> None:
     kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
     assert "must be a transformers PreTrainedModel, got Linear" in kind
-    assert "model_type='gpt2' is not among the supported families" in family
+    assert "model_type='bloom': its attention does not go through transformers' AttentionInterface" in family
     assert "attention_dropout=0.1" in both and "output_attentions=True" in both
     assert "already has unified sequence parallel attention" in twice
     assert "layout='strip' must be one of" in layout
     assert "did you mean 'flash'?" in kernel
 
 
-def turned_by_the_longest_position(ring: int) -> str:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope))
-    mesh = ParallelMesh.create(ParallelDims(ring=ring))
-    return refusal(apply_unified_sp, model, mesh) if ring > 1 else str(type(apply_unified_sp(model, mesh)))
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.0],
+        "long_factor": [1.0, 3.0],
+    },
+}
 
 
-def test_rope_types_that_depend_on_sequence_length_raise(ranks: RankPool) -> None:
-    assert all("rope_type='dynamic' depends" in message for message in ranks.run(turned_by_the_longest_position, 2, 2))
-    assert "Llama" in ranks.run(turned_by_the_longest_position, 1, 1)[0]
+def turned_by_the_whole_length(rope: dict[str, Any], layout: str) -> float:
+    """Return the error of the logits of a model whose frequencies depend on the length of the sequence."""
+    torch.manual_seed(0)
+    limit = {"max_position_embeddings": 16}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | limit, rope_parameters=rope))
+    ids = packed_batch(0)["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+        local = shard_batch({"input_ids": ids}, mesh, layout)
+        own = apply_unified_sp(model, mesh, layout)(**local).logits
+    return (own - unshard_slice(expected, mesh, layout)).norm().item() / own.norm().item()
+
+
+def unshard_slice(whole: torch.Tensor, mesh: ParallelMesh, layout: str) -> torch.Tensor:
+    axes = SpAxes.of(mesh)
+    return whole[:, axes.positions(axes.layout(layout, whole.shape[1]))]
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_follow_the_length_of_the_whole_sequence(ranks: RankPool, kind: str) -> None:
+    for layout in ("contiguous", "zigzag"):
+        assert max(ranks.run(turned_by_the_whole_length, 4, ROPES[kind], layout)) <= 1e-6
 
 
 def models_of_one_config() -> tuple[bool, str]:

@@ -1,6 +1,6 @@
 """The saved activations of a decoder layer, and the temporaries of its backward, in bytes per rank and micro-batch.
 
-Derived operator by operator from the models of `usp.hf.integrate.FAMILIES`: the tensors that autograd saves (a storage
+Derived operator by operator from the models of `usp.hf.models.FAMILIES`: the tensors that autograd saves (a storage
 counts once, even if several operators save it), and the gradients that are alive at a layer's peaks: in the middle of
 its MLP, in the norm before it, and in the middle of attention.
 """

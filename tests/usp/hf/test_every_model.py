@@ -1,0 +1,170 @@
+"""Every causal LM type of the installed transformers: exact on a ring x ulysses mesh, or refused with a reason."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from usp import apply_unified_sp, shard_batch
+from usp.hf.structure.probe import structure
+from usp.hf.structure.shrink import VOCAB, shrink
+from usp.losses import causal_lm_loss, global_token_count
+from usp.sp.axes import SpAxes
+
+TYPES = sorted(config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING)
+# Full, sliding and chunked masks, sinks, softcap, latent attention, learned positions, experts, parallel blocks.
+CHOSEN = ["gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "cohere2", "olmo2", "glm4_moe", "phi3"]
+LENGTH, CUTS = 32, [0, 11, 19, 32]
+CALLS = [("zigzag", CUTS), ("striped", [0, LENGTH])]
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """A tiny decoder without anything random."""
+    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    for part in (config, config.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if ("dropout" in name or name.endswith("pdrop") or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+        if "is_decoder" in vars(part):
+            part.is_decoder = True
+    return config
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:  # biases and sinks are zero, and scales are one
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def reason(model_type: str) -> str:
+    """Why a type is refused; empty if it is not."""
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        return f"no tiny model: {type(error).__name__}"
+    try:
+        return "; ".join(structure(type(model), model.config).problems)
+    except ValueError as error:
+        return str(error)
+
+
+def errors(model_type: str) -> list[tuple[float, float, float]]:
+    """The relative errors of logits, loss and gradients for each of CALLS."""
+    mesh = ParallelMesh.create(ParallelDims(ring=2, ulysses=2))
+    return [error_of(model_type, mesh, layout, cuts) for layout, cuts in CALLS]
+
+
+def error_of(model_type: str, mesh: ParallelMesh, layout: str, cuts: list[int]) -> tuple[float, float, float]:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % (VOCAB - 4) + 3
+    whole = tiny_model(model_type)
+    logits, loss = plain(whole, ids, cuts)
+
+    model = apply_unified_sp(tiny_model(model_type), mesh, layout)
+    batch = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor(cuts, dtype=torch.int32)}
+    local = shard_batch(batch, mesh, layout)
+    labels = local.pop("shift_labels")
+    own_logits = model(**local, use_cache=False).logits
+    share = causal_lm_loss(own_logits, labels, global_token_count(labels, mesh))
+    share.backward()
+    own_loss, axes = share.detach().clone(), SpAxes.of(mesh)
+    dist.all_reduce(own_loss)
+    gradients = summed_gradients(model)
+    positions = axes.positions(axes.layout(layout, LENGTH))
+    return (
+        relative(own_logits, logits[:, positions]),
+        relative(own_loss, loss),
+        relative(gradients, torch.cat([gradient_of(parameter) for parameter in whole.parameters()])),
+    )
+
+
+def plain(model: PreTrainedModel, ids: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor]:
+    """Each document alone through the unchanged model: all logits, and the mean loss, whose gradients are set."""
+    parts, targets, total = [], 0, torch.zeros(())
+    for begin, end in pairwise(cuts):
+        positions = torch.arange(end - begin).expand(len(ids), -1)
+        logits = model(input_ids=ids[:, begin:end], position_ids=positions, use_cache=False).logits
+        labels = ids[:, begin + 1 : end].flatten()
+        total = total + torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        targets += len(labels)
+        parts.append(logits)
+    (total / targets).backward()
+    return torch.cat(parts, dim=1), total.detach() / targets
+
+
+def summed_gradients(model: PreTrainedModel) -> Tensor:
+    gradients = torch.cat([gradient_of(parameter) for parameter in model.parameters()])
+    dist.all_reduce(gradients)
+    return gradients
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
+
+
+def relative(own: Tensor, expected: Tensor) -> float:
+    return ((own - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def types(request: pytest.FixtureRequest) -> list[str]:
+    return TYPES if request.config.getoption("--exhaustive") else CHOSEN
+
+
+def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
+    accepted = [model_type for model_type in types if not reason(model_type)]
+    wrong: dict[str, Any] = {}
+    for model_type in accepted:
+        found = ranks.run(errors, 4, model_type, timeout=240)
+        worst = max(max(max(call) for call in of_rank) for of_rank in found)
+        if not worst <= 5e-6:
+            wrong[model_type] = found
+    assert not wrong
+    assert len(accepted) >= (90 if len(types) == len(TYPES) else len(CHOSEN))
+
+
+REFUSED = {
+    "rwkv": "its attention does not go through transformers' AttentionInterface",
+    "falcon": "its attention does not go through transformers' AttentionInterface",
+    "minimax": "MiniMaxLightningAttention mix tokens outside of attention",
+    "doge": "DogeAttention: its mask adds to the scores",
+    "deepseek_v32": "DeepseekV32Attention passes indices to attention",
+    "stablelm": "keyword arguments of a forward do not reach StableLmAttention",
+    "diffllama": "an attention module is called more than once in a forward",
+    "bart": "its layers depend on tokens, or on positions, that other ranks hold",
+}
+
+
+@pytest.mark.parametrize(("model_type", "why"), REFUSED.items())
+def test_other_models_are_refused_with_what_stands_in_the_way(model_type: str, why: str) -> None:
+    assert why in reason(model_type)
+
+
+def test_masks_are_found_by_layer() -> None:
+    config = tiny_config("gemma3_text")
+    config.layer_types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    found = structure(type(AutoModelForCausalLM.from_config(config)), config)
+    assert [mask.kind for mask in found.masks.values()] == ["sliding", "causal", "causal", "sliding"]
+    assert {mask.field for mask in found.masks.values()} == {"", "sliding_window"}
+    chunked = tiny_config("llama4_text")
+    found = structure(type(AutoModelForCausalLM.from_config(chunked)), chunked)
+    assert [(mask.kind, mask.field) for mask in found.masks.values()].count(("chunked", "attention_chunk_size")) == 3

@@ -1,0 +1,284 @@
+"""What a model does with a sequence, found by running a tiny copy of it.
+
+    1. all tokens     an attention function records every call: module, queries, keys, values, mask, result
+    2. some tokens    with their position_ids, and the recorded results in place of attention
+
+A model whose layers mix tokens in nothing but these calls computes in the second run what it computed for the same
+tokens in the first: then attention over a sharded sequence makes the whole model exact. Everything else shows as a
+difference: convolutions, recurrences, attention outside `AttentionInterface`, routers that compare tokens, positions
+that are counted instead of read. Masks are read from the first run, not from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .shrink import VOCAB, WINDOWS, shrink
+
+PROBE = "usp_probe"
+LENGTH = 16
+SHARD = (2, 3, 4, 9, 10, 12)  # neither from the beginning nor to the end, with gaps
+TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
+
+NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
+MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
+# Arguments of attention functions that change nothing here, or are part of the call.
+NEUTRAL = {
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+    "layer_idx",
+    "logits_to_keep",
+    "position_embeddings",
+}
+HONOURED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "cu_seqlens", "kv_cache"}
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """The mask of one attention module: kind, and the field of the configuration that holds its width, or nothing."""
+
+    kind: MaskKind
+    field: str = ""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a model attends.
+
+    Attributes:
+        masks: of every attention module that a forward calls, by the module's name in the base model, in order.
+        problems: why sequence parallelism would not be exact, one message each.
+    """
+
+    masks: dict[str, LayerMask]
+    problems: tuple[str, ...]
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    inputs: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor
+
+
+def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
+    """Return `probe(kind, config)`, found once for equal configurations."""
+    return _structure(cast(Any, kind), _ByContent(config, config.to_json_string(use_diff=False)))
+
+
+@dataclass(frozen=True)
+class _ByContent:
+    """A configuration that is equal to others of the same content."""
+
+    config: PretrainedConfig = field(compare=False)
+    content: str
+
+
+@lru_cache(maxsize=64)
+def _structure(kind: Any, known: _ByContent) -> Structure:
+    return probe(kind, known.config)
+
+
+def backbone(model: PreTrainedModel) -> Any:
+    """Return the model below the output head, which returns hidden states."""
+    return model.base_model if model.base_model is not model else model.get_submodule("model")
+
+
+def probe(kind: type[PreTrainedModel], config: PretrainedConfig, layers: int | None = None) -> Structure:
+    """Find the structure of the models of class `kind` with `config`.
+
+    layers: run only as many layers; by default all of them, so that the masks are those of the model's own layers.
+
+    Raises:
+        ValueError: if a tiny copy cannot be built or run, so that nothing is known.
+    """
+    AttentionInterface.register(PROBE, _unprepared)
+    AttentionMaskInterface.register(PROBE, _mask)
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            model = kind._from_config(shrink(config, layers), attn_implementation=PROBE).eval()
+        return _structure_of(model)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        if isinstance(error, KeyError) and error.args == (PROBE,):  # from a table of attention classes
+            return Structure({}, (NOT_REGISTERED,))
+        raise ValueError(
+            f"model_type={config.model_type!r} cannot be verified: its tiny copy fails with {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _structure_of(model: PreTrainedModel) -> Structure:
+    base = backbone(model)
+    names = {module: name for name, module in base.named_modules()}
+    watch = _Watch(base)
+    calls, different = _run_twice(base, watch)
+    if not calls:
+        return Structure({}, (NOT_REGISTERED,))
+    problems: list[str] = []
+    if watch.found:
+        problems.append(f"{', '.join(watch.found)} mix tokens outside of attention")
+    elif different:
+        problems.append("its layers depend on tokens, or on positions, that other ranks hold")
+    if len(calls) != len({id(call.module) for call in calls}):
+        problems.append("an attention module is called more than once in a forward")
+    masks = {}
+    for call in calls:
+        kind, mask = type(call.module).__name__, _mask_of(call)
+        if isinstance(mask, str):
+            problems.append(f"{kind}: {mask}")
+        else:
+            masks[names[call.module]] = mask
+        unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
+        problems += [f"{kind} passes {name} to attention" for name in unknown]
+        if "cu_seqlens" not in call.options:
+            problems.append(f"keyword arguments of a forward do not reach {kind}")
+    return Structure(masks, tuple(dict.fromkeys(problems)))
+
+
+def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
+    """Run all tokens, then some alone; return the calls of attention, and whether these tokens differ."""
+    ids = torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
+    positions, shard = torch.arange(LENGTH).unsqueeze(0), torch.tensor(SHARD)
+    calls, same = list[_Call](), list[bool]()
+
+    def record(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(q, k, v, attention_mask)))
+        return calls[-1].output, None
+
+    def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
+        call = calls[len(same)]
+        same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip((q, k, v), call.inputs, strict=True)))
+        return call.output[:, shard].contiguous(), None
+
+    def run(attention: Callable[..., Any], tokens: Tensor) -> Tensor:
+        AttentionInterface.register(PROBE, attention)
+        own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
+        return base(**own, use_cache=False, cu_seqlens=torch.tensor([0, LENGTH])).last_hidden_state
+
+    try:
+        with torch.no_grad(), watch.watching():
+            whole = run(record, torch.arange(LENGTH))
+            watch.compare = True
+            part = run(replay, shard) if calls else whole[:, shard]
+    finally:
+        AttentionInterface.register(PROBE, _unprepared)
+    return calls, not (all(same) and _equal(part, whole[:, shard]))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend over everything; (B, N, S, H) in, (B, S, N, H) out. What else scores go through does not matter here."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -1e4) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+
+
+def _mask_of(call: _Call) -> LayerMask | str:
+    """Return the mask of a call, or why it is none that sequence parallelism knows."""
+    mask, length = call.mask, call.inputs[0].shape[2]
+    if call.inputs[1].shape[2] != length:
+        return f"it attends over {call.inputs[1].shape[2]} keys for {length} queries"
+    if mask is None:
+        causal = call.options.get("is_causal")
+        causal = getattr(call.module, "is_causal", True) if causal is None else causal
+        return LayerMask("causal") if causal else LayerMask("bidirectional")
+    if mask.dtype != torch.bool:
+        if not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            return "its mask adds to the scores"
+        mask = mask == 0
+    seen = mask.reshape(-1, length, length)
+    if not bool((seen == seen[:1]).all()):
+        return "its mask differs between heads"
+    for kind, expected in _known_masks(length):
+        if torch.equal(seen[0], expected):
+            return kind
+    return "its mask is none of causal, sliding, chunked and bidirectional"
+
+
+def _known_masks(length: int) -> Iterator[tuple[LayerMask, Tensor]]:
+    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
+    causal = key <= query
+    yield LayerMask("causal"), causal
+    yield LayerMask("bidirectional"), torch.ones_like(causal)
+    for name, width in WINDOWS.items():
+        yield LayerMask("sliding", name), causal & (query - key < width)
+        yield LayerMask("chunked", name), causal & (query // width == key // width)
+
+
+class _Watch:
+    """Finds the parts of decoder layers that mix tokens: those that give other results for some tokens alone.
+
+    compare: whether the whole sequence has been seen.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+        self._parts = {id(part): part for stack in stacks for layer in stack for part in layer.children()}
+        self._whole: list[tuple[Tensor | None, Tensor | None]] = []
+        self.compare, self.found = False, list[str]()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = [part.register_forward_hook(self._after, with_kwargs=True) for part in self._parts.values()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        own = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+        if not self.compare:
+            self._whole.append(own)
+            return
+        whole, name = self._whole.pop(0), type(module).__name__
+        if self._same(own[0], whole[0]) and not self._same(own[1], whole[1]) and name not in self.found:
+            self.found.append(name)
+
+    def _same(self, part: Tensor | None, whole: Tensor | None) -> bool:
+        if part is None or whole is None or whole.dim() < 2 or whole.shape[1] != LENGTH:
+            return True  # not by token
+        return _equal(part, whole[:, list(SHARD)])
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    if isinstance(values, Tensor):
+        return values
+    parts = values if isinstance(values, tuple | list) else ()
+    return next((value for value in parts if isinstance(value, Tensor) and value.is_floating_point()), None)
+
+
+def _equal(part: Tensor, whole: Tensor) -> bool:
+    if part.shape != whole.shape:
+        return False
+    return bool((part - whole).abs().max() <= TOLERANCE * whole.abs().max().clamp(min=1e-6))
+
+
+def _unprepared(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this attention is only for usp.hf.structure.probe")
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Build the whole mask; it is never left out."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
