@@ -31,6 +31,7 @@ SHARED_NAMES = {
     "checkpoints": "what a checkpoint holds: usp/train and usp/rlhf",
     "config": "the flags of a program: usp and usp/rlhf",
     "dry_run": "the command and what it runs",
+    "models": "the command and what it prints; configurations and empty models",
     "plan": "the command and what it prints; a plan of RLHF calls",
     "prepare": "checks before communication: usp/train and usp/rlhf",
     "trainer": "the training loop: usp/train and usp/rlhf",

@@ -16,6 +16,7 @@ COMMANDS = {
     "dry-run": "run one training step of any rank without devices",
     "cost": "compare communication and memory of parallelization methods",
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
+    "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "rlhf-trace": "show the timeline of an RLHF run",
 }
 

@@ -143,9 +143,9 @@ def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
 
 
 REFUSED = {
-    "rwkv": "its attention does not go through transformers' AttentionInterface",
+    "rwkv": "RwkvSelfAttention mix tokens outside of transformers' AttentionInterface",
     "falcon": "its attention does not go through transformers' AttentionInterface",
-    "minimax": "MiniMaxLightningAttention mix tokens outside of attention",
+    "minimax": "MiniMaxLightningAttention mix tokens outside of transformers' AttentionInterface",
     "doge": "DogeAttention: its mask adds to the scores",
     "deepseek_v32": "DeepseekV32Attention passes indices to attention",
     "stablelm": "keyword arguments of a forward do not reach StableLmAttention",

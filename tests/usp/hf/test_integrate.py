@@ -43,7 +43,7 @@ def refused_models() -> list[str]:
 def test_unsupported_models_raise(ranks: RankPool) -> None:
     kind, family, both, twice, layout, kernel = ranks.run(refused_models, 1)[0]
     assert "must be a transformers PreTrainedModel, got Linear" in kind
-    assert "model_type='bloom': its attention does not go through transformers' AttentionInterface" in family
+    assert "model_type='bloom': BloomAttention mix tokens outside of transformers' AttentionInterface" in family
     assert "attention_dropout=0.1" in both and "output_attentions=True" in both
     assert "already has unified sequence parallel attention" in twice
     assert "layout='strip' must be one of" in layout

@@ -129,11 +129,11 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     names = {module: name for name, module in base.named_modules()}
     watch = _Watch(base)
     calls, different = _run_twice(base, watch)
-    if not calls:
-        return Structure({}, (NOT_REGISTERED,))
     problems: list[str] = []
     if watch.found:
-        problems.append(f"{', '.join(watch.found)} mix tokens outside of attention")
+        problems.append(f"{', '.join(watch.found)} mix tokens outside of transformers' AttentionInterface")
+    elif not calls:
+        problems.append(NOT_REGISTERED)
     elif different:
         problems.append("its layers depend on tokens, or on positions, that other ranks hold")
     if len(calls) != len({id(call.module) for call in calls}):
@@ -147,7 +147,7 @@ def _structure_of(model: PreTrainedModel) -> Structure:
             masks[names[call.module]] = mask
         unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
         problems += [f"{kind} passes {name} to attention" for name in unknown]
-        if "cu_seqlens" not in call.options:
+        if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
     return Structure(masks, tuple(dict.fromkeys(problems)))
 
@@ -172,13 +172,13 @@ def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
     def run(attention: Callable[..., Any], tokens: Tensor) -> Tensor:
         AttentionInterface.register(PROBE, attention)
         own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
-        return base(**own, use_cache=False, cu_seqlens=torch.tensor([0, LENGTH])).last_hidden_state
+        return base(**own, use_cache=False, kv_cache=None).last_hidden_state
 
     try:
         with torch.no_grad(), watch.watching():
             whole = run(record, torch.arange(LENGTH))
             watch.compare = True
-            part = run(replay, shard) if calls else whole[:, shard]
+            part = run(replay, shard)
     finally:
         AttentionInterface.register(PROBE, _unprepared)
     return calls, not (all(same) and _equal(part, whole[:, shard]))

@@ -1,0 +1,34 @@
+"""python -m usp models, and the table that it has written."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from usp.__main__ import main
+from usp.commands.models import table
+from usp.hf.structure.verdict import causal_lm_types
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+CHOSEN = ["afmoe", "bloom", "gemma3_text", "llama4_text", "qwen3_next", "rwkv"]
+
+
+def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
+    """Of the transformers it was written with; all rows with --exhaustive."""
+    text = DOCUMENT.read_text()
+    if f"transformers {version('transformers')}:" not in text:
+        pytest.fail("another transformers is installed: run python -m usp models > docs/models.md")
+    written = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [line.split("|")[1].strip() for line in written] == causal_lm_types()
+    types = causal_lm_types() if request.config.getoption("--exhaustive") else CHOSEN
+    assert [line for line in written if line.split("|")[1].strip() in types] == table(types)[2:]
+
+
+def test_the_command_prints_types_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--types", "llama, rwkv"]) == 0
+    shown = capsys.readouterr().out
+    assert "| llama | exact | causal |" in shown and "| rwkv | refused | RwkvSelfAttention mix" in shown
+    assert main(["models", "--types", "lama"]) == 1
+    assert "types=lama: transformers" in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""python -m usp models: which models of transformers run with sequence parallelism, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg
+
+from usp.hf.models import FAMILIES
+from usp.hf.structure.verdict import causal_lm_types, verdict
+
+HEADING = """# Models
+
+Every type of causal language model in transformers {version}: accepted by `apply_unified_sp`, which is then exact on
+any ring x ulysses mesh, or refused with the reason. A model is accepted for what its layers do, not for its name: a
+tiny copy of it runs once on all tokens and once on some of them (`usp/hf/structure/probe.py`). "No tiny copy" means
+that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
+
+train.py and rlhf.py train {trained}.
+
+This file is written by `python -m usp models > docs/models.md`.
+"""
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """Print a Markdown table of model types: their masks, or why they are refused. All of them take some minutes."""
+
+    types: Annotated[str, arg(metavar="TYPE,TYPE,...", help_behavior_hint="(default: all)")] = ""
+    """Model types of transformers, such as gemma3_text,gpt_oss."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Print the table that `argv` asks for; raise ValueError naming unknown types."""
+    asked = tyro.cli(ModelsConfig, args=argv, prog="python -m usp models")
+    known = causal_lm_types()
+    types = [name.strip() for name in asked.types.split(",")] if asked.types else known
+    if unknown := sorted(set(types) - set(known)):
+        raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such causal LM")
+    print(HEADING.format(version=version("transformers"), trained=", ".join(FAMILIES)))
+    print("\n".join(table(types)))
+
+
+def table(types: Iterable[str]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    rows = [f"| {model_type} | {' | '.join(verdict(model_type))} |" for model_type in types]
+    return ["| model type | | attention, or reason |", "| --- | --- | --- |", *rows]
