@@ -39,7 +39,7 @@ class Fsdp2Engine:
         pipeline: PipelineRunner | None = None,
     ) -> None:
         self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
-        self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters()}
+        self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
         self.optimizer = optimizer.over(self.parameters.values())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
