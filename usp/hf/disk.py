@@ -33,9 +33,6 @@ _COMMON = ("mlp", "gate_proj", "up_proj", "down_proj")
 _RENAMED = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 
-ADAPTER_PARTS = (".lora_A.", ".lora_B.")  # in the names of an adapter's parameters
-
-
 @dataclass(frozen=True)
 class DiskTensor:
     """Tensor `name` in a file: the part `box` of a parameter, without its leading dims of size 1."""
@@ -46,10 +43,15 @@ class DiskTensor:
     shape: tuple[int, ...]
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter of peft."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model without its adapters, by their names without adapters, tied ones each time."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not any(part in name for part in ADAPTER_PARTS):
+        if not is_adapter(name):
             yield name.replace(".base_layer.", "."), parameter
 
 

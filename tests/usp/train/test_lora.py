@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.testing import RankError, RankPool, count_sent_bytes
 from tests.usp.tiny import (
     ADAM_EPS,
     CONFIGS,
@@ -62,8 +62,8 @@ ATTENTION = ALL[:4]
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...], dict[str, Any]]] = {
     "dp2 u2 r2, zero 3": (8, "llama", ALL, {"sp_ulysses": 2, "sp_ring": 2, "micro_batches": 2}),
     "tp2 u2, zero 1": (4, "llama", ALL, {"tp": 2, "sp_ulysses": 2, "zero": 1, "micro_batches": 2}),
-    "tp2 r2 dp2, tokens shared": (
-        8,
+    "tp2 r2, tokens shared": (
+        4,
         "qwen3",
         ALL,
         {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 5},
@@ -158,6 +158,20 @@ def test_only_adapters_have_gradients_and_states_and_are_reduced_and_written(
         base = loss_alone(load(folder), packed_batch(3)).item()
     assert found[0]["loss"] == pytest.approx(wanted, rel=1e-6)
     assert abs(wanted / base - 1) > 5e-5
+
+
+def step_past_an_adapter(config: TrainConfig) -> None:
+    config, model_config, _, dims = resolve(config, 1).valid()
+    mesh, recipe = ParallelMesh.create(dims), EngineRecipe.of(config, model_config)
+    engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=config.model, seed=0))
+    linear = engine.stages[0].model.get_submodule("model.layers.1.mlp.up_proj")
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight)
+    train_step(engine, mesh, shard_batch(packed_batch(0), mesh, config.sp_layout), config, 1e-3)
+
+
+def test_a_layer_that_passes_by_its_adapter_is_found(ranks: RankPool, alone: dict[Any, Any]) -> None:
+    with pytest.raises(RankError, match=r"model.layers.1.mlp.up_proj.lora_A.default.weight, .* did not take part"):
+        ranks.run(step_past_an_adapter, 1, config_of(alone["llama", ALL][0]))
 
 
 def load(folder: Path) -> PreTrainedModel:

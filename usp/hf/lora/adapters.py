@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
@@ -25,7 +26,7 @@ from parallel.reallocation.boxes import local_box, local_part
 from parallel.tensor import module_styles, shard_low_rank
 from usp.config import ALL_LINEAR
 
-from ..disk import ADAPTER_PARTS
+from ..disk import is_adapter
 from ..models import empty_model, model_facts
 from ..tensor_parallel import tp_plan
 
@@ -84,7 +85,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequen
     columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round.
 
     Raises:
-        ValueError: for a stage without any of the target linears.
+        ValueError: for a stage without any of the target linears, and for one that tp leaves alone.
     """
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -104,6 +105,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequen
         # peft makes them in the base's dtype, and where that is sharded over tp in the size of this rank's part.
         down.weight = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
         up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
+        if tp > 1 and not isinstance(base.weight, DTensor):
+            raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
         if tp > 1:
             style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
             shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
@@ -111,7 +114,7 @@ def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequen
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the names and parameters of a model's adapters; none for a model without."""
-    return ((name, p) for name, p in model.named_parameters() if any(part in name for part in ADAPTER_PARTS))
+    return ((name, p) for name, p in model.named_parameters() if is_adapter(name))
 
 
 @torch.no_grad()
