@@ -3,7 +3,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEEPSPEED = ["deepspeed>=0.19.8"]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED]
+LORA = ["peft>=0.21"]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "accelerate", *DEEPSPEED, *LORA]
 
 setup(
     name="usp-toolkit",
@@ -35,6 +36,7 @@ setup(
         "dev": [*TEST, "ruff", "mypy", "pre-commit", "types-PyYAML"],
         "bench": ["yunchang==0.6.4"],
         "deepspeed": DEEPSPEED,
+        "lora": LORA,
         "flash": ["flash-attn>=2.8"],
     },
     entry_points={

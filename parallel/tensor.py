@@ -54,7 +54,7 @@ def apply_tensor_parallel(
         ValueError: listing every style that is unknown or does not fit its module, sizes that are not divisible,
             regions without colwise or without rowwise linears, and parameters inside a region that the plan omits.
     """
-    styles = _resolve(model, plan)
+    styles = module_styles(model, plan)
     regions = _regions(styles)
     untouched = tuple(f"{name}." for name, style in styles.items() if style == "untouched")
     violations = _violations(model, mesh.size(), styles, regions, untouched)
@@ -71,15 +71,8 @@ def apply_tensor_parallel(
         _convert_at_boundaries(model.get_submodule(name), mesh, outside)
 
 
-def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
-    """All-gather the tokens of a module's output; its gradient must be the same on all ranks of the mesh."""
-    module.register_forward_hook(
-        lambda module, args, output: _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
-    )
-
-
-def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of each module that has parameters and is named in the plan."""
+def module_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the style of each module that has parameters and that a plan for `apply_tensor_parallel` names."""
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in plan.items()]
     return {
         name: style
@@ -87,6 +80,30 @@ def _resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         for pattern, style in patterns
         if pattern.fullmatch(name) and next(module.parameters(), None) is not None
     }
+
+
+def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str) -> None:
+    """Place a low-rank update `up(down(x))` that is added to the output of a linear of this style, in place.
+
+    Neither has a bias. Of a colwise linear, `up` is sharded by columns and each rank's gradient of `down` is a part; of
+    a rowwise one, `down` is sharded by rows, and both its output and the gradient of `up` are partial sums.
+
+    Raises:
+        ValueError: for a style whose linears are not called, or not sharded.
+    """
+    whole = "replicated_with_grad_allreduce"
+    styles = {"colwise": (whole, style), "rowwise": (style, whole)} | {s: (s, s) for s in ("replicated", whole)}
+    if style not in styles:
+        raise ValueError(f"style {style!r} has no low-rank update: use one of {', '.join(styles)}")
+    for linear, own in zip((down, up), styles[style], strict=True):
+        _place(linear, own, mesh, Replicate(), {})
+
+
+def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
+    """All-gather the tokens of a module's output; its gradient must be the same on all ranks of the mesh."""
+    module.register_forward_hook(
+        lambda module, args, output: _convert(output, mesh, Shard(token_dim), Replicate(), Replicate())
+    )
 
 
 def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:

@@ -89,7 +89,7 @@ def layers(source: Source) -> Iterator[str]:
 
 
 def optional_packages(source: Source) -> Iterator[str]:
-    """transformers only in usp/hf, DeepSpeed only in its engine, optional kernels only in their backend's load()."""
+    """transformers only in usp/hf, peft in usp/hf/lora, DeepSpeed in its engine, optional kernels in load()."""
     if not in_package(source.path, *PACKAGES):
         return
     inside_load = {
@@ -102,6 +102,8 @@ def optional_packages(source: Source) -> Iterator[str]:
         top = name.split(".")[0]
         if top in ("transformers", "tokenizers") and not source.path.startswith("usp/hf/"):
             yield f"{source.path}:{line} imports {name}: transformers belongs in usp/hf/"
+        if top == "peft" and not source.path.startswith("usp/hf/lora/"):
+            yield f"{source.path}:{line} imports {name}: peft belongs in usp/hf/lora/"
         if top == "deepspeed" and source.path != "usp/train/engines/deepspeed.py":
             yield f"{source.path}:{line} imports {name}: DeepSpeed belongs in usp/train/engines/deepspeed.py"
         if top.startswith("flash_attn") and line not in inside_load:
@@ -330,6 +332,7 @@ BAD_FILES = [
     (layers, "parallel/x.py", "import numpy as np"),
     (optional_packages, "usp/x.py", "def f():\n    from transformers import AutoModel"),
     (optional_packages, "usp/x.py", "import deepspeed"),
+    (optional_packages, "usp/hf/x.py", "from peft import LoraConfig"),
     (optional_packages, "attention/kernels/flash.py", "import flash_attn"),
     (public_names, "train.py", "from usp.train.trainer import _step"),
     (environment, "parallel/x.py", "import os\nrank = os.environ['RANK']"),

@@ -28,6 +28,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
 ROUTER_BALANCES = ("step", "micro-batch")
+ALL_LINEAR = "all-linear"  # LoRA targets
 ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -76,7 +77,7 @@ class RunConfig:
     device: Annotated[str, one_of(DEVICES)] = "auto"
     """Device type. auto: CUDA if available, otherwise CPU."""
     export_dtype: Annotated[str, one_of(DTYPES)] = "auto"
-    """Data type of the exported model. auto: the compute dtype. Checkpoints keep float32 weights."""
+    """Data type of the exported model. auto: the compute dtype, for adapters float32. Checkpoints hold float32."""
 
     output: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: runs/<time>-<model>)")] = ""
     """Output directory for the configuration, metrics, TensorBoard logs, checkpoints and final model."""
@@ -144,7 +145,9 @@ class _Training:
     """Micro-batches per step, for gradient accumulation and to fill the pipeline. Divides batch_size."""
     steps: int = 100
     """Optimizer steps."""
-    learning_rate: Annotated[float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory)")] = 0.0
+    learning_rate: Annotated[
+        float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
+    ] = 0.0
     """Peak learning rate of AdamW; cosine decay to 10% after warmup."""
     warmup_steps: int = 10
     """Linear warmup steps."""
@@ -164,6 +167,15 @@ class _Training:
     """Tokens that the load-balancing loss covers. step: with micro-batches, costs a forward pass that only counts."""
     seed: int = 0
     """Seed for weight initialization and data order."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are trained instead of the model's weights (requires peft). 0: no adapters."""
+    lora_alpha: int = 0
+    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
+    lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
+    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all of them, but no experts."""
+    lora_merge: bool = False
+    """Also export the model with the adapters merged into its weights."""
 
     ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""

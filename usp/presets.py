@@ -11,7 +11,7 @@ from typing import Any
 
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 
-PRESET_RATE, PRETRAINED_RATE = 3e-3, 1e-5  # peak learning rates of next-token training
+PRESET_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 1e-5, 1e-4  # peak learning rates of next-token training
 
 
 @dataclass(frozen=True)

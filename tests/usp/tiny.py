@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -91,44 +93,57 @@ def packed_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-def train_alone(family: str, aux_loss_coefficient: float = 0.0, parts: int = 1) -> list[tuple[float, float]]:
+def train_alone(
+    family: str,
+    aux_loss_coefficient: float = 0.0,
+    parts: int = 1,
+    change: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step on one process, with eager attention under explicit masks.
 
     The auxiliary loss of a mixture of experts is the mean of those of `parts` of the batch, and part of the loss.
+    `change` is called with the model before the first step.
     """
     model = tiny_model(family)
-    routers = {"output_router_logits": True} if aux_loss_coefficient else {}
+    change(model)
     optimizer, history = optimiser(model), []
     for step in range(STEPS):
-        batch = packed_batch(step)
-        position = torch.arange(SEQ_LEN)
-        document = torch.stack([torch.bucketize(position, cu[1:].long(), right=True) for cu in batch["cu_seqlens"]])
-        same = document.unsqueeze(2) == document.unsqueeze(1)
-        distance = position.unsqueeze(1) - position
-        seen = same & (distance >= 0)
-        masks = {"full_attention": _float(seen), "sliding_attention": _float(seen)}
-        window = getattr(model.config, "sliding_window", None)
-        if window is not None:
-            masks["sliding_attention"] = _float(seen & (distance < window))
-        starts = torch.stack([cu.long()[doc] for cu, doc in zip(batch["cu_seqlens"], document, strict=True)])
-        mask = masks if model.config.model_type in ("qwen2", "qwen3") else masks["sliding_attention"]
-        inputs = {"input_ids": batch["input_ids"], "position_ids": position - starts, "attention_mask": mask}
-        out = model.model(**inputs, **routers, use_cache=False)
-        logits = model.lm_head(out.last_hidden_state)
-        targets = batch["labels"][:, 1:].masked_fill(document[:, 1:] != document[:, :-1], -100)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-        if aux_loss_coefficient:
-            chosen = model.config.num_experts_per_tok
-            by_part = zip(*(logits.chunk(parts) for logits in out.router_logits), strict=True)
-            for router_logits in by_part:
-                balance = load_balancing_loss_func(router_logits, model.config.num_experts, chosen)
-                loss = loss + aux_loss_coefficient * balance / parts
+        loss = loss_alone(model, packed_batch(step), aux_loss_coefficient, parts)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def loss_alone(
+    model: PreTrainedModel, batch: dict[str, Tensor], aux_loss_coefficient: float = 0.0, parts: int = 1
+) -> Tensor:
+    """Return the loss of a packed batch, with eager attention under explicit masks. Arguments as in `train_alone`."""
+    routers = {"output_router_logits": True} if aux_loss_coefficient else {}
+    position = torch.arange(SEQ_LEN)
+    document = torch.stack([torch.bucketize(position, cu[1:].long(), right=True) for cu in batch["cu_seqlens"]])
+    same = document.unsqueeze(2) == document.unsqueeze(1)
+    distance = position.unsqueeze(1) - position
+    seen = same & (distance >= 0)
+    masks = {"full_attention": _float(seen), "sliding_attention": _float(seen)}
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None:
+        masks["sliding_attention"] = _float(seen & (distance < window))
+    starts = torch.stack([cu.long()[doc] for cu, doc in zip(batch["cu_seqlens"], document, strict=True)])
+    mask = masks if model.config.model_type in ("qwen2", "qwen3") else masks["sliding_attention"]
+    inputs = {"input_ids": batch["input_ids"], "position_ids": position - starts, "attention_mask": mask}
+    out = model.model(**inputs, **routers, use_cache=False)
+    logits = model.lm_head(out.last_hidden_state)
+    targets = batch["labels"][:, 1:].masked_fill(document[:, 1:] != document[:, :-1], -100)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+    if aux_loss_coefficient:
+        chosen = model.config.num_experts_per_tok
+        for router_logits in zip(*(logits.chunk(parts) for logits in out.router_logits), strict=True):
+            balance = load_balancing_loss_func(router_logits, model.config.num_experts, chosen)
+            loss = loss + aux_loss_coefficient * balance / parts
+    return loss
 
 
 def _float(seen: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def prepare_run(config: TrainConfig, launch: Launch) -> PreparedRun:
     from usp.train.prepare import prepare
 
     prepared = prepare(planned(config, launch), launch)
-    if prepared.config.engine == "deepspeed":  # its communication is not modeled
+    if prepared.config.engine == "deepspeed" or prepared.config.lora_rank:  # their communication is not modeled
         return prepared
     job = job_of(prepared.config, prepared.model_config, launch.world_size, prepared.shape)
     return replace(prepared, predicted_fsdp_bytes=fsdp_sent_bytes(job, launch.rank))

@@ -118,10 +118,17 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, mode
     model: the shapes of `model_config`, if the caller has them.
 
     Raises:
-        ConfigurationError: for configurations that train.py refuses, and for DeepSpeed.
+        ConfigurationError: for configurations that train.py refuses, for DeepSpeed, and for LoRA.
     """
-    refused = f"--engine = {config.engine} is not modelled: use --engine fsdp2"
+    refused = []
+    if config.engine == "deepspeed":
+        refused.append(f"--engine = {config.engine} is not modelled: use --engine fsdp2")
+    if config.lora_rank:
+        refused.append(
+            f"--lora-rank = {config.lora_rank} is not modelled, only the training of all weights: measure a layout "
+            f"with python -m usp dry-run, which knows LoRA, or plan without --lora-rank for an upper bound"
+        )
     resolved = resolve(config, world_size, model_config)
-    config, model_config, facts, dims = resolved.valid([refused] if config.engine == "deepspeed" else [])
+    config, model_config, facts, dims = resolved.valid(refused)
     balance = bool(facts.num_experts and aux_loss_coefficient(model_config, config.router_aux_loss_coef))
     return Job(config, model or resolved.shape, dims, balance)

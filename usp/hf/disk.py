@@ -5,13 +5,15 @@ tensor per expert and projection on disk:
 
     experts.gate_up_proj (E, 2I, H)    experts.N.gate_proj.weight (I, H), experts.N.up_proj.weight (I, H)
     experts.down_proj    (E, H, I)     experts.N.down_proj.weight (H, I)
+
+A linear with an adapter of peft has its weight in a submodule, base_layer, which files do not name.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -39,6 +41,18 @@ class DiskTensor:
     parameter: str
     box: Box
     shape: tuple[int, ...]
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter of peft."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model without its adapters, by their names without adapters, tied ones each time."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not is_adapter(name):
+            yield name.replace(".base_layer.", "."), parameter
 
 
 def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[DiskTensor]:
@@ -111,16 +125,16 @@ def choose_tensors(
     return chosen, copies
 
 
-def plan_files(tensors: Sequence[DiskTensor], itemsizes: Mapping[str, int], max_bytes: int) -> list[list[DiskTensor]]:
+def plan_files(tensors: Sequence[DiskTensor], itemsizes: Mapping[str, int], max_bytes: float) -> list[list[DiskTensor]]:
     """Split tensors, in order, into files of at most `max_bytes`; a larger tensor gets its own file.
 
     itemsizes: bytes per element of each parameter.
     """
     files: list[list[DiskTensor]] = []
-    size = max_bytes
+    size = 0
     for tensor in tensors:
         nbytes = tensor.box.numel * itemsizes[tensor.parameter]
-        if size + nbytes > max_bytes:
+        if not files or size + nbytes > max_bytes:
             files.append([])
             size = 0
         files[-1].append(tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from .models import empty_model
 T = TypeVar("T")
 
 SHARD_BYTES = 5 * 10**9
+CONFIG = "config.json"
 PARTIAL, REPLACED = ".partial", ".replaced"  # suffixes of the directory being written, and of the one it replaces
 
 
@@ -65,22 +66,51 @@ def save_weights(
             directory with other content than a model.
         RuntimeError: on every rank, if a rank cannot write.
     """
-    grouped = dist.is_initialized()
-    rank = dist.get_rank(group) if grouped else 0
-    partial = folder.with_name(folder.name + PARTIAL)
     whole = _exported_model(config, generation_config)
-    refusal = _prepare(folder, partial) if rank == 0 else ""
+    write_folder(
+        weights,
+        folder,
+        check=lambda holders: holder_violations(whole, holders),
+        plan=lambda holders: plan_export(whole, holders, max_shard_bytes),
+        describe=lambda rounds, partial: _describe(whole, rounds, partial),
+        dtype=dtype,
+        group=group,
+    )
+
+
+@torch.no_grad()
+def write_folder(
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    check: Callable[[Sequence[Mapping[str, Held]]], list[str]],
+    plan: Callable[[Sequence[Mapping[str, Held]]], list[list[FilePlan]]],
+    describe: Callable[[Sequence[Sequence[FilePlan]], Path], None],
+    marker: str = CONFIG,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a directory of safetensors files, whole or not at all. See `save_weights`, also for what is raised.
+
+    Args:
+        check: what is wrong with what all ranks hold; plan: the rounds, from the same.
+        describe: write the other files to this directory, on rank 0.
+        marker: the file by which an existing directory is known to be one that may be replaced.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    partial = folder.with_name(folder.name + PARTIAL)
+    refusal = _prepare(folder, partial, marker) if rank == 0 else ""
     held, unknown = _held(weights, dtype)
     refusals, holders = zip(*_all_gather((refusal or unknown, held), group), strict=True)
-    violations = [*dict.fromkeys(filter(None, refusals)), *holder_violations(whole, holders)]
+    violations = [*dict.fromkeys(filter(None, refusals)), *check(holders)]
     if violations:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError("; ".join(violations))
-    rounds = plan_export(whole, holders, max_shard_bytes)
+    rounds = plan(holders)
     failure = _write_files(rounds, weights, partial, rank, group)
     _raise_failures(failure, group)
     if rank == 0:
-        failure = _finish(whole, rounds, partial, folder)
+        failure = _finish(lambda: describe(rounds, partial), partial, folder)
     _raise_failures(failure, group)
 
 
@@ -169,9 +199,9 @@ def _exported_model(config: PretrainedConfig, generation_config: GenerationConfi
     return whole
 
 
-def _prepare(folder: Path, partial: Path) -> str:
+def _prepare(folder: Path, partial: Path, marker: str) -> str:
     """Create an empty directory `partial`; return the error if that failed."""
-    is_model = (folder / "config.json").is_file()
+    is_model = (folder / marker).is_file()
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_model and not is_empty:
         return f"{folder} contains files other than a model: use a directory that does not exist"
@@ -183,25 +213,30 @@ def _prepare(folder: Path, partial: Path) -> str:
     return ""
 
 
-def _finish(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partial: Path, folder: Path) -> str:
-    """Write configurations and index, and rename `partial` to `folder`; return the error if that failed."""
+def _describe(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partial: Path) -> None:
+    """Write configurations and index."""
     files = [file for files in rounds for file in files]
     assemblies = [assembly for file in files for assembly in file.tensors]
     whole.config.dtype = str(assemblies[0].dtype).removeprefix("torch.")
+    whole.config.save_pretrained(partial)
+    if whole.can_generate():
+        assert whole.generation_config is not None
+        # save_pretrained rejects published configurations that only warn on loading, once `use_cache` is set.
+        whole.generation_config.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
+    if len(files) > 1:
+        metadata = {
+            "total_parameters": sum(assembly.tensor.box.numel for assembly in assemblies),
+            "total_size": sum(assembly.tensor.box.numel * assembly.dtype.itemsize for assembly in assemblies),
+        }
+        weight_map = {assembly.tensor.name: file.name for file in files for assembly in file.tensors}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _finish(describe: Callable[[], None], partial: Path, folder: Path) -> str:
+    """Write what describes the weights, and rename `partial` to `folder`; return the error if that failed."""
     try:
-        whole.config.save_pretrained(partial)
-        if whole.can_generate():
-            assert whole.generation_config is not None
-            # save_pretrained rejects published configurations that only warn on loading, once `use_cache` is set.
-            whole.generation_config.to_json_file(partial / "generation_config.json", keys_to_pop=["compile_config"])
-        if len(files) > 1:
-            metadata = {
-                "total_parameters": sum(assembly.tensor.box.numel for assembly in assemblies),
-                "total_size": sum(assembly.tensor.box.numel * assembly.dtype.itemsize for assembly in assemblies),
-            }
-            weight_map = {assembly.tensor.name: file.name for file in files for assembly in file.tensors}
-            index = {"metadata": metadata, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        describe()
         replaced = folder.with_name(folder.name + REPLACED)
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)

@@ -8,7 +8,7 @@ tensor    boxes that make it up, and the rank that sends each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -52,15 +52,24 @@ def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Hel
     """Return why the ranks' weights are not exactly those of the `whole` model, one message per violation."""
     kept = kept_names(whole)
     shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
+    return part_violations(shapes, holders, kept, f"the configured {whole.config.model_type} model")
+
+
+def part_violations(
+    shapes: Mapping[str, tuple[int, ...]], holders: Sequence[Mapping[str, Held]], known: Collection[str], model: str
+) -> list[str]:
+    """Return why the ranks' parts are not exactly parameters of these shapes, one message per violation.
+
+    known: names that may be there, those of `shapes` included.
+    """
     covered: dict[str, set[Box]] = defaultdict(set)
     kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(set)
     for held in holders:
         for name, part in held.items():
             covered[name].add(part.box)
             kinds[name].add((part.shape, part.dtype))
-    model = f"the configured {whole.config.model_type} model"
     violations = [f"rank {rank} has no weights" for rank, held in enumerate(holders) if not held]
-    violations += [f"{name} is not a parameter of {model}" for name in covered if name not in kept]
+    violations += [f"{name} is not a parameter of {model}" for name in covered if name not in known]
     for name, shape in shapes.items():
         if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
             there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))
@@ -73,7 +82,22 @@ def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Hel
 def plan_export(
     whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]], max_shard_bytes: int
 ) -> list[list[FilePlan]]:
-    """Return the rounds: lists of files with different writers.
+    """Return the rounds: lists of files with different writers."""
+    tensors = [
+        tensor
+        for name in dict.fromkeys(kept_names(whole).values())
+        for tensor in disk_tensors(whole.config.model_type, name, whole.get_parameter(name).shape)
+    ]
+    return plan_tensors(tensors, holders, max_shard_bytes, file_names)
+
+
+def plan_tensors(
+    tensors: Sequence[DiskTensor],
+    holders: Sequence[Mapping[str, Held]],
+    max_shard_bytes: float,
+    names_of: Callable[[int], Sequence[str]],
+) -> list[list[FilePlan]]:
+    """Return the rounds for these tensors, as `plan_export`; names_of: the names of a number of files.
 
     Neighboring files have neighboring writers, so that pipeline stages write most of their own layers.
     """
@@ -83,14 +107,9 @@ def plan_export(
         for name, part in held.items():
             boxes.setdefault(name, {})[rank] = part.box
     parts = {name: holdings(held) for name, held in boxes.items()}
-    tensors = [
-        tensor
-        for name in dict.fromkeys(kept_names(whole).values())
-        for tensor in disk_tensors(whole.config.model_type, name, whole.get_parameter(name).shape)
-    ]
     files = plan_files(tensors, {name: dtype.itemsize for name, dtype in dtypes.items()}, max_shard_bytes)
     by_writer: list[list[FilePlan]] = [[] for _ in holders]
-    for number, (name, file) in enumerate(zip(file_names(len(files)), files, strict=True)):
+    for number, (name, file) in enumerate(zip(names_of(len(files)), files, strict=True)):
         writer = number * len(holders) // len(files)
         assemblies = [
             Assembly(tensor, dtypes[tensor.parameter], writer, _sources(tensor, parts[tensor.parameter], writer))

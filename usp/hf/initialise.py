@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
+from .disk import base_parameters
 from .models import empty_model, kept_names
 
 
@@ -34,7 +35,7 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
     whole = empty_model(model.config)
     kept = kept_names(whole)
     held: dict[str, list[Tensor]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in base_parameters(model):
         held[kept[name]].append(parameter)
     for prefix, module in whole.named_modules():
         names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import DiskTensor, choose_tensors, read_headers
+from .disk import DiskTensor, base_parameters, choose_tensors, read_headers
 from .initialise import fill_buffers, initialise
 from .models import empty_model, kept_names, load_generation_config
 from .prune import head_name
@@ -25,7 +25,7 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     """Load a model or a pipeline stage from a directory written by `save_pretrained`, after `materialise`.
 
     Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
-    Buffers are computed, and the model gets the directory's generation configuration, if any.
+    Buffers are computed, and the model gets the directory's generation configuration, if any. Adapters are left alone.
 
     head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
@@ -39,7 +39,7 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     chosen, copies = choose_tensors(whole, model.config.model_type, found, folder)
     for first, copy in copies:
         _check_equal(found, first, copy)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in base_parameters(model):
         if head_seed is not None and name.startswith(f"{head_name(model)}."):
             continue
         held, values = local_box(parameter), local_part(parameter)

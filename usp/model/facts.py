@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +111,16 @@ class ModelShape:
         layers = (part for layer in self.layers for part in (*layer.parameters, *layer.experts))
         return sum(part.numel for part in (*self.embedding, *layers, *self.norm, *self.head))
 
+    def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
+        """Return the parameters of LoRA adapters: rank x (in + out) for each linear whose name ends with a target."""
+        linears = [
+            part.shape
+            for layer in self.layers
+            for part in layer.parameters
+            if len(part.shape) == 2 and part.name.removesuffix(".weight").rpartition(".")[2] in targets
+        ]
+        return rank * sum(sum(shape) for shape in linears)
+
     @property
     def matmul_parameters(self) -> int:
         """Weights that multiply each token: all but the input embedding, including a tied output head.
@@ -133,12 +144,16 @@ def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:
     return sum(count * band_pairs(length, length, 0, 0, farthest) for length, count in documents.items())
 
 
-def training_flops(facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu_seqlens: torch.Tensor) -> int:
+def training_flops(
+    facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu_seqlens: torch.Tensor, adapter_parameters: int = 0
+) -> int:
     """Return the FLOPs of forward and backward for a batch of `tokens` tokens in packed rows `cu_seqlens`.
 
     matmul_parameters: weights that multiply each token; excludes the embedding, includes the output head.
+    adapter_parameters: of LoRA adapters; with them, the other weights are frozen, and have no gradients.
     """
     pairs = {window: visible_pairs(cu_seqlens, window) for window in set(facts.windows)}
     # per pair and head: 2 * head_dim for the score, 2 * head_dim for the sum of values; the backward takes twice that
     attention = sum(12 * facts.num_heads * facts.head_dim * pairs[window] for window in facts.windows)
-    return 6 * matmul_parameters * tokens + attention
+    products = (4 if adapter_parameters else 6) * matmul_parameters + 6 * adapter_parameters
+    return products * tokens + attention

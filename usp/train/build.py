@@ -1,6 +1,7 @@
 """Build the engine that trains a model on a mesh.
 
-on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> recomputation
+on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> adapters
+                     -> recomputation
 then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
 """
 
@@ -19,6 +20,7 @@ from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.expert_parallel import apply_ep, expert_modules
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
+from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
 from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
@@ -32,6 +34,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .engines.base import AdamW, Engine
 from .engines.deepspeed import DeepSpeedEngine
 from .engines.fsdp2 import Fsdp2Engine
+from .resolve import lora_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,8 @@ class EngineRecipe:
         zero: ZeRO stage; None leaves the stages unsharded.
         optimizer: None for a model that is not trained.
         balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
-        weights_dtype: of the parameters.
+        weights_dtype: of the parameters; adapters are float32.
+        lora: the adapters that are trained instead of these parameters.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
@@ -65,20 +69,24 @@ class EngineRecipe:
     router_balance: str = "step"
     micro_batches: int = 1
     weights_dtype: torch.dtype = torch.float32
+    lora: Lora | None = None
 
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
-        """Return the recipe of a training run; `config` has no `auto` left."""
+        """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
         names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
+        lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
         return EngineRecipe(
             model=model,
-            dtype=getattr(torch, config.dtype),
+            dtype=dtype,
             optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
             balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
             router_balance=config.router_balance,
             micro_batches=config.micro_batches,
+            weights_dtype=dtype if lora else torch.float32,  # frozen weights need no float32 copy
+            lora=lora,
             **{name: getattr(config, name) for name in names},
         )
 
@@ -140,12 +148,15 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
 def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:
     """Fill a stage from a model folder, or for a preset with random weights that the seed determines.
 
+    The seed also determines the adapters.
+
     new_head: draw the scalar head of a folder's causal LM from the seed; see `load_weights`.
     """
     if source in PRESETS:
         initialise(stage.model, seed)
     else:
         load_weights(stage.model, Path(source).expanduser(), seed if new_head else None)
+    initialise_adapters(stage.model, seed)
 
 
 def resumed_weights(stage: CausalLMStage, source: str) -> None:
@@ -172,6 +183,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
     apply_ep(model, mesh)
     apply_tp(model, mesh, recipe.tp_sequence_parallel)
+    if recipe.lora is not None:
+        apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel)
     if recipe.mlp_tile:
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile)
     attention = cast(UnifiedSPAttention, model.unified_sp)

@@ -28,6 +28,7 @@ _NOT_THE_MODEL = {
     "transformers_version",
     "use_cache",
 }
+_LORA = ("lora_rank", "lora_alpha", "lora_targets")  # what an adapter is
 _NOT_THE_RUN = {"output", "resume"}
 
 
@@ -82,6 +83,11 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
+    lora = {name: getattr(config, name) for name in _LORA}
+    trained = {name: saved.config.get(name, 0) for name in lora}
+    if lora != trained and (config.lora_rank or trained["lora_rank"]):
+        changed = ", ".join(f"{flag(name)} = {lora[name]} (checkpoint: {trained[name]})" for name in _LORA)
+        found.append(f"{changed}: a checkpoint holds only what is trained, so LoRA must be as before; use those values")
     return found + steps_violations(saved.step, config.steps, finished_too)
 
 

@@ -45,6 +45,7 @@ class TrainingLoop(ABC):
     later steps try again, at first after one step and then after twice as many each time.
 
     Attributes:
+        result: the folder of the run to which the trained weights are written.
         done: steps that are done.
         stopping: whether a signal on any rank asked to stop; every rank sets it alike in `step`.
     """
@@ -54,7 +55,7 @@ class TrainingLoop(ABC):
     ) -> None:
         self.folder, self.stop, self.watchdog = folder, stop, watchdog
         self.is_writer = dist.get_rank() == 0
-        self.done, self.stopping = 0, False
+        self.result, self.done, self.stopping = MODEL, 0, False
         self.checkpointer = Checkpointer(folder / CHECKPOINTS, config.keep_checkpoints, device_type)
         self._run_config, self._steps = config, steps
         self._failures, self._retry = 0, 0  # saves that failed since the last that did not; the step of the next try
@@ -121,7 +122,7 @@ class TrainingLoop(ABC):
         failure = self._see_through()
         self.export_best()
         if failure:
-            raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / MODEL}")
+            raise CheckpointFailed(f"{failure}; the trained model is written: {self.folder / self.result}")
 
     def _train(self, log: RunLog | None) -> None:
         try:

@@ -20,6 +20,7 @@ from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelShape
+from usp.presets import PRESETS
 from usp.run.failures import Problems, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem
@@ -89,7 +90,9 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
             f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
             f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
         )
-    problems += filter(None, (wandb_problem(config.wandb_project), _engine_problem(config, device)))
+    problems += filter(
+        None, (wandb_problem(config.wandb_project), _engine_problem(config, device), _lora_problem(config))
+    )
     attempt(lambda: parse_steps(config.profile, config.steps))
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
@@ -147,6 +150,16 @@ def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | N
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else None
     if config.zero == 0 and dtype == torch.bfloat16:
         return "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
+    return None
+
+
+def _lora_problem(config: TrainConfig) -> str | None:
+    """Return why adapters of `--model` would be of no use; None if they are."""
+    if config.lora_rank and config.model in PRESETS:
+        return (
+            f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
+            f"{config.model} is a preset with random ones: give a directory with a trained model"
+        )
     return None
 
 

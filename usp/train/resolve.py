@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, TrainConfig
+from usp.hf.lora.adapters import Lora, lora_targets
 from usp.hf.models import ModelConfig, load_model_config, model_facts, with_context
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelFacts, ModelShape
-from usp.presets import PRESETS, settled_rate
+from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations, with_flags
@@ -55,7 +57,10 @@ class Resolved:
 def resolve(config: TrainConfig, world_size: int, model_config: ModelConfig | None = None) -> Resolved:
     """Resolve `config` on `world_size` ranks; model_config: from `trained_model`, if the caller has it."""
     config, problems, facts = settle_batch(config, world_size), [], None
-    config = replace(config, learning_rate=settled_rate(config.learning_rate, config.model))
+    rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
+    config = replace(config, learning_rate=settled_rate(config.learning_rate, config.model, **rates))
+    if config.lora_rank and not config.lora_alpha:
+        config = replace(config, lora_alpha=2 * config.lora_rank)
     if model_config is None:
         try:
             model_config = load_model_config(config.model)
@@ -64,9 +69,31 @@ def resolve(config: TrainConfig, world_size: int, model_config: ModelConfig | No
             problems.append(with_flags(str(error)))
     if model_config is not None:
         facts = model_facts(config.model, model_config)
+        problems += _lora_problems(config, model_config)
     problems += violations(config, world_size, facts)
     dims = None if problems else parallel_dims(config, config.ep).resolve(world_size)
     return Resolved(config, model_config, facts, dims, tuple(problems))
+
+
+def lora_of(config: TrainConfig, model: ModelConfig) -> Lora | None:
+    """Return the adapters that `config`, as `resolve` returns it, trains on a model; None for all of its weights.
+
+    Raises:
+        ValueError: for targets that get no adapters.
+    """
+    if not config.lora_rank:
+        return None
+    return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
+
+
+def _lora_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+    if config.lora_rank > 0 and find_spec("peft") is None:
+        yield "--lora-rank needs the package peft: pip install 'usp-toolkit[lora]'"
+        return
+    try:
+        lora_of(config, model)
+    except ValueError as error:
+        yield with_flags(str(error))
 
 
 def trained_model(config: TrainConfig) -> ModelConfig:

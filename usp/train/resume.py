@@ -15,7 +15,7 @@ from usp.run.lock import holder, this_process
 from usp.run.metrics import METRICS_FILE
 
 AUTO = "auto"
-CHECKPOINTS, MODEL, BEST = "checkpoints", "model", "best"  # folders of a run
+CHECKPOINTS, MODEL, ADAPTER, BEST = "checkpoints", "model", "adapter", "best"  # folders of a run
 RUNS = Path("runs")  # of runs without --output
 FOLDER_KEY = "run-folder"
 

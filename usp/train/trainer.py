@@ -9,7 +9,8 @@ RUN/                          the output of a run
     tensorboard/              the same numbers
     checkpoints/step-N/       weights, optimizer, data position: --resume continues from the newest
     profile/                  traces of the steps that --profile names
-    model/                    the trained weights, for transformers' from_pretrained
+    model/                    the trained weights, for transformers' from_pretrained; with LoRA only for --lora-merge
+    adapter/                  the trained adapters, for peft's from_pretrained; best/ and last-good/ are adapters too
     tokenizer/                only for the byte tokenizer; others are in model/
     best/                         the weights with the lowest loss on --eval-data
     last-good/                only if loss or gradient norm became non-finite: the weights before that step
@@ -33,6 +34,7 @@ from torch import Tensor
 from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
+from usp.hf.lora.adapter_export import MergedWeights, save_adapter
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.model.facts import training_flops
@@ -50,7 +52,7 @@ from .claim import from_first_rank, run_folder, settled
 from .evaluate import Evaluations, held_out_loss, perplexity
 from .loop import TrainingLoop, learning_rate
 from .prepare import PreparedRun, prepare
-from .resume import BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
+from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
 from .step import local_part, sum_over_ranks, train_step
 
 
@@ -99,15 +101,20 @@ class Trainer(TrainingLoop):
         held_out = prepared.held_out.identity if prepared.held_out else ""
         compared = {"config": config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
         self.mesh.agree(compared, "the configuration")
+        recipe = EngineRecipe.of(config, model)
         fill = partial(first_weights, source=config.model, seed=config.seed)
-        if prepared.saved is not None:
+        if prepared.saved is not None and recipe.lora is None:  # with adapters, checkpoints hold nothing else
             fill = partial(resumed_weights, source=config.model)
         try:
-            self.engine = build_engine(EngineRecipe.of(config, model), self.mesh, self.device, fill)
+            self.engine = build_engine(recipe, self.mesh, self.device, fill)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         folder, watchdog = prepared.start.folder, watchdog or Watchdog(Launch(), seconds=0)
         super().__init__(config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
+        self.lora, self.adapter_parameters = recipe.lora, 0
+        if recipe.lora is not None:
+            self.result = ADAPTER
+            self.adapter_parameters = prepared.shape.adapter_parameters(recipe.lora.rank, recipe.lora.targets)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
         self.evaluations = Evaluations(held_out)
@@ -166,9 +173,10 @@ class Trainer(TrainingLoop):
         return state.to_extra()
 
     def export(self) -> None:
-        self._export(MODEL)
+        self._export(self.result, MODEL)
         if self.is_writer:
-            print(f"model: {self.folder / MODEL}", flush=True)
+            for name in (self.result, MODEL) if self.config.lora_merge else (self.result,):
+                print(f"{name}: {self.folder / name}", flush=True)
 
     def best_first(self) -> Sequence[int]:
         return self.evaluations.best_first()
@@ -188,7 +196,7 @@ class Trainer(TrainingLoop):
                 self._warn(f"{error}; {self.folder / BEST} is not written")
                 return
             self.engine.restore(self.load(kept[best]))
-        self._export(BEST)
+        self._export(BEST, f"{BEST}-{MODEL}")
         if self.is_writer:
             loss = self.evaluations.losses[best]
             print(
@@ -203,6 +211,11 @@ class Trainer(TrainingLoop):
         config, dims = self.config, self.prepared.dims
         parameters = count(self.prepared.shape.numel)
         yield f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}"
+        if self.lora is not None:
+            yield (
+                f"LoRA: rank {self.lora.rank}, alpha {self.lora.alpha}, on {', '.join(self.lora.targets)}: "
+                f"{count(self.adapter_parameters)} trained parameters"
+            )
         yield f"ranks: {dist.get_world_size()} ({dims}), layout {config.sp_layout}"
         yield self.prepared.kernel_choice
         rows = dims.batch * config.batch_size
@@ -286,10 +299,30 @@ class Trainer(TrainingLoop):
             f"--warmup-steps (now {self.config.warmup_steps}), or use --dtype float32 (now {self.config.dtype})"
         )
 
-    def _export(self, name: str) -> None:
-        """Write weights and tokenizer to a folder of the run; it is complete when rank 0 returns."""
+    def _export(self, name: str, merged: str = "") -> None:
+        """Write what was trained, and the tokenizer, to a folder of the run; it is complete when rank 0 returns.
+
+        merged: with `lora_merge`, also write the merged model to this folder, unless it is empty.
+        """
         state = self.engine.state()
-        weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+        trained = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+        if self.lora is None:
+            self._export_model(trained, name)
+            return
+        config = self.config
+        save_adapter(
+            trained,
+            self.folder / name,
+            lora=self.lora,
+            base=Path(config.model).expanduser().resolve(),
+            config=None if config.rope_scaling == "none" else self.prepared.model_config,
+            dtype=export_dtype(config, torch.float32),
+        )
+        self._save_tokenizer(name)
+        if merged and config.lora_merge:
+            self._export_model(MergedWeights([stage.model for stage in self.engine.stages], self.lora), merged)
+
+    def _export_model(self, weights: Mapping[str, Tensor], name: str) -> None:
         model = self.engine.stages[0].model
         save_weights(
             weights,
@@ -298,6 +331,9 @@ class Trainer(TrainingLoop):
             generation_config=model.generation_config,
             dtype=export_dtype(self.config, getattr(torch, self.config.dtype)),
         )
+        self._save_tokenizer(name)
+
+    def _save_tokenizer(self, name: str) -> None:
         if self.is_writer:
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 
@@ -312,5 +348,6 @@ class Trainer(TrainingLoop):
             matmul_parameters=self.prepared.shape.matmul_parameters,
             tokens=batch.ids.numel(),
             cu_seqlens=batch.cu_seqlens,
+            adapter_parameters=self.adapter_parameters,
         )
         return flops / (seconds * peak * dist.get_world_size())

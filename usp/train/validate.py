@@ -16,6 +16,7 @@ from attention import KERNEL_NAMES, LAYOUTS, SequenceLayout
 from parallel import SP_ORDERS, ZERO_STAGES, ParallelDims, divisors, micro_batch_violation, stages_per_rank
 from usp.config import (
     AC_MODES,
+    ALL_LINEAR,
     BOS,
     DEVICES,
     DTYPES,
@@ -120,7 +121,7 @@ RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("batch_size", "micro_batches", "steps", "log_every"), AT_LEAST_ONE),
     **dict.fromkeys(("loss_chunk", "keep_checkpoints"), AT_LEAST_ONE),
     **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
-    "eval_every": NOT_NEGATIVE,
+    **dict.fromkeys(("eval_every", "lora_rank", "lora_alpha"), NOT_NEGATIVE),
     "learning_rate": RATE,
     "adam_eps": POSITIVE,
     **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
@@ -229,6 +230,9 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     elif config.hardware != "auto":
         yield f"--hardware = {config.hardware} is only used by --plan auto, but --plan is none: give both or neither"
+    for name, off in (("lora_alpha", 0), ("lora_targets", ALL_LINEAR), ("lora_merge", False)):
+        if not config.lora_rank and getattr(config, name) != off:
+            yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
     if config.eval_every and not config.eval_data:
         yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
     if config.ac_offload and config.ac == "none":
@@ -240,6 +244,11 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
 def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.engine != "deepspeed":
         return
+    if config.lora_rank:
+        yield (
+            f"--lora-rank = {config.lora_rank} is not supported by --engine deepspeed, whose states of frozen weights "
+            f"are not exported: use --engine fsdp2"
+        )
     for name in ("tp", "pp", "ep", "dp_replicate"):
         if getattr(config, name) > 1:
             yield (
@@ -312,8 +321,8 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_global_batch, (*_DEGREES, "batch_size", "global_batch_size")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
-    (_switches, ("ac", "tp", "plan")),
-    (_engine, (*_DEGREES, "engine")),
+    (_switches, ("ac", "tp", "plan", "lora_rank")),
+    (_engine, (*_DEGREES, "engine", "lora_rank")),
 )
 MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (
     (_heads, (*_SP, "tp")),

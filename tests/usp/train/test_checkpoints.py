@@ -21,7 +21,13 @@ MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, rope_parameters={"rope_
 
 def saved(config: TrainConfig, model: LlamaConfig = MODEL) -> TrainingState:
     state = TrainingState(
-        step=20, tokens=4096, stream={"seed": 0}, random={}, config=asdict(config), model=model.to_dict()
+        step=20,
+        tokens=4096,
+        stream={"seed": 0},
+        random={},
+        config=asdict(config),
+        model=model.to_dict(),
+        evaluations={},
     )
     return TrainingState.from_extra(json.loads(json.dumps(state.to_extra())))
 

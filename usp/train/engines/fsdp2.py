@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
+from usp.hf.disk import is_adapter
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
@@ -39,7 +40,7 @@ class Fsdp2Engine:
         pipeline: PipelineRunner | None = None,
     ) -> None:
         self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
-        self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters()}
+        self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
         self.optimizer = optimizer.over(self.parameters.values())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
@@ -62,6 +63,9 @@ class Fsdp2Engine:
         return loss_share(self.stages, self.mesh, micro_batches, head)
 
     def step(self, learning_rate: float, max_norm: float) -> float:
+        idle = [name for name, p in self.parameters.items() if p.grad is None and is_adapter(name)]
+        if idle:  # a layer that reads the weight of a linear, without calling it, leaves its adapter out
+            raise RuntimeError(f"{', '.join(idle)} did not take part in the forward: use other lora_targets")
         norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh)
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:

@@ -1,0 +1,170 @@
+"""Adapters inside unmodified transformers models, on any layout.
+
+peft replaces a linear by a module that adds a low-rank update to its output:
+
+    y = base_layer(x) + alpha / rank * lora_B(lora_A(x))        lora_A (rank, in), lora_B (out, rank)
+
+Only lora_A and lora_B are trained. lora_B starts at zero, so the first step begins at the base model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from parallel import ParallelMesh
+from parallel.reallocation.boxes import local_box, local_part
+from parallel.tensor import module_styles, shard_low_rank
+from usp.config import ALL_LINEAR
+
+from ..disk import is_adapter
+from ..models import empty_model, model_facts
+from ..tensor_parallel import tp_plan
+
+ADAPTER = "default"  # peft's name of a model's only adapter
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a model.
+
+    Attributes:
+        alpha: the update is scaled by alpha / rank.
+        targets: last components of the names of the linears that get an adapter, from `lora_targets`.
+    """
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def lora_targets(config: PretrainedConfig, asked: str) -> tuple[str, ...]:
+    """Return the names of the linears of a model that get adapters, as peft's target_modules.
+
+    asked: names separated by commas, or `all-linear` for every linear below the output head. Experts are one parameter
+        for all experts of a layer, and stay frozen; so do dense MLPs whose names peft gives to the experts.
+
+    Raises:
+        ValueError: naming those that are not linears of the model, and those that peft would place on its experts.
+    """
+    model = empty_model(config)
+    found = sorted({name.rpartition(".")[2] for name, _ in _linears(model)})
+    names = found if asked == ALL_LINEAR else sorted({name.strip() for name in asked.split(",")})
+    if unknown := [name for name in names if name not in found]:
+        experts = " (experts are fused parameters, which get no adapters)" if _has_experts(config) else ""
+        raise ValueError(
+            f"lora_targets={asked} names {', '.join(map(repr, unknown))}, but the linear layers of "
+            f"{config.model_type} are {', '.join(found)}{experts}: use some of those, or {ALL_LINEAR}"
+        )
+    moved = _moved_to_experts(model, found) & set(names) if _has_experts(config) else set()
+    if asked != ALL_LINEAR and moved:
+        raise ValueError(
+            f"lora_targets={asked}: peft takes {', '.join(sorted(moved))} of {config.model_type} for its experts, "
+            f"which get no adapters: use {', '.join(name for name in found if name not in moved)}"
+        )
+    return tuple(name for name in names if name not in moved)
+
+
+def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequence_parallel: bool) -> None:
+    """Freeze a model or a pipeline stage and add float32 adapters to its linears, in place.
+
+    Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
+    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round.
+
+    Raises:
+        ValueError: for a stage without any of the target linears, and for one that tp leaves alone.
+    """
+    from peft import inject_adapter_in_model  # takes seconds to import
+
+    tp = mesh.size("tp")
+    styles = module_styles(model, tp_plan(model)) if tp > 1 else {}
+    linears = [name for name, _ in _linears(model) if name.rpartition(".")[2] in lora.targets]
+    if not linears:
+        raise ValueError(
+            f"a pipeline stage has no linear layer called {' or '.join(lora.targets)}, so nothing of it would be "
+            f"trained: use lora_targets={ALL_LINEAR}, or fewer stages"
+        )
+    here = sorted({name.rpartition(".")[2] for name in linears})
+    inject_adapter_in_model(lora_config(lora, here), model, ADAPTER)
+    for name in linears:
+        adapted = cast(Any, model.get_submodule(name))
+        base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
+        # peft makes them in the base's dtype, and where that is sharded over tp in the size of this rank's part.
+        down.weight = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
+        up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
+        if tp > 1 and not isinstance(base.weight, DTensor):
+            raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
+        if tp > 1:
+            style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
+            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the names and parameters of a model's adapters; none for a model without."""
+    return ((name, p) for name, p in model.named_parameters() if is_adapter(name))
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout.
+
+    Each lora_A is drawn whole on the CPU by a generator seeded with `seed` and its name; a rank copies its part. Global
+    random states are not changed. Does nothing without adapters.
+    """
+    for name, parameter in adapter_parameters(model):
+        local = local_part(parameter)
+        if ".lora_B." in name:
+            local.zero_()
+        else:
+            local.copy_(_drawn(name, tuple(parameter.shape), seed)[local_box(parameter).slices()])
+
+
+def _drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
+def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
+    """Return peft's LoraConfig for some of the targets; what is not set here has its default."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linears of a causal LM below its output head, by their names in the whole model."""
+    prefix = model.base_model_prefix
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"{prefix}.{name}", module
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    return model_facts(config.model_type, config).num_experts > 0
+
+
+def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
+    """Return which of all names of linears peft replaces by parameters of experts, as for older transformers.
+
+    Adds adapters to `model`.
+    """
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what does not concern linears
+        inject_adapter_in_model(lora_config(Lora(1, 1, ()), names), model, ADAPTER)
+    return set(names) - set(cast(Any, model).peft_config[ADAPTER].target_modules)
