@@ -1,6 +1,7 @@
 """`UnifiedSPAttention`, the attention layer of a ring x ulysses mesh.
 
-B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim.
+B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim, V head dim of
+the values.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class UnifiedSPAttention(nn.Module):
 
         Args:
             q: (B, S, N, H).
-            k, v: (B, S, K, H); K divides N.
+            k: (B, S, K, H); K divides N.
+            v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+                Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
             causal: mask later keys.
             scale: factor on the scores; defaults to 1 / sqrt(H).
             window: (left, right) in global tokens, -1 for no limit.
@@ -93,7 +96,7 @@ class UnifiedSPAttention(nn.Module):
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
 
         Returns:
-            (B, S, N, H) in q's dtype.
+            (B, S, N, V) in q's dtype.
 
         Raises:
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
@@ -106,7 +109,7 @@ class UnifiedSPAttention(nn.Module):
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
-        call = (spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
+        call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
         plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
         channels = {"ulysses": self._ulysses, "ring": self._ring}
         return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
@@ -136,11 +139,15 @@ class UnifiedSPAttention(nn.Module):
         causal: bool = True,
         window: tuple[int, int] | None = None,
         cu_seqlens: Tensor | None = None,
+        v_head_dim: int | None = None,
     ) -> WireBytes:
-        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`)."""
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
+
+        `v_head_dim` is that of v, None for `head_dim`.
+        """
         spec = AttentionSpec(causal, _window(window), documents=documents_of(cu_seqlens))
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
+        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
 
     @property
     def sent_bytes(self) -> int:
@@ -161,12 +168,13 @@ class UnifiedSPAttention(nn.Module):
         batch: int,
         seq_len: int,
         head_dim: int,
+        v_head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
         plan = self._plan(spec, heads, batch, seq_len)
-        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim)
-        call = (plan.layout, spec, heads, batch, head_dim, str(dtype), kernel.name)
+        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim)
+        call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
         for violation in ulysses_violations(heads.num_heads, heads.ulysses):
@@ -191,12 +199,13 @@ def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     violations = []
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         violations.append(
-            "q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)"
+            "q must be (batch, tokens, num_heads, head_dim), k (batch, tokens, num_kv_heads, head_dim), and v the same "
+            "as k except for its own head_dim"
         )
     elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        violations.append("q, k and v must have the same batch, tokens and head_dim")
+        violations.append("q, k and v must have the same batch and tokens, q and k the same head_dim")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
         violations.append("q, k and v must have the same dtype and device")
     if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
