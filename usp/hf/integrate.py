@@ -255,8 +255,8 @@ def _attention_forward(
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if kv_cache is not None and not (causal and softcap is None and s_aux is None):
-        violations.append("kv_cache supports only causal attention without softcap and sinks")
+    if kv_cache is not None and not causal:
+        violations.append("kv_cache supports only causal attention")
     if violations:
         raise ValueError("; ".join(violations))
     attention = module.unified_sp
@@ -267,7 +267,8 @@ def _attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
-        return kv_cache.attend(layer, q, k, v, scale=scaling, window=sliding_window), None  # type: ignore[arg-type]
+        options: Any = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        return kv_cache.attend(layer, q, k, v, **options), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(layer, k, v)  # type: ignore[arg-type]
     out = attention(
