@@ -38,6 +38,14 @@ MASKS = {
     "bidirectional documents": {"causal": False, "cu_seqlens": [0, 13, 14, 96]},
     "empty rows and a window": {"window": (4, -1), "cu_seqlens": [0, 0, 30, 77]},
 }
+PREFIXES = {
+    "prefix": {"prefix": [41]},
+    "prefixes of documents and a window": {
+        "window": (20, 9),
+        "cu_seqlens": [[0, 50, 51, 96], [0, 90, 90, 90]],
+        "prefix": [[30, 1, 45], [13, 0, 0]],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,8 @@ class Case:
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = dict(MASKS[self.mask])
-        if "cu_seqlens" in mask:
-            mask["cu_seqlens"] = torch.tensor(mask["cu_seqlens"], dtype=torch.int32)
-        return mask
+        mask = (MASKS | PREFIXES)[self.mask]
+        return {k: torch.tensor(v, dtype=torch.int32) if k in ("cu_seqlens", "prefix") else v for k, v in mask.items()}
 
 
 def cases(everything: bool = False) -> list[Case]:
@@ -82,6 +88,7 @@ def cases(everything: bool = False) -> list[Case]:
             if everything or layout == second:
                 every.append(Case(layout, (8, 1), mask, 2, head_dims=wider))
                 every.append(Case(layout, (8, 2), mask, 2, softcap=3.0, sinks=True, head_dims=wider))
+    every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES)]
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (8, 4), mask, 1, seq_len=2400)

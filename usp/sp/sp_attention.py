@@ -78,6 +78,7 @@ class UnifiedSPAttention(nn.Module):
         softcap: float | None = None,
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -94,6 +95,9 @@ class UnifiedSPAttention(nn.Module):
                 (B, documents + 1) padded by repeating the last. Tokens after the last boundary attend to nothing and
                 output zero. Keep it on the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
+            prefix: for a prefix-LM mask, the number of leading tokens of each document that attend to each other in
+                both directions (within `window`): integers (documents,) for all rows or (B, documents), one document
+                without cu_seqlens. Needs causal=True.
 
         Returns:
             (B, S, N, V) in q's dtype.
@@ -105,7 +109,7 @@ class UnifiedSPAttention(nn.Module):
                 compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
         _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens), _prefixes_of(prefix))
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
@@ -139,13 +143,15 @@ class UnifiedSPAttention(nn.Module):
         causal: bool = True,
         window: tuple[int, int] | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix: Tensor | None = None,
         v_head_dim: int | None = None,
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
 
         `v_head_dim` is that of v, None for `head_dim`.
         """
-        spec = AttentionSpec(causal, _window(window), documents=documents_of(cu_seqlens))
+        documents, prefixes = documents_of(cu_seqlens), _prefixes_of(prefix)
+        spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
 
@@ -228,14 +234,22 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
 
 def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    if cu_seqlens is None:
+    return _rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
+
+
+def _prefixes_of(prefix: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+    """Return `AttentionSpec.prefixes` for a `prefix` tensor; raises ValueError for an invalid one."""
+    return _rows_of(prefix, "prefix", "documents")
+
+
+def _rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:
+    if x is None:
         return None
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be an integer tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() not in (1, 2) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be an integer tensor, got {type(x).__name__}")
+    if x.dim() not in (1, 2) or x.dtype.is_floating_point or x.dtype == torch.bool:
         raise ValueError(
-            f"cu_seqlens must be integers of shape (documents + 1,) or (batch, documents + 1), "
-            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"{name} must be integers of shape ({columns},) or (batch, {columns}), got {x.dtype} {tuple(x.shape)}"
         )
-    rows = cu_seqlens.tolist()
-    return tuple(map(tuple, rows)) if cu_seqlens.dim() == 2 else (tuple(rows),)
+    rows = x.tolist()
+    return tuple(map(tuple, rows)) if x.dim() == 2 else (tuple(rows),)
