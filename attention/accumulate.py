@@ -1,6 +1,6 @@
 """Accumulation of partial attention outputs and gradients over blocks of keys, in fp32 (fp64 for fp64 inputs).
 
-T tokens, N heads, H head dim.
+T tokens, N heads, H head dim, V head dim of the values.
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ class Rows:
 
 
 class AttentionSum:
-    """Running softmax-weighted average `out` (T, N, H) and log-sum-exp `lse` (T, N) over all blocks so far.
+    """Running softmax-weighted average `out` (T, N, V) and log-sum-exp `lse` (T, N) over all blocks so far.
 
     Rows without any key have out = 0 and lse = -inf.
     """
 
-    def __init__(self, q_TNH: Tensor) -> None:
-        self._shape, self._device = q_TNH.shape, q_TNH.device
+    def __init__(self, q_TNH: Tensor, v_head_dim: int) -> None:
+        self._shape, self._device = (*q_TNH.shape[:2], v_head_dim), q_TNH.device
         self._dtype = accumulate_dtype(q_TNH.dtype)
         self._totals: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add a launch's out (count, length, N, H) and lse (count, N, length), in which no row occurs twice.
+        """Add a launch's out (count, length, N, V) and lse (count, N, length), in which no row occurs twice.
 
         The tensors may be kept and modified in place later.
         """
         out, lse = out.to(self._dtype), lse.transpose(1, 2).to(self._dtype)
         if self._totals is None and rows.covers(self._shape[0]):
-            self._totals = out.flatten(0, 1), lse.reshape(self._shape[:2])
+            # A view of wider rows would keep their padding in memory.
+            self._totals = out.flatten(0, 1).contiguous(), lse.reshape(self._shape[:2])
             return
         total_out, total_lse = self.result()
         if rows.index is None:
@@ -86,7 +87,7 @@ class AttentionSum:
         total_out[tokens], total_lse[tokens] = merged_out, merged_lse
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, H) and lse (T, N) in the accumulation dtype."""
+        """Return out (T, N, V) and lse (T, N) in the accumulation dtype."""
         if self._totals is None:
             out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
             self._totals = out, torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
@@ -94,7 +95,7 @@ class AttentionSum:
 
 
 def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Merge out (..., N, H) and lse (..., N) with those of another part, in place."""
+    """Merge out (..., N, V) and lse (..., N) with those of another part, in place."""
     # The sigmoid of the difference is the new part's weight, and is exact when one side is -inf. When both are, the
     # difference is nan, and any weight of two zero outputs will do.
     weight = torch.sigmoid(torch.nan_to_num(more_lse - lse, nan=0.0)).unsqueeze(-1)

@@ -122,12 +122,16 @@ def band_pairs(rows: int, columns: int, offset: int, lowest: int | None, highest
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one document within a rank's span: global position and local index of the first."""
+    """Consecutive tokens of one document within a rank's span: global position and local index of the first.
+
+    `in_prefix`: they are part of the document's prefix; otherwise none of them is.
+    """
 
     position: int
     offset: int
     length: int
     step: int
+    in_prefix: bool = False
 
 
 Pieces = dict[tuple[int, int], list[Piece]]
@@ -137,29 +141,36 @@ def rank_pieces(layout: SequenceLayout, spec: AttentionSpec, batch: int, ring_ra
     """Return a ring rank's tokens by (row, document); local indices count the flattened (batch, ring_len) tokens."""
     pieces: Pieces = defaultdict(list)
     for row in range(batch):
-        boundaries = spec.row_documents(row, layout.seq_len)
+        boundaries, prefixes = spec.row_documents(row, layout.seq_len), spec.row_prefixes(row)
         offset = row * layout.ring_len
         for span in layout.ring_spans(ring_rank):
             end = span.start + (span.length - 1) * span.step
             for document in range(max(0, bisect_right(boundaries, span.start) - 1), bisect_right(boundaries, end)):
                 lower, upper = boundaries[document], boundaries[min(document + 1, len(boundaries) - 1)]
-                first, last = span.index_range(lower, upper)
-                if first < last:
-                    position = span.start + first * span.step
-                    pieces[row, document].append(Piece(position, offset + first, last - first, span.step))
+                parts = [(lower, upper, False)]
+                if document < len(prefixes) and prefixes[document]:
+                    middle = lower + prefixes[document]
+                    parts = [(lower, middle, True), (middle, upper, False)]
+                for start, stop, in_prefix in parts:
+                    first, last = span.index_range(start, stop)
+                    if first < last:
+                        position = span.start + first * span.step
+                        piece = Piece(position, offset + first, last - first, span.step, in_prefix)
+                        pieces[row, document].append(piece)
             offset += span.length
     return pieces
 
 
 def block_tasks(q_pieces: Pieces, k_pieces: Pieces, spec: AttentionSpec) -> tuple[Task, ...]:
     """Return the visible pairs between two ranks' queries and keys as a few tight, disjoint tasks."""
-    lowest, highest = spec.difference_range()
+    ranges = {in_prefix: spec.difference_range(in_prefix) for in_prefix in (False, True)}
     tasks: list[Task] = []
     for group, queries in q_pieces.items():
         found: list[Task] = []
         for q in queries:
             for k in k_pieces.get(group, ()):
                 # query position - key position = apart + step * (i - j), with i and j indices into the buffers
+                lowest, highest = ranges[q.in_prefix and k.in_prefix]
                 apart = q.position - k.position - q.step * (q.offset - k.offset)
                 low = None if lowest is None else -((apart - lowest) // q.step)
                 high = None if highest is None else (highest - apart) // q.step

@@ -10,13 +10,12 @@ Ranks split the keys as flash decoding splits them into blocks (Dao et al. 2023,
 inference"). Shapes depend only on the number of slots and on how much of the cache is read.
 
 B slots with one sequence each; R rows of a prefill, S tokens per row of a rank; N query heads, K KV heads, G = N / K;
-H head dim; C capacity of a rank in tokens per sequence.
+H head dim, V head dim of the values; C capacity of a rank in tokens per sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,42 +29,35 @@ _FREE = torch.iinfo(torch.int64).max  # position of an empty entry: after every 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """KV cache of one rank.
+    """KV cache of one rank. Layers may differ in their KV heads and head dims.
 
     Attributes:
-        keys, values: by layer, (B, K, C, H): heads before tokens, so that any range of tokens is a batch of matrices.
         positions: (B, C) global positions of the tokens, in any order; empty entries have the largest int64.
-        starts: (B, K) offset of each slot's and head's tokens in a layer's flattened (B * K * C) entries.
+        layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any: heads before tokens, so
+            that any range of tokens is a batch of matrices.
     """
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
     positions: Tensor
-    starts: Tensor
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def allocate(
-        layers: Iterable[int],
-        slots: int,
-        capacity: int,
-        *,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KVCache:
-        """Allocate an empty cache for `slots` sequences of at most `capacity` tokens on this rank."""
-        # Zeros, because a zero weight times uninitialised memory could be nan.
-        shape = (slots, kv_heads, capacity, head_dim)
-        keys = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
-        values = {layer: torch.zeros_like(x) for layer, x in keys.items()}
-        starts = torch.arange(0, slots * kv_heads * capacity, capacity, device=device).view(slots, kv_heads)
-        return KVCache(keys, values, torch.full((slots, capacity), _FREE, device=device), starts)
+    def allocate(slots: int, capacity: int, device: torch.device) -> KVCache:
+        """Make an empty cache for `slots` sequences of at most `capacity` tokens on this rank."""
+        return KVCache(torch.full((slots, capacity), _FREE, device=device))
+
+    def layer(self, layer: int, k_RSKH: Tensor, v_RSKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's cached keys and values; the first call allocates them for tokens like these."""
+        if layer not in self.layers:
+            slots, capacity = self.positions.shape
+            # Zeros, because a zero weight times uninitialised memory could be nan.
+            keys, values = (x.new_zeros(slots, x.shape[2], capacity, x.shape[3]) for x in (k_RSKH, v_RSKV))
+            self.layers[layer] = keys, values
+        return self.layers[layer]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(x.nbytes for layers in (self.keys, self.values) for x in layers.values())
+        return sum(x.nbytes for pair in self.layers.values() for x in pair)
 
     def clear(self, slots: Tensor) -> None:
         """Drop the sequences in these slots."""
@@ -92,9 +84,9 @@ class Prefill:
         real = self.positions < self.lengths.unsqueeze(1)
         self.cache.positions[self.slots, : self.positions.numel()] = self.positions.where(real, _FREE)
 
-    def store(self, layer: int, k_RSKH: Tensor, v_RSKH: Tensor) -> None:
+    def store(self, layer: int, k_RSKH: Tensor, v_RSKV: Tensor) -> None:
         """Cache a layer's keys and values, with rotary embedding already applied."""
-        for cached, x in ((self.cache.keys[layer], k_RSKH), (self.cache.values[layer], v_RSKH)):
+        for cached, x in zip(self.cache.layer(layer, k_RSKH, v_RSKV), (k_RSKH, v_RSKV), strict=True):
             cached[self.slots, :, : x.shape[1]] = x.transpose(1, 2)[self.rows]
 
 
@@ -120,43 +112,67 @@ class DecodeStep:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._cache, self._positions, self._length, self._group = cache, positions, length, group
-        self._places = (cache.starts + places.unsqueeze(1)).flatten()  # index into a layer's flattened entries
-        self._own = None if own is None else own.repeat_interleave(cache.starts.shape[1]).unsqueeze(1)
+        self._places, self._own = places, own
+        self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._masks: dict[int | None, Tensor] = {}
         at_B1 = places.unsqueeze(1)
         cached = positions if own is None else positions.where(own, cache.positions.gather(1, at_B1).squeeze(1))
         cache.positions.scatter_(1, at_B1, cached.unsqueeze(1))
 
     def attend(
-        self, layer: int, q_B1NH: Tensor, k_B1KH: Tensor, v_B1KH: Tensor, *, scale: float | None, window: int | None
+        self,
+        layer: int,
+        q_B1NH: Tensor,
+        k_B1KH: Tensor,
+        v_B1KV: Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Cache the new keys and values, then attend over the keys of all ranks. Collective over the group.
 
         Args:
             scale: factor on the scores; None for 1 / sqrt(H).
             window: a token attends to itself and the window - 1 tokens before it; None for no limit.
+            softcap: scores become softcap * tanh(scores / softcap); None disables it.
+            sinks: (N,) logits that join each softmax without a value, the same on every rank.
 
         Returns:
-            (B, 1, N, H) in q's dtype, bitwise identical on every rank; zero for an empty slot.
+            (B, 1, N, V) in q's dtype, bitwise identical on every rank; zero for an empty slot.
         """
         slots, _, heads, head_dim = q_B1NH.shape
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        for cached, new in ((keys, k_B1KH), (values, v_B1KH)):
-            self._store(cached.view(-1, head_dim), new.reshape(-1, head_dim))
-        k_BKLH, v_BKLH = keys[:, :, : self._length], values[:, :, : self._length]
+        keys, values = self._cache.layer(layer, k_B1KH, v_B1KV)
+        for cached, new in ((keys, k_B1KH), (values, v_B1KV)):
+            self._store(cached, new)
+        k_BKLH, v_BKLV = keys[:, :, : self._length], values[:, :, : self._length]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
         mask = self._mask(window, q_B1NH.dtype)
-        if self._group is None:
-            out = scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLH, attn_mask=mask, scale=scale)
+        if self._group is None and softcap is None and sinks is None:
+            out = scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLV, attn_mask=mask, scale=scale)
         else:
-            out = merge_parts(*_gather(*partial_attention(q_BKGH, k_BKLH, v_BKLH, mask, scale), self._group))
-        return out.reshape(slots, 1, heads, head_dim).to(q_B1NH.dtype)
+            parts = _gather(*partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap), self._group)
+            out = merge_parts(*parts, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
+        return out.reshape(slots, 1, heads, -1).to(q_B1NH.dtype)
 
-    def _store(self, cached: Tensor, new: Tensor) -> None:
+    def _store(self, cached_BKCH: Tensor, new_B1KH: Tensor) -> None:
+        flat, new = cached_BKCH.view(-1, cached_BKCH.shape[-1]), new_B1KH.reshape(-1, new_B1KH.shape[-1])
+        entries, own = self._flat_entries(cached_BKCH.shape[1])
         # Entries of other ranks are rewritten unchanged, so that shapes do not depend on who owns which token.
-        new = new if self._own is None else new.where(self._own, cached[self._places])
-        cached.index_copy_(0, self._places, new)
+        new = new if own is None else new.where(own, flat[entries])
+        flat.index_copy_(0, entries, new)
+
+    def _flat_entries(self, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+        """Return, for the flattened (B * K * C) entries of layers with `kv_heads`, the new tokens' and `own`."""
+        if kv_heads not in self._entries:
+            slots, capacity = self._cache.positions.shape
+            starts = torch.arange(0, slots * kv_heads * capacity, capacity, device=self._places.device)
+            entries = starts + self._places.repeat_interleave(kv_heads)
+            own = None if self._own is None else self._own.repeat_interleave(kv_heads).unsqueeze(1)
+            self._entries[kv_heads] = entries, own
+        return self._entries[kv_heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return (B, 1, 1, L), 0 for visible keys and -inf for others, cached for all layers with this window."""
@@ -171,19 +187,30 @@ class DecodeStep:
 
 
 def partial_attention(
-    q_BKGH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask_B11L: Tensor, scale: float | None
+    q_BKGH: Tensor,
+    k_BKLH: Tensor,
+    v_BKLV: Tensor,
+    mask_B11L: Tensor,
+    scale: float | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, K, G, H) and lse (B, K, G) over these keys, in fp32 or fp64; 0 and -inf if none is visible."""
-    q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q_BKGH, k_BKLH, v_BKLH))
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT + mask_B11L
+    """Return out (B, K, G, V) and lse (B, K, G) over these keys, in fp32 or fp64; 0 and -inf if none is visible."""
+    q, k, v = (x.to(accumulate_dtype(x.dtype)) for x in (q_BKGH, k_BKLH, v_BKLV))
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask_B11L
     lse = scores.logsumexp(-1)
     return (scores - _finite(lse).unsqueeze(-1)).exp_() @ v, lse
 
 
-def merge_parts(out_PBKGH: Tensor, lse_PBKG: Tensor) -> Tensor:
-    """Merge the results over P parts of the keys into (B, K, G, H); zero if no key is visible."""
-    weights = (lse_PBKG - _finite(lse_PBKG.logsumexp(0))).exp()
-    return (weights.unsqueeze(-1) * out_PBKGH).sum(0)
+def merge_parts(out_PBKGV: Tensor, lse_PBKG: Tensor, sinks_KG: Tensor | None = None) -> Tensor:
+    """Merge the results over P parts of the keys into (B, K, G, V); zero if no key is visible."""
+    total = lse_PBKG.logsumexp(0)
+    if sinks_KG is not None:
+        total = torch.logaddexp(total, sinks_KG.to(total.dtype))
+    weights = (lse_PBKG - _finite(total)).exp()
+    return (weights.unsqueeze(-1) * out_PBKGV).sum(0)
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -191,9 +218,11 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-def _gather(out_BKGH: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather(out_BKGV: Tensor, lse_BKG: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """All-gather out and lse in one message, in rank order."""
-    mine = torch.cat((out_BKGH, lse_BKG.unsqueeze(-1)), -1)
+    if group is None:
+        return out_BKGV.unsqueeze(0), lse_BKG.unsqueeze(0)
+    mine = torch.cat((out_BKGV, lse_BKG.unsqueeze(-1)), -1)
     every = mine.new_empty(dist.get_world_size(group), *mine.shape)
     dist.all_gather(list(every.unbind()), mine, group=group)
     return every[..., :-1], every[..., -1]

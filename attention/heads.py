@@ -68,6 +68,6 @@ class HeadPlan:
         """Return the number of KV heads of a rank."""
         return len(range(*self.kv_ranges[rank]))
 
-    def width(self, rank: int) -> int:
-        """Return the total number of q, k and v heads that a rank receives."""
-        return self.q_width(rank) + 2 * self.kv_width(rank)
+    def elements(self, rank: int, head_dim: int, v_head_dim: int) -> int:
+        """Return the total size of a token's q, k and v that a rank receives."""
+        return self.q_width(rank) * head_dim + self.kv_width(rank) * (head_dim + v_head_dim)

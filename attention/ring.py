@@ -3,8 +3,8 @@
 Ring Attention (arXiv 2310.01889) with the messages of schedule.py. The messages of the next step are posted before
 computing the current one, which hides them.
 
-T tokens of a rank (batch x ring_len), B tokens of a block, N query heads, K KV heads, H head dim. Keys and values are
-sent together, interleaved by token: kv_B2KH.
+T tokens of a rank (batch x ring_len), B tokens of a block, N query heads, K KV heads, H head dim, V head dim of the
+values. Keys and values are sent together, interleaved by token: kv_BX with X = K * (H + V).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RingProgram:
 class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries over the keys of all ring ranks.
 
-    `apply(q_TNH, k_TKH, v_TKH, sinks_N, program, channel, kv_index, keep)` -> out_TNH. `sinks` are per-head logits
+    `apply(q_TNH, k_TKH, v_TKV, sinks_N, program, channel, kv_index, keep)` -> out_TNV. `sinks` are per-head logits
     added to each row's softmax, without a value (None to disable); `kv_index` is the KV head of each query head where
     standard GQA grouping is wrong (heads.py).
     """
@@ -54,7 +54,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, program: RingProgram, channel: Channel, kv_index: Tensor | None, keep: Keep):
         def attention() -> tuple[Tensor, Tensor]:
-            total = AttentionSum(q)
+            total = AttentionSum(q, v.shape[-1])
             for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
                 with record_function(_step_name(program, index, "compute")):
                     attend(program.kernel, launches, q, *_select_heads(block, kv_index), program.spec, total)
@@ -64,7 +64,7 @@ class RingAttention(torch.autograd.Function):
                 out, lse = out * torch.exp(lse - joined).unsqueeze(-1), joined
             return out.to(q.dtype), lse
 
-        out, lse = keep(("ring attention", q.shape, k.shape), attention)
+        out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.program, ctx.channel, ctx.kv_index = program, channel, kv_index
         return out
@@ -75,7 +75,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         program, channel, kv_index = ctx.program, ctx.channel, ctx.kv_index
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # the gradient of a sum is an expanded scalar
-        dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k)
+        dq, grads = GradientSum(q), _GradientRing(program.schedule, channel, k, v)
         for index, (launches, block) in enumerate(_blocks(program, channel, k, v)):
             step = program.schedule.steps[index]
             with record_function(_step_name(program, index, "compute")):
@@ -109,23 +109,25 @@ def _blocks(program: RingProgram, channel: Channel, k: Tensor, v: Tensor):
     """Yield each step's launches and (k, v), after posting the messages of the next step."""
     steps = program.schedule.steps
     sends = any(step.send_held or step.send_own for step in steps)
-    own = held = torch.stack((k, v), dim=1) if sends else None
+    own = held = _interleaved(k, v, k.dtype) if sends else None
     block = (k, v)
     for index, launches in enumerate(program.launches):
         last = index + 1 == len(steps)
-        incoming = None if last else _Incoming(steps[index + 1], channel, own, held, like=k)
+        incoming = None if last else _Incoming(steps[index + 1], channel, own, held, like=(k, v))
         yield launches, block
         if incoming is not None:
             with record_function(_step_name(program, index, "wait")):
                 held = incoming.wait()
-            block = (held[:, 0], held[:, 1])
+            block = _separated(held, k, v)
 
 
 class _Incoming:
     """The next step's keys and values, in flight."""
 
-    def __init__(self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: Tensor) -> None:
-        self.block = like.new_empty(step.keys, 2, *like.shape[1:])
+    def __init__(
+        self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: tuple[Tensor, Tensor]
+    ) -> None:
+        self.block = like[0].new_empty(step.keys, _features(*like))
         self.parts = [(m, _receive_buffer(self.block, m)) for m in step.receive]
         sends = [(m.peer, _packed(held, m)) for m in step.send_held]
         sends += [(m.peer, _packed(own, m)) for m in step.send_own]
@@ -143,18 +145,19 @@ class _Incoming:
 class _GradientRing:
     """Partial sums of dK and dV, passed from rank to rank and finally back to the owner of each block."""
 
-    def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor) -> None:
-        self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, k
-        self.own = GradientSum(k), GradientSum(k)
+    def __init__(self, schedule: RingSchedule, channel: Channel, k: Tensor, v: Tensor) -> None:
+        self.steps, self.channel, self.index, self.like = schedule.steps, channel, -1, (k, v)
+        self.own = GradientSum(k), GradientSum(v)
         self.current = self.own
         self.pending = Pending()
         self.arriving: list[tuple[Message, Tensor, bool]] = []  # (message, buffer, whether for our own tokens)
 
     def block(self, step: Step) -> tuple[GradientSum, GradientSum]:
-        """Return the accumulators of this step's dK and dV (B, K, H)."""
+        """Return the accumulators of this step's dK (B, K, H) and dV (B, K, V)."""
         self.index += 1
         if self.index:
-            self.current = GradientSum(self.like, step.keys), GradientSum(self.like, step.keys)
+            k, v = self.like
+            self.current = GradientSum(k, step.keys), GradientSum(v, step.keys)
         return self.current
 
     def pass_on(self, step: Step) -> None:
@@ -162,18 +165,18 @@ class _GradientRing:
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
         messages = [(m, False) for m in following] + [(m, True) for m in step.grad_home]
-        dtype = accumulate_dtype(self.like.dtype)
-        self.arriving = [
-            (m, self.like.new_empty(m.tokens, 2, *self.like.shape[1:], dtype=dtype), home) for m, home in messages
-        ]
+        k, v = self.like
+        dtype = accumulate_dtype(k.dtype)
+        self.arriving = [(m, k.new_empty(m.tokens, _features(k, v), dtype=dtype), home) for m, home in messages]
         sends = []
         if step.grad_send:
-            dkv = torch.stack([gradient.total for gradient in self.current], dim=1)
+            dk, dv = self.current
+            dkv = _interleaved(dk.total, dv.total, dtype)
             sends = [(m.peer, _packed(dkv, m)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
-        """Return the complete dK and dV of this rank's own tokens (T, K, H)."""
+        """Return the complete dK (T, K, H) and dV (T, K, V) of this rank's own tokens."""
         self._collect()
         return self.own
 
@@ -182,9 +185,29 @@ class _GradientRing:
         for message, buffer, home in self.arriving:
             dk, dv = self.own if home else self.current
             for tokens, part in _slices(buffer, message):
-                dk.total[tokens].add_(part[:, 0])
-                dv.total[tokens].add_(part[:, 1])
+                more_dk, more_dv = _separated(part, *self.like)
+                dk.total[tokens].add_(more_dk)
+                dv.total[tokens].add_(more_dv)
         self.arriving = []
+
+
+def _features(k: Tensor, v: Tensor) -> int:
+    """Return the number of elements of a token's keys and values."""
+    return k.shape[1] * (k.shape[2] + v.shape[2])
+
+
+def _interleaved(k_BKH: Tensor, v_BKV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy keys and values to one buffer (B, X)."""
+    kv = k_BKH.new_empty(len(k_BKH), _features(k_BKH, v_BKV), dtype=dtype)
+    for part, x in zip(_separated(kv, k_BKH, v_BKV), (k_BKH, v_BKV), strict=True):
+        part.copy_(x)
+    return kv
+
+
+def _separated(kv_BX: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the keys and values in a buffer, with the heads and head dims of `k` and `v`."""
+    keys, values = kv_BX.split([x.shape[1] * x.shape[2] for x in (k, v)], dim=1)
+    return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
 
 
 def _packed(buffer: Tensor | None, message: Message) -> Tensor:

@@ -13,8 +13,8 @@ Documents = tuple[int, ...]
 class AttentionSpec:
     """Mask and score function of one attention call, in global positions.
 
-    Query position i attends to key position j of the same document iff j <= i (if `causal`),
-    i - j <= window[0] and j - i <= window[1] (unless -1).
+    Query position i attends to key position j of the same document iff j <= i (if `causal`, unless both are in the
+    document's prefix), i - j <= window[0] and j - i <= window[1] (unless -1).
 
     Attributes:
         causal: mask out future positions.
@@ -24,6 +24,9 @@ class AttentionSpec:
         documents: cu_seqlens of the packed documents, one tuple for all rows of the batch or one tuple per row; None
             for one document per row. Tokens past the last boundary belong to no document: they are masked out, and
             their output and gradients are zero.
+        prefixes: of a prefix-LM mask (Raffel et al. 2020, arXiv 1910.10683, section 3.2.1), the number of leading
+            tokens of each document that attend to each other in both directions, one tuple for all rows or one per
+            row; None for no prefix.
 
     Raises:
         ValueError: listing every violation.
@@ -34,6 +37,7 @@ class AttentionSpec:
     scale: float | None = None
     softcap: float | None = None
     documents: tuple[Documents, ...] | None = None
+    prefixes: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         violations = []
@@ -48,13 +52,17 @@ class AttentionSpec:
             if len(boundaries) < 2 or boundaries[0] != 0 or not ascending:
                 shown = f"{boundaries[:8]}{'...' if len(boundaries) > 8 else ''}"
                 violations.append(f"cu_seqlens={shown} must start at 0, ascend, and have at least two entries")
+        if self.prefixes is not None and not self.causal:
+            violations.append("prefix has no effect with causal=False: leave one of them out")
+        if any(length < 0 for row in self.prefixes or () for length in row):
+            violations.append("prefix must be numbers of tokens of at least 0")
         if violations:
             raise ValueError("; ".join(violations))
 
     def document_violation(self, batch: int, seq_len: int) -> str | None:
-        """Return why the documents do not fit `batch` rows of `seq_len` tokens, or None if they do."""
+        """Return why documents or prefixes do not fit `batch` rows of `seq_len` tokens, or None if they do."""
         if self.documents is None:
-            return None
+            return self._prefix_violation(batch, seq_len)
         if len(self.documents) not in (1, batch):
             return (
                 f"cu_seqlens has {len(self.documents)} rows for a batch of {batch}: "
@@ -66,6 +74,21 @@ class AttentionSpec:
                 f"cu_seqlens ends at {last}, past the {seq_len} tokens of a row: boundaries are global positions "
                 f"within a row; for different documents per row pass a (batch, documents + 1) tensor"
             )
+        return self._prefix_violation(batch, seq_len)
+
+    def _prefix_violation(self, batch: int, seq_len: int) -> str | None:
+        if self.prefixes is None:
+            return None
+        if len(self.prefixes) not in (1, batch):
+            return f"prefix has {len(self.prefixes)} rows for a batch of {batch}: pass one row, or {batch}"
+        for row in range(batch):
+            boundaries, prefixes = self.row_documents(row, seq_len), self.row_prefixes(row)
+            lengths = [stop - start for start, stop in pairwise(boundaries)]
+            if len(prefixes) != len(lengths):
+                return f"prefix has {len(prefixes)} entries for the {len(lengths)} documents of row {row}"
+            for number, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+                if prefix > length:
+                    return f"prefix of {prefix} tokens in document {number} of row {row}, which has {length}"
         return None
 
     def row_documents(self, row: int, seq_len: int) -> Documents:
@@ -74,11 +97,20 @@ class AttentionSpec:
             return (0, seq_len)
         return self.documents[row if len(self.documents) > 1 else 0]
 
-    def difference_range(self) -> tuple[int | None, int | None]:
-        """Return the (lowest, highest) visible `query position - key position`, None for no limit."""
+    def row_prefixes(self, row: int) -> tuple[int, ...]:
+        """Return the length of each document's prefix in one row of the batch; empty if there are none."""
+        if self.prefixes is None:
+            return ()
+        return self.prefixes[row if len(self.prefixes) > 1 else 0]
+
+    def difference_range(self, in_prefix: bool = False) -> tuple[int | None, int | None]:
+        """Return the (lowest, highest) visible `query position - key position`, None for no limit.
+
+        in_prefix: between two tokens of a document's prefix.
+        """
         left, right = self.window
         unmasked = None if right < 0 else -right
-        return 0 if self.causal else unmasked, None if left < 0 else left
+        return 0 if self.causal and not in_prefix else unmasked, None if left < 0 else left
 
     def score_scale(self, head_dim: int) -> float:
         """Return the factor applied to the scores."""

@@ -3,10 +3,13 @@
 q, k and v are sent together; heads need not divide evenly over ranks (heads.py).
 
 B batch, S tokens per row of a rank, T = B * ulysses * S tokens of a ring rank (row by row), N query heads and K KV
-heads in total, H head dim, w heads of one rank.
+heads in total, H head dim, V head dim of the values, w heads of one rank, X elements of a token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,40 +18,37 @@ from torch.profiler import record_function
 
 from .accumulate import accumulate_dtype
 from .comm import Channel
-from .heads import HeadPlan
+from .heads import HeadPlan, Range
 from .keep import Keep
+
+Shape = tuple[int, int]  # heads and head dim of a tensor's part
 
 
 class SeqToHeads(torch.autograd.Function):
-    """`apply(q_BSNH, k_BSKH, v_BSKH, plan, channel, keep)` -> q_TwH, k_TwH, v_TwH of this rank's heads."""
+    """`apply(q_BSNH, k_BSKH, v_BSKV, plan, channel, keep)` -> q_TwH, k_TwH, v_TwV of this rank's heads."""
 
     @staticmethod
     def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
+        ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
 
-        def exchange() -> tuple[Tensor, Tensor, Tensor]:
-            parts = [
-                torch.cat((q[:, :, slice(*heads)], k[:, :, slice(*kv)], v[:, :, slice(*kv)]), dim=2)
-                for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)
-            ]
-            return _split(_scatter_heads(parts, channel), plan, channel.rank)
+        def exchange() -> tuple[Tensor, ...]:
+            return _scatter_heads((q, k, v), ranges, channel)
 
-        return keep(("sequence to heads", q.shape, k.shape), exchange)
+        return keep(("sequence to heads", q.shape, k.shape, v.shape), exchange)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         plan, channel = ctx.plan, ctx.channel
-        widths = [plan.width(rank) for rank in range(plan.ulysses)]
-        parts = _gather_heads(torch.cat((dq, dk, dv), dim=1), widths, ctx.batch, channel)
+        widths = [(plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)) for rank in range(plan.ulysses)]
+        parts = _gather_heads((dq, dk, dv), widths, ctx.batch, channel)
         replicated = sum(map(plan.kv_width, range(plan.ulysses))) > plan.num_kv_heads
-        shape = parts[0].shape
         kv_dtype = accumulate_dtype(dk.dtype) if replicated else dk.dtype
-        grad_q = dq.new_empty(*shape[:2], plan.num_heads, shape[-1])
-        grad_k = torch.zeros(*shape[:2], plan.num_kv_heads, shape[-1], dtype=kv_dtype, device=dk.device)
-        grad_v = torch.zeros_like(grad_k)
-        for rank, (part, heads, kv) in enumerate(zip(parts, plan.q_ranges, plan.kv_ranges, strict=True)):
-            part_q, part_k, part_v = _split(part, plan, rank)
+        tokens = parts[0][0].shape[:2]
+        grad_q = dq.new_empty(*tokens, plan.num_heads, dq.shape[-1])
+        grad_k, grad_v = (x.new_zeros(*tokens, plan.num_kv_heads, x.shape[-1], dtype=kv_dtype) for x in (dk, dv))
+        for (part_q, part_k, part_v), heads, kv in zip(parts, plan.q_ranges, plan.kv_ranges, strict=True):
             grad_q[:, :, slice(*heads)] = part_q
             grad_k[:, :, slice(*kv)] += part_k
             grad_v[:, :, slice(*kv)] += part_v
@@ -56,15 +56,15 @@ class SeqToHeads(torch.autograd.Function):
 
 
 class HeadsToSeq(torch.autograd.Function):
-    """`apply(out_TwH, plan, batch, channel, keep)` -> out_BSNH, all heads of this rank's tokens."""
+    """`apply(out_TwV, plan, batch, channel, keep)` -> out_BSNV, all heads of this rank's tokens."""
 
     @staticmethod
     def forward(ctx, out, plan: HeadPlan, batch: int, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel = plan, channel
-        widths = [plan.q_width(rank) for rank in range(plan.ulysses)]
+        widths = [(plan.q_width(rank),) for rank in range(plan.ulysses)]
 
         def exchange() -> tuple[Tensor]:
-            return (torch.cat(_gather_heads(out, widths, batch, channel), dim=2),)
+            return (torch.cat([part for (part,) in _gather_heads((out,), widths, batch, channel)], dim=2),)
 
         (gathered,) = keep(("heads to sequence", out.shape), exchange)
         return gathered
@@ -72,37 +72,65 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        parts = [dout[:, :, slice(*heads)] for heads in ctx.plan.q_ranges]
-        return _scatter_heads(parts, ctx.channel), None, None, None, None
+        (scattered,) = _scatter_heads((dout,), [(heads,) for heads in ctx.plan.q_ranges], ctx.channel)
+        return scattered, None, None, None, None
 
 
-def _split(x: Tensor, plan: HeadPlan, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (..., w, H) into a rank's q, k and v heads."""
-    return x.split((plan.q_width(rank), plan.kv_width(rank), plan.kv_width(rank)), dim=-2)
+def _scatter_heads(
+    tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], channel: Channel
+) -> tuple[Tensor, ...]:
+    """Send to each rank its range of heads of each tensor (B, S, heads, head dim), in one message.
 
-
-def _scatter_heads(parts: list[Tensor], channel: Channel) -> Tensor:
-    """Send parts[rank] (B, S, w_rank, H) to each rank; return (T, w, H), all tokens of this rank's heads."""
-    batch, tokens, width, head_dim = parts[channel.rank].shape
+    Returns:
+        (T, w, head dim) of each tensor: all tokens of this rank's heads.
+    """
+    batch, tokens = tensors[0].shape[:2]
+    shapes = [
+        [(stop - start, x.shape[-1]) for (start, stop), x in zip(of_rank, tensors, strict=True)] for of_rank in ranges
+    ]
+    features = [sum(map(prod, of_rank)) for of_rank in shapes]
+    sent = tensors[0].new_empty(batch * tokens * sum(features))
+    for message, shape, of_rank in zip(_messages(sent, batch, tokens, features), shapes, ranges, strict=True):
+        for part, x, heads in zip(_separated(message, shape), tensors, of_rank, strict=True):
+            part.copy_(x[:, :, slice(*heads)])
+    own = features[channel.rank]
+    per_rank = batch * tokens * own
     with record_function("ulysses all-to-all: seq to heads"):
-        received = channel.all_to_all(
-            torch.cat([part.flatten() for part in parts]),
-            [part.numel() for part in parts],
-            [parts[channel.rank].numel()] * channel.size,
-        )
-    by_source = received.view(channel.size, batch, tokens, width, head_dim)
-    return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, width, head_dim)
+        received = channel.all_to_all(sent, [batch * tokens * x for x in features], [per_rank] * channel.size)
+    by_source = received.view(channel.size, batch, tokens, own)
+    return _separated(by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own), shapes[channel.rank])
 
 
-def _gather_heads(x_TwH: Tensor, widths: list[int], batch: int, channel: Channel) -> list[Tensor]:
-    """Invert `_scatter_heads`: return this rank's tokens of each rank's heads (B, S, w_rank, H)."""
-    all_tokens, width, head_dim = x_TwH.shape
-    tokens = all_tokens // (batch * channel.size)
-    by_rank = x_TwH.reshape(batch, channel.size, tokens, width, head_dim).transpose(0, 1)
-    per_head = batch * tokens * head_dim
+def _gather_heads(
+    tensors: Sequence[Tensor], widths: Sequence[Sequence[int]], batch: int, channel: Channel
+) -> list[tuple[Tensor, ...]]:
+    """Invert `_scatter_heads`; `widths` are the numbers of heads of each rank's tensors.
+
+    Returns:
+        For each rank, (B, S, heads, head dim) of each tensor: this rank's tokens of that rank's heads.
+    """
+    tokens = len(tensors[0]) // (batch * channel.size)
+    shapes = [[(width, x.shape[-1]) for width, x in zip(of_rank, tensors, strict=True)] for of_rank in widths]
+    features = [sum(map(prod, of_rank)) for of_rank in shapes]
+    own = features[channel.rank]
+    sent = tensors[0].new_empty(channel.size, batch, tokens, own)
+    for part, x in zip(_separated(sent, shapes[channel.rank]), tensors, strict=True):
+        part.copy_(x.view(batch, channel.size, tokens, *x.shape[1:]).transpose(0, 1))
     with record_function("ulysses all-to-all: heads to seq"):
         received = channel.all_to_all(
-            by_rank.reshape(-1), [per_head * width] * channel.size, [per_head * w for w in widths]
+            sent.view(-1), [batch * tokens * own] * channel.size, [batch * tokens * x for x in features]
         )
-    parts = received.split([per_head * w for w in widths])
-    return [part.view(batch, tokens, w, head_dim) for part, w in zip(parts, widths, strict=True)]
+    messages = _messages(received, batch, tokens, features)
+    return [_separated(message, shape) for message, shape in zip(messages, shapes, strict=True)]
+
+
+def _messages(flat: Tensor, batch: int, tokens: int, features: Sequence[int]) -> list[Tensor]:
+    """Return views (B, S, X) of the messages in a buffer, by rank."""
+    parts = flat.split([batch * tokens * x for x in features])
+    return [part.view(batch, tokens, x) for part, x in zip(parts, features, strict=True)]
+
+
+def _separated(x: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
+    """Return views (..., heads, head dim) of the tensors in (..., X)."""
+    parts = x.split([prod(shape) for shape in shapes], dim=-1)
+    return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))

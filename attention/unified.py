@@ -8,7 +8,8 @@
         | all-to-all back
     out: this rank's tokens, all heads
 
-B batch, S tokens per row of a rank, N query heads, K KV heads, H head dim, T tokens of a ring rank.
+B batch, S tokens per row of a rank, N query heads, K KV heads, H head dim, V head dim of the values, T tokens of a ring
+rank.
 """
 
 from __future__ import annotations
@@ -31,10 +32,29 @@ from .ulysses import HeadsToSeq, SeqToHeads
 
 @dataclass(frozen=True)
 class WireBytes:
-    """Payload bytes that one rank sends to others per call."""
+    """Payload bytes that one rank sends to others per call.
 
-    forward: int
-    backward: int
+    Attributes:
+        seq_to_heads, heads_to_seq: of q, k and v, and of the output, over the ulysses axis in the forward.
+        dout_to_heads, grads_to_seq: of their gradients in the backward.
+        keys: of keys and values over the ring axis, in the forward and again in the backward.
+        grads: of their partial gradients.
+    """
+
+    seq_to_heads: int
+    heads_to_seq: int
+    dout_to_heads: int
+    grads_to_seq: int
+    keys: int
+    grads: int
+
+    @property
+    def forward(self) -> int:
+        return self.seq_to_heads + self.heads_to_seq + self.keys
+
+    @property
+    def backward(self) -> int:
+        return self.dout_to_heads + self.grads_to_seq + self.keys + self.grads
 
     @property
     def total(self) -> int:
@@ -65,23 +85,27 @@ class UnifiedPlan:
             raise ValueError(violation)
         return UnifiedPlan(layout, spec, heads, batch, ulysses_rank, ring_schedule(layout, spec, batch, ring_rank))
 
-    def wire_bytes(self, head_dim: int, dtype: torch.dtype) -> WireBytes:
-        """Predict the bytes that this rank sends to others."""
-        mine, others = self.ulysses_rank, [r for r in range(self.heads.ulysses) if r != self.ulysses_rank]
-        per_head = self.batch * self.layout.local_len * head_dim * dtype.itemsize
-        # Forward scatters q, k, v and gathers out; backward scatters dout and gathers dq, dk, dv.
-        forward = per_head * (sum(map(self.heads.width, others)) + len(others) * self.heads.q_width(mine))
-        backward = per_head * (sum(map(self.heads.q_width, others)) + len(others) * self.heads.width(mine))
-        per_token = 2 * self.heads.kv_width(mine) * head_dim
-        kv = self.ring.tokens_sent * per_token * dtype.itemsize
-        grads = self.ring.grad_tokens_sent * per_token * accumulate_dtype(dtype).itemsize
-        return WireBytes(forward + kv, backward + kv + grads)
+    def wire_bytes(self, head_dim: int, dtype: torch.dtype, v_head_dim: int | None = None) -> WireBytes:
+        """Predict the bytes that this rank sends to others; `v_head_dim` is that of v, None for `head_dim`."""
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        heads, mine = self.heads, self.ulysses_rank
+        others = [rank for rank in range(heads.ulysses) if rank != mine]
+        per_element = self.batch * self.layout.local_len * dtype.itemsize
+        per_token = heads.kv_width(mine) * (head_dim + v_head_dim)
+        return WireBytes(
+            seq_to_heads=per_element * sum(heads.elements(rank, head_dim, v_head_dim) for rank in others),
+            heads_to_seq=per_element * len(others) * heads.q_width(mine) * v_head_dim,
+            dout_to_heads=per_element * sum(map(heads.q_width, others)) * v_head_dim,
+            grads_to_seq=per_element * len(others) * heads.elements(mine, head_dim, v_head_dim),
+            keys=self.ring.tokens_sent * per_token * dtype.itemsize,
+            grads=self.ring.grad_tokens_sent * per_token * accumulate_dtype(dtype).itemsize,
+        )
 
 
 def unified_attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
-    v_BSKH: Tensor,
+    v_BSKV: Tensor,
     *,
     plan: UnifiedPlan,
     program: RingProgram,
@@ -90,7 +114,7 @@ def unified_attention(
     sinks: Tensor | None = None,
     keep: Keep = compute_now,
 ) -> Tensor:
-    """Compute exact, differentiable attention of this rank's queries over the whole sequence, (B, S, N, H).
+    """Compute exact, differentiable attention of this rank's queries over the whole sequence, (B, S, N, V).
 
     `program` is `plan.ring` lowered for a kernel. `sinks` (N,) are logits added to every row's softmax without a
     value; each rank gets a partial gradient of them, to be summed over ranks. `keep` saves or replays results for
@@ -98,15 +122,15 @@ def unified_attention(
     """
     batch = q_BSNH.shape[0]
     # Fused kernels assume without checking that the head dim is contiguous.
-    q_BSNH, k_BSKH, v_BSKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))
+    q_BSNH, k_BSKH, v_BSKV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKV))
     if ulysses.size > 1:
-        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKH, plan.heads, ulysses, keep)
+        q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKV, plan.heads, ulysses, keep)
     else:
-        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
     own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
     if plan.heads.q_width(plan.ulysses_rank) == 0:  # there are more ulysses ranks than query heads
         # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
-        out = q if own_sinks is None else q + own_sinks.sum().to(q.dtype)
+        out = v if own_sinks is None else v + own_sinks.sum().to(v.dtype)
     else:
         index = plan.heads.kv_index(plan.ulysses_rank)
         kv_index = None if index is None else torch.tensor(index, device=q.device)

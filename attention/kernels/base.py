@@ -3,17 +3,18 @@
 A back end is stateless: it lowers a block's tasks to launches once per plan, and computes one launch at a time as a
 pure function of its tensors. Callers do not depend on the back end, and kernels know nothing about ranks.
 
-n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head dim.
+n runs of A queries and B keys; N query heads, K KV heads (K divides N), H head dim, V head dim of the values.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention.accumulate import AttentionSum, GradientSum, Rows
 from attention.bands import Task
@@ -32,12 +33,21 @@ class Launch:
 
 
 class Kernel(ABC):
-    """A block-attention back end."""
+    """A block-attention back end.
+
+    Attributes:
+        equal_head_dims: the kernel requires V = H. `attend` and `attend_backward` then pad the smaller one with zeros,
+            which adds nothing to any score, output or gradient, so the result is exact; all products cost as much as
+            with the larger one. Otherwise forward and backward are called with V different from H.
+    """
 
     name: str
+    equal_head_dims = False
 
     @abstractmethod
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         """Return why this back end cannot compute such a call exactly, or None if it can."""
 
     @abstractmethod
@@ -46,23 +56,23 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(
-        self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKH: Tensor, launch: Launch, spec: AttentionSpec
+        self, q_nANH: Tensor, k_nBKH: Tensor, v_nBKV: Tensor, launch: Launch, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Return out (n, A, N, H) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
+        """Return out (n, A, N, V) in q's dtype and natural-log lse (n, N, A) in fp32 (fp64 for fp64)."""
 
     @abstractmethod
     def backward(
         self,
-        dout_nANH: Tensor,
+        dout_nANV: Tensor,
         q_nANH: Tensor,
         k_nBKH: Tensor,
-        v_nBKH: Tensor,
-        out_nANH: Tensor,
+        v_nBKV: Tensor,
+        out_nANV: Tensor,
         lse_nNA: Tensor,
         launch: Launch,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq (n, A, N, H), dk and dv (n, B, K, H).
+        """Return dq (n, A, N, H), dk (n, B, K, H) and dv (n, B, K, V).
 
         `out` and `lse` are those of the whole row over all blocks, so the results of all launches sum to the exact
         gradient, without a gradient of lse.
@@ -70,14 +80,32 @@ class Kernel(ABC):
 
 
 def attend(
-    kernel: Kernel, launches: tuple[Launch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttentionSpec,
+    kernel: Kernel, launches: tuple[Launch, ...], q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, spec: AttentionSpec,
     total: AttentionSum,
 ) -> None:  # fmt: skip
     """Add a block's attention to `total`."""
+    v_head_dim = v_TKV.shape[-1]
+    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV)
+    q_TNH, k_TKH, v_TKV = (_widened(x, width) for x in (q_TNH, k_TKH, v_TKV))
     with _without_autocast(q_TNH.device):
         for launch in launches:
-            q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKH)
-            total.merge(launch.queries, *kernel.forward(q, k, v, launch, spec))
+            q, k, v = launch.queries.take(q_TNH), launch.keys.take(k_TKH), launch.keys.take(v_TKV)
+            out, lse = kernel.forward(q, k, v, launch, spec)
+            total.merge(launch.queries, out[..., :v_head_dim], lse)
+
+
+def _kernel_call(kernel: Kernel, spec: AttentionSpec, q: Tensor, v: Tensor) -> tuple[AttentionSpec, int]:
+    """Return the specification for the kernel, and the head dim to which all its inputs are padded; 0 for none."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if head_dim == v_head_dim or not kernel.equal_head_dims:
+        return spec, 0
+    # The default scale would follow the padded head dim.
+    return replace(spec, scale=spec.score_scale(head_dim)), max(head_dim, v_head_dim)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return pad(x, (0, missing)) if missing > 0 else x
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -87,16 +115,19 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def attend_backward(
-    kernel: Kernel, launches: tuple[Launch, ...], dout_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor,
-    out_TNH: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
+    kernel: Kernel, launches: tuple[Launch, ...], dout_TNV: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor,
+    out_TNV: Tensor, lse_TN: Tensor, spec: AttentionSpec, sums: tuple[GradientSum, GradientSum, GradientSum],
 ) -> None:  # fmt: skip
-    """Add a block's gradients to the sums of dq (T, N, H), dk and dv (T, K, H)."""
-    with _without_autocast(k_TKH.device):
+    """Add a block's gradients to the sums of dq (T, N, H), dk (T, K, H) and dv (T, K, V)."""
+    head_dims = [x.shape[-1] for x in (q_TNH, k_TKH, v_TKV)]
+    spec, width = _kernel_call(kernel, spec, q_TNH, v_TKV)
+    dout, q, k, v, out = (_widened(x, width) for x in (dout_TNV, q_TNH, k_TKH, v_TKV, out_TNV))
+    with _without_autocast(k.device):
         for launch in launches:
             rows, keys = launch.queries, launch.keys
             grads = kernel.backward(
-                rows.take(dout_TNH), rows.take(q_TNH), keys.take(k_TKH), keys.take(v_TKH), rows.take(out_TNH),
+                rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out),
                 rows.take(lse_TN).transpose(1, 2).contiguous(), launch, spec,
             )  # fmt: skip
-            for total, side, grad in zip(sums, (rows, keys, keys), grads, strict=True):
-                total.add(side, grad)
+            for total, side, grad, head_dim in zip(sums, (rows, keys, keys), grads, head_dims, strict=True):
+                total.add(side, grad[..., :head_dim])

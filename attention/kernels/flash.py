@@ -16,7 +16,9 @@ from .varlen import VarlenKernel
 class FlashAttnKernel(VarlenKernel):
     name = "flash-attn"
 
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         try:
             release = version("flash-attn")
         except PackageNotFoundError:
@@ -24,7 +26,7 @@ class FlashAttnKernel(VarlenKernel):
         major, minor = (int(part) for part in release.split(".")[:2])
         if major != 2 or minor < 7:
             return f"flash-attn {release} is installed, but 2.7 or a later 2.x is required"
-        return super().refuses(spec, device, dtype, head_dim)
+        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
 
     @staticmethod
     def load() -> ModuleType:

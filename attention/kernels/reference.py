@@ -1,6 +1,6 @@
 """Reference attention by einsum in the accumulation dtype, for any device, mask and score function.
 
-n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim.
+n runs, A queries, B keys, K KV heads, G query heads per KV head, H head dim, V head dim of the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ TILE = 1024  # rows and columns of scores held at once
 class ReferenceKernel(Kernel):
     name = "reference"
 
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
@@ -34,21 +36,21 @@ class ReferenceKernel(Kernel):
         ]
         return DenseLowering(device, accumulate_dtype(dtype)).lower(tuple(tiles))
 
-    def forward(self, q_nANH, k_nBKH, v_nBKH, launch, spec):
+    def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
         scores, _ = _scores(q_nANH, k_nBKH, launch, spec)
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
-        out = torch.einsum("nkgab,nbkh->nakgh", weights, v_nBKH.to(weights.dtype))
+        out = torch.einsum("nkgab,nbkv->nakgv", weights, v_nBKV.to(weights.dtype))
         return out.flatten(2, 3).to(q_nANH.dtype), lse.flatten(1, 2)
 
-    def backward(self, dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH, lse_nNA, launch, spec):
+    def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
         scores, slope = _scores(q_nANH, k_nBKH, launch, spec)
-        q, dout, out = (_grouped(x, k_nBKH.shape[2]).to(scores.dtype) for x in (q_nANH, dout_nANH, out_nANH))
-        k, v = k_nBKH.to(scores.dtype), v_nBKH.to(scores.dtype)
+        q, dout, out = (_grouped(x, k_nBKH.shape[2]).to(scores.dtype) for x in (q_nANH, dout_nANV, out_nANV))
+        k, v = k_nBKH.to(scores.dtype), v_nBKV.to(scores.dtype)
         lse = lse_nNA.unflatten(1, q.shape[2:4])
         weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
-        dv = torch.einsum("nkgab,nakgh->nbkh", weights, dout)
-        dweights = torch.einsum("nakgh,nbkh->nkgab", dout, v)
+        dv = torch.einsum("nkgab,nakgv->nbkv", weights, dout)
+        dweights = torch.einsum("nakgv,nbkv->nkgab", dout, v)
         delta = (dout * out).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
         dscores = weights * (dweights - delta) * slope * spec.score_scale(q.shape[-1])
         dq = torch.einsum("nkgab,nbkh->nakgh", dscores, k).flatten(2, 3)

@@ -29,7 +29,9 @@ class _DenseKernel(Kernel):
     dtypes: tuple[torch.dtype, ...]
     grouped_heads = True  # the op supports K < N
 
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         if device.type != self.device_type:
             return f"runs on {self.device_type}, but the tensors are on {device.type}"
         if dtype not in self.dtypes:
@@ -41,17 +43,17 @@ class _DenseKernel(Kernel):
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         return DenseLowering(device, dtype).lower(tasks)
 
-    def forward(self, q_nANH, k_nBKH, v_nBKH, launch, spec):
+    def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
         assert isinstance(launch, DenseLaunch)
-        q, k, v = (x.transpose(1, 2) for x in (q_nANH, k_nBKH, v_nBKH))
+        q, k, v = (x.transpose(1, 2) for x in (q_nANH, k_nBKH, v_nBKV))
         if not self.grouped_heads:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         out, lse = self._forward(q, k, v, launch, spec.score_scale(q.shape[-1]))
         return out.transpose(1, 2), lse
 
-    def backward(self, dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH, lse_nNA, launch, spec):
+    def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
         assert isinstance(launch, DenseLaunch)
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH))
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV))
         kv_heads = k.shape[1]
         # Summing over a group of heads in half precision inside the op loses accuracy with every token.
         if not self.grouped_heads or q.dtype.itemsize < 4:
@@ -73,6 +75,7 @@ class CpuFlashKernel(_DenseKernel):
 
     name = "sdpa"
     device_type = "cpu"
+    equal_head_dims = True
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:

@@ -72,27 +72,32 @@ def _packed(runs: list[tuple[int, int]], device: torch.device) -> tuple[Rows, Te
 class VarlenKernel(Kernel):
     """Base of the variable-length kernels, on packed tensors (total, heads, head_dim) with lse (heads, total)."""
 
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    equal_head_dims = True
+
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         if device.type != "cuda":
             return f"runs on cuda, but the tensors are on {device.type}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={dtype} must be bfloat16 or float16"
-        if head_dim > 256 or head_dim % 8:
-            return f"head_dim={head_dim} must be a multiple of 8, at most 256"
+        for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+            if size > 256 or size % 8:
+                return f"{name}={size} must be a multiple of 8, at most 256"
         return None
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
         return tuple(lower_varlen(tasks, device))
 
-    def forward(self, q_nANH, k_nBKH, v_nBKH, launch, spec):
+    def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
         assert isinstance(launch, VarlenLaunch)
-        q, k, v = (x.squeeze(0) for x in (q_nANH, k_nBKH, v_nBKH))
+        q, k, v = (x.squeeze(0) for x in (q_nANH, k_nBKH, v_nBKV))
         out, lse = self._forward(q, k, v, launch, spec)
         return out.unsqueeze(0), lse.unsqueeze(0)
 
-    def backward(self, dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH, lse_nNA, launch, spec):
+    def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
         assert isinstance(launch, VarlenLaunch)
-        dout, q, k, v, out = (x.squeeze(0) for x in (dout_nANH, q_nANH, k_nBKH, v_nBKH, out_nANH))
+        dout, q, k, v, out = (x.squeeze(0) for x in (dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV))
         grads = self._backward(dout, q, k, v, out, lse_nNA.squeeze(0), launch, spec)
         dq, dk, dv = (grad.unsqueeze(0) for grad in grads)
         return dq, dk, dv
@@ -109,10 +114,12 @@ class AtenFlashKernel(VarlenKernel):
 
     name = "aten-flash"
 
-    def refuses(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refuses(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
         if spec.softcap is not None:
             return f"softcap={spec.softcap} is not supported by the op"
-        return super().refuses(spec, device, dtype, head_dim)
+        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
 
     def _forward(self, q, k, v, launch, spec):
         out, lse, *_ = aten._flash_attention_forward(

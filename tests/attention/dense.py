@@ -15,17 +15,28 @@ def visible(
     causal: bool = True,
     window: tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    prefix: Tensor | None = None,
 ) -> Tensor:
     """Return a bool mask (batch, query, key), pair by pair from positions and document numbers."""
     position = torch.arange(seq_len)
     ahead = position.unsqueeze(0) - position.unsqueeze(1)  # key position - query position
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
-    if causal:
-        seen &= ahead <= 0
     for reach, distance in zip(window or (-1, -1), (-ahead, ahead), strict=True):
         if reach >= 0:
             seen &= distance <= reach
     seen = seen.expand(batch, -1, -1).clone()
+    if causal:
+        past = (ahead <= 0).expand(batch, -1, -1).clone()
+        starts = (
+            torch.zeros(1, 1, dtype=torch.int64) if cu_seqlens is None else cu_seqlens.view(-1, cu_seqlens.shape[-1])
+        )
+        lengths = torch.zeros(1, 0) if prefix is None else prefix.view(-1, prefix.shape[-1])
+        for row in range(batch):
+            for start, length in zip(
+                starts[row % len(starts)].tolist(), lengths[row % len(lengths)].tolist(), strict=False
+            ):
+                past[row, start : start + length, start : start + length] = True
+        seen &= past
     if cu_seqlens is not None:
         for row, boundaries in enumerate(cu_seqlens.expand(batch, -1)):
             document = torch.full((seq_len,), -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from attention import LAYOUTS, AttentionSpec, SequenceLayout
@@ -25,4 +27,8 @@ def specs(draw: st.DrawFn, seq_len: int, batch: int) -> AttentionSpec:
             rows.append((0, *inner) if inner else (0, seq_len))
         width = max(map(len, rows))
         documents = tuple(row + (row[-1],) * (width - len(row)) for row in rows)
-    return AttentionSpec(causal=draw(st.booleans()), window=window, documents=documents)
+    causal, prefixes = draw(st.booleans()), None
+    if causal and draw(st.booleans()):
+        rows = documents or ((0, seq_len),)
+        prefixes = tuple(tuple(draw(st.integers(0, b - a)) for a, b in pairwise(row)) for row in rows)
+    return AttentionSpec(causal=causal, window=window, documents=documents, prefixes=prefixes)

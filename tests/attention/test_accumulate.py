@@ -6,7 +6,7 @@ from attention.accumulate import AttentionSum, Rows
 
 
 def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    total = AttentionSum(torch.zeros(1, 1, 2))
+    total = AttentionSum(torch.zeros(1, 1, 2), 2)
     for out, lse in parts:
         total.merge(Rows.of(0, 1), out.clone().view(1, 1, 1, 2), lse.clone().view(1, 1, 1))
     return total.result()

@@ -70,7 +70,8 @@ def problems(draw: st.DrawFn) -> tuple[SequenceLayout, AttentionSpec, int]:
 def test_a_schedule_computes_each_visible_pair_once_and_sends_each_needed_key_once(problem) -> None:
     layout, spec, batch = problem
     documents = None if spec.documents is None else torch.tensor(spec.documents)
-    seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, cu_seqlens=documents)
+    prefix = None if spec.prefixes is None else torch.tensor(spec.prefixes)
+    seen = visible(batch, layout.seq_len, causal=spec.causal, window=spec.window, cu_seqlens=documents, prefix=prefix)
     schedules = [ring_schedule(layout, spec, batch, rank) for rank in range(layout.ring)]
     counted, needed = torch.zeros_like(seen, dtype=torch.int), 0
     for rank, schedule in enumerate(schedules):

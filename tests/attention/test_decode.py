@@ -1,13 +1,17 @@
-"""Attention over a KV cache, complete and split into parts, against dense fp64 attention."""
+"""Attention over a KV cache, complete and split into parts and over ranks, against dense fp64 attention."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from attention import DecodeStep, KVCache, Prefill
+from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from attention.decode import merge_parts, partial_attention
+from parallel.testing import RankPool
 
 from .dense import dense_attention, relative_l2
 
@@ -16,51 +20,143 @@ SLOTS, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 8
 PROMPTS, CAPACITY, STEPS = (9, 0, 4), 20, 5  # slot 1 starts empty
 
 
+@dataclass(frozen=True)
+class Case:
+    """Score function and head dim of the values of a decoding step."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    v_head_dim: int = HEAD_DIM
+
+    def options(self, dtype: torch.dtype) -> dict:
+        sinks = draw(7, HEADS).to(dtype) if self.sinks else None
+        return {"scale": None, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+
+
+CASES = (
+    Case(),
+    Case(window=4),
+    Case(window=1),
+    Case(softcap=0.5),
+    Case(sinks=True),
+    Case(v_head_dim=5),
+    Case(window=3, softcap=1.5, sinks=True, v_head_dim=12),
+)
+
+
 def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def exact(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, window: int | None) -> Tensor:
-    """Return the last token's attention output, (N, H)."""
+def exact(q_NH: Tensor, k_TKH: Tensor, v_TKV: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
+    """Return the last token's attention output, (N, V), with sinks rounded to `dtype`."""
     position = torch.arange(len(k_TKH))
-    seen = position > position[-1] - (window or len(k_TKH))
-    return dense_attention(q_NH[None, None], k_TKH[None], v_TKH[None], seen[None, None])[0, 0]
+    seen = position > position[-1] - (case.window or len(k_TKH))
+    sinks = case.options(dtype)["sinks"]
+    q, k, v = (x.double() for x in (q_NH[None, None], k_TKH[None], v_TKV[None]))
+    sinks = None if sinks is None else sinks.double()
+    return dense_attention(q, k, v, seen[None, None], softcap=case.softcap, sinks=sinks)[0, 0]
 
 
-@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-14)]
 )
-def test_decode_steps_match_dense_attention(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
-    cache = KVCache.allocate((3,), SLOTS, CAPACITY, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=CPU)
-    assert cache.nbytes == 2 * SLOTS * CAPACITY * KV_HEADS * HEAD_DIM * dtype.itemsize
-    cache.keys[3].fill_(100)  # left over from a finished sequence
+def test_decode_steps_match_dense_attention(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    head_dims = HEAD_DIM, case.v_head_dim
+    cache = KVCache.allocate(SLOTS, CAPACITY, CPU)
+    cache.layer(3, *(torch.zeros(1, 1, KV_HEADS, size, dtype=dtype) for size in head_dims))
+    assert cache.nbytes == SLOTS * CAPACITY * KV_HEADS * sum(head_dims) * dtype.itemsize
+    cache.layers[3][0].fill_(100)  # left over from a finished sequence
     cache.positions.fill_(0)
     cache.clear(torch.arange(SLOTS))
-    k_RSKH, v_RSKH = (draw(seed, 2, 9, KV_HEADS, HEAD_DIM).to(dtype) for seed in (0, 1))
+    k_RSKH, v_RSKV = (draw(seed, 2, 9, KV_HEADS, size).to(dtype) for seed, size in enumerate(head_dims))
     lengths = torch.tensor([PROMPTS[2], PROMPTS[0]])
-    Prefill(cache, torch.arange(9), torch.tensor([2, 0]), torch.tensor([1, 0]), lengths).store(3, k_RSKH, v_RSKH)
+    Prefill(cache, torch.arange(9), torch.tensor([2, 0]), torch.tensor([1, 0]), lengths).store(3, k_RSKH, v_RSKV)
     keys = {0: k_RSKH[0], 1: k_RSKH[0, :0], 2: k_RSKH[1, :4]}
-    values = {0: v_RSKH[0], 1: v_RSKH[0, :0], 2: v_RSKH[1, :4]}
+    values = {0: v_RSKV[0], 1: v_RSKV[0, :0], 2: v_RSKV[1, :4]}
     for number in range(STEPS):
         q = draw(10 + number, SLOTS, 1, HEADS, HEAD_DIM).to(dtype)
-        k, v = (draw(seed + number, SLOTS, 1, KV_HEADS, HEAD_DIM).to(dtype) for seed in (20, 30))
+        k, v = (
+            draw(seed + number, SLOTS, 1, KV_HEADS, size).to(dtype)
+            for seed, size in zip((20, 30), head_dims, strict=True)
+        )
         at = torch.tensor(PROMPTS) + number
         step = DecodeStep(cache, at, at, None, length=16, group=None)
-        out = step.attend(3, q, k, v, scale=None, window=window)
-        assert out.dtype == dtype and out.shape == (SLOTS, 1, HEADS, HEAD_DIM)
+        out = step.attend(3, q, k, v, **case.options(dtype))
+        assert out.dtype == dtype and out.shape == (SLOTS, 1, HEADS, case.v_head_dim)
         for slot in range(SLOTS):
             keys[slot], values[slot] = torch.cat((keys[slot], k[slot])), torch.cat((values[slot], v[slot]))
-            wanted = exact(q[slot, 0].double(), keys[slot].double(), values[slot].double(), window)
-            assert relative_l2(out[slot, 0], wanted) <= tolerance
+            assert relative_l2(out[slot, 0], exact(q[slot, 0], keys[slot], values[slot], case, dtype)) <= tolerance
+
+
+def sharded_steps(layout: str) -> list[list[Tensor]]:
+    """Return the output of each case and step for one prompt of 8 tokens, sharded over all ranks.
+
+    Two layers have different numbers of KV heads; their outputs are joined. Ranks take turns to cache the new tokens.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = SequenceLayout(layout, 8, world_size).positions(rank)
+    found = []
+    for case in CASES:
+        cache = KVCache.allocate(2, 8, CPU)
+        rows, slots, lengths = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), torch.tensor([8])
+        prefill = Prefill(cache, own, slots, rows, lengths)
+        for layer, kv_heads in enumerate((KV_HEADS, 2 * KV_HEADS - 1)):
+            k, v, _ = _tokens(kv_heads, case)
+            prefill.store(layer, k[:, own], v[:, own])
+        found.append([])
+        for number in range(STEPS):
+            turn = number % world_size == rank
+            place = len(own) + number // world_size
+            step = DecodeStep(
+                cache,
+                torch.tensor([0, 8 + number]),
+                torch.tensor([7, place]),
+                torch.tensor([False, turn]),
+                length=8,
+                group=dist.group.WORLD,
+            )
+            outs = []
+            for layer, kv_heads in enumerate((KV_HEADS, 2 * KV_HEADS - 1)):
+                k, v, q = (x[:, 8 + number].float() for x in _tokens(kv_heads, case))
+                both = [x.expand(2, -1, -1).unsqueeze(1) for x in (q, k, v)]
+                outs.append(step.attend(layer, *both, **case.options(torch.float32)))
+            found[-1].append(torch.cat(outs, 1))
+    return found
+
+
+def _tokens(kv_heads: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys, values and queries of all tokens, (1, T, heads, head dim) in float32."""
+    sizes = ((kv_heads, HEAD_DIM), (kv_heads, case.v_head_dim), (HEADS, HEAD_DIM))
+    k, v, q = (draw(seed + kv_heads, 1, 8 + STEPS, *size).float() for seed, size in enumerate(sizes))
+    return k, v, q
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "striped")])
+def test_steps_on_a_sharded_cache_match_dense_attention(ranks: RankPool, world_size: int, layout: str) -> None:
+    per_rank = ranks.run(sharded_steps, world_size, layout)
+    for found in per_rank[1:]:
+        assert all(
+            torch.equal(x, y)
+            for mine, first in zip(found, per_rank[0], strict=True)
+            for x, y in zip(mine, first, strict=True)
+        )
+    for case, outs in zip(CASES, per_rank[0], strict=True):
+        for number, out in enumerate(outs):
+            assert not out[0].any()  # an empty slot
+            for layer, kv_heads in enumerate((KV_HEADS, 2 * KV_HEADS - 1)):
+                k, v, q = (x[0, : 9 + number] for x in _tokens(kv_heads, case))
+                assert relative_l2(out[1, layer], exact(q[-1], k, v, case, torch.float32)) <= 1e-6
 
 
 def test_a_token_of_another_rank_is_not_cached() -> None:
-    cache = KVCache.allocate((0,), 2, 4, kv_heads=1, head_dim=2, dtype=torch.float32, device=CPU)
+    cache = KVCache.allocate(2, 4, CPU)
     at = torch.tensor([1, 2])
     step = DecodeStep(cache, at, at, torch.tensor([True, False]), length=4, group=None)
     step.attend(0, torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2), scale=None, window=None)
-    assert cache.keys[0].sum(-1).flatten(0, 1).tolist() == [[0, 2, 0, 0], [0, 0, 0, 0]]
+    assert cache.layers[0][0].sum(-1).flatten(0, 1).tolist() == [[0, 2, 0, 0], [0, 0, 0, 0]]
     assert (cache.positions == 1).nonzero().tolist() == [[0, 1]] and not bool((cache.positions == 2).any())
 
 

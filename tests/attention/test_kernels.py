@@ -61,20 +61,23 @@ def seen_by(tokens: int, tasks: tuple[Task, ...]) -> Tensor:
     return seen
 
 
-def errors(kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, spec: AttentionSpec) -> list[float]:
+def errors(
+    kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, spec: AttentionSpec, v_head_dim: int = HEAD_DIM
+) -> list[float]:
     """Return the relative L2 errors of out, dq, dk, dv."""
     tokens, tasks = block(name)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
-        torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(dtype)
-        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+        for heads, head_dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
     )
     exact = [x.double().unsqueeze(0).requires_grad_() for x in (q, k, v)]
-    exact_out = dense_attention(*exact, seen_by(tokens, tasks).unsqueeze(0), softcap=spec.softcap)
+    seen = seen_by(tokens, tasks).unsqueeze(0)
+    exact_out = dense_attention(*exact, seen, scale=spec.scale, softcap=spec.softcap)
     exact_out.backward(dout.double().unsqueeze(0))
 
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
-    launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q)
+    launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q, v_head_dim)
     attend(kernel, launches, q, k, v, spec, total)
     out, lse = total.result()
     sums = GradientSum(q), GradientSum(k), GradientSum(v)
@@ -97,6 +100,15 @@ def test_cpu_kernels_match_dense_attention(kernel: Kernel, name: str, dtype: tor
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("v_head_dim", "scale"), [(16, 0.1), (40, None)])
+@pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuFlashKernel()], ids=lambda k: k.name)
+def test_cpu_kernels_with_another_head_dim_of_v(
+    kernel: Kernel, v_head_dim: int, scale: float | None, name: str
+) -> None:
+    assert worst(errors(kernel, name, torch.float32, CPU, AttentionSpec(scale=scale), v_head_dim)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> None:
     assert worst(errors(ReferenceKernel(), name, torch.float32, CPU, AttentionSpec(softcap=2.0))) <= 1e-6
 
@@ -115,12 +127,15 @@ def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> Non
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_cuda_kernels_match_dense_attention(kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str) -> None:
+@pytest.mark.parametrize("v_head_dim", [HEAD_DIM, 16, 40])
+def test_cuda_kernels_match_dense_attention(
+    kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str, v_head_dim: int
+) -> None:
     device = torch.device("cuda")
-    refusal = kernel.refuses(AttentionSpec(), device, dtype, HEAD_DIM)
+    refusal = kernel.refuses(AttentionSpec(), device, dtype, HEAD_DIM, v_head_dim)
     if refusal is not None:
         pytest.skip(refusal)
-    assert worst(errors(kernel, name, dtype, device, AttentionSpec())) <= tolerance
+    assert worst(errors(kernel, name, dtype, device, AttentionSpec(), v_head_dim)) <= tolerance
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -199,6 +214,17 @@ def test_selection_reports_the_choice_and_each_refusal() -> None:
     assert kernel.name == "reference"
     assert "attention kernel: reference; flash-attn refused: " in line and "sdpa refused: softcap=5.0" in line
     assert select_kernel("auto", AttentionSpec(), CPU, torch.bfloat16, 64)[0].name == "sdpa"
+
+
+def test_selection_reports_padding_and_refuses_a_head_dim_of_v() -> None:
+    spec = AttentionSpec()
+    line = select_kernel("sdpa", spec, CPU, torch.float32, 192, 128)[1]
+    assert line == "attention kernel: sdpa, v padded to head dim 192: 1.2 times the forward's FLOPs"
+    assert "sdpa, q and k padded to head dim 128" in select_kernel("sdpa", spec, CPU, torch.float32, 64, 128)[1]
+    assert select_kernel("reference", spec, CPU, torch.float32, 192, 128)[1] == "attention kernel: reference"
+    assert select_kernel("sdpa", spec, CPU, torch.float32, 64, 64)[1] == "attention kernel: sdpa"
+    reason = AtenFlashKernel().refuses(spec, torch.device("cuda"), torch.bfloat16, 192, 260)
+    assert reason == "v_head_dim=260 must be a multiple of 8, at most 256"
 
 
 def test_a_named_kernel_has_no_fallback() -> None:

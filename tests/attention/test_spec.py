@@ -23,8 +23,24 @@ def test_documents_must_fit_the_batch() -> None:
     assert "ends at 8, past the 6 tokens" in str(spec.document_violation(3, 6))
 
 
+def test_prefixes_must_fit_the_documents() -> None:
+    with pytest.raises(ValueError, match=r"prefix has no effect with causal=False.*; prefix must be numbers of tokens"):
+        AttentionSpec(causal=False, prefixes=((-1,),))
+    documents = ((0, 3, 8), (0, 8, 8))
+    assert AttentionSpec(documents=documents, prefixes=((3, 5), (8, 0))).document_violation(2, 8) is None
+    assert AttentionSpec(prefixes=((8,),)).document_violation(2, 8) is None
+    violations = {
+        ((3, 5), (8, 1)): "prefix of 1 tokens in document 1 of row 1, which has 0",
+        ((3, 5, 0),): "prefix has 3 entries for the 2 documents of row 0",
+        ((0, 0),) * 3: "prefix has 3 rows for a batch of 2",
+    }
+    for prefixes, violation in violations.items():
+        assert violation in str(AttentionSpec(documents=documents, prefixes=prefixes).document_violation(2, 8))
+
+
 def test_causal_and_window_as_a_range_of_differences() -> None:
     assert AttentionSpec().difference_range() == (0, None)
     assert AttentionSpec(causal=False).difference_range() == (None, None)
     assert AttentionSpec(window=(3, 2)).difference_range() == (0, 3)  # causal overrides the right reach
     assert AttentionSpec(causal=False, window=(-1, 2)).difference_range() == (-2, None)
+    assert AttentionSpec(window=(3, 2)).difference_range(in_prefix=True) == (-2, 3)

@@ -38,11 +38,19 @@ MASKS = {
     "bidirectional documents": {"causal": False, "cu_seqlens": [0, 13, 14, 96]},
     "empty rows and a window": {"window": (4, -1), "cu_seqlens": [0, 0, 30, 77]},
 }
+PREFIXES = {
+    "prefix": {"prefix": [41]},
+    "prefixes of documents and a window": {
+        "window": (20, 9),
+        "cu_seqlens": [[0, 50, 51, 96], [0, 90, 90, 90]],
+        "prefix": [[30, 1, 45], [13, 0, 0]],
+    },
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call; `tolerance` bounds the relative L2 of out, dq, dk, dv (and dsinks)."""
+    """One call; `tolerance` bounds the relative L2 of out, dq, dk, dv (and dsinks). `head_dims`: of q and k, of v."""
 
     layout: str
     heads: tuple[int, int]
@@ -53,21 +61,34 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     seq_len: int = SEQ_LEN
+    head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def mask_arguments(self) -> dict:
-        mask = dict(MASKS[self.mask])
-        if "cu_seqlens" in mask:
-            mask["cu_seqlens"] = torch.tensor(mask["cu_seqlens"], dtype=torch.int32)
-        return mask
+        mask = (MASKS | PREFIXES)[self.mask]
+        return {k: torch.tensor(v, dtype=torch.int32) if k in ("cu_seqlens", "prefix") else v for k, v in mask.items()}
 
 
-def cases() -> list[Case]:
-    """Return all layouts, head counts, masks and batches in fp32, and some in bf16, fp64, with softcap, and long."""
+def cases(everything: bool = False) -> list[Case]:
+    """Return all layouts, head counts, masks and batches in fp32.
+
+    Some also in bf16, fp64, with softcap, with another head dim of v (`everything`: all masks and layouts), and long.
+    """
     fits = [(mask, batch) for mask, batch in product(MASKS, (1, 2)) if (mask, batch) != (DIFFERENT_ROWS, 1)]
     every = [Case(layout, heads, mask, batch) for layout, heads, (mask, batch) in product(LAYOUTS, HEADS, fits)]
     every += [Case("zigzag", (8, 2), mask, 2, torch.bfloat16, 1e-2) for mask in MASKS]
     every += [Case("striped", (8, 2), mask, 2, torch.float64, 1e-13) for mask in MASKS]
     every += [Case("zigzag", (8, 2), mask, 2, softcap=3.0, sinks=True) for mask in MASKS]
+    wider, narrower = (8, 24), (24, 16)
+    for number, mask in enumerate(MASKS):
+        first, second = (LAYOUTS[(number + offset) % len(LAYOUTS)] for offset in (0, 1))
+        for layout in LAYOUTS:
+            if everything or layout == first:
+                every.append(Case(layout, (6, 3), mask, 2, head_dims=narrower))
+                every.append(Case(layout, (8, 2), mask, 2, torch.bfloat16, 1e-2, head_dims=narrower))
+            if everything or layout == second:
+                every.append(Case(layout, (8, 1), mask, 2, head_dims=wider))
+                every.append(Case(layout, (8, 2), mask, 2, softcap=3.0, sinks=True, head_dims=wider))
+    every += [Case(layout, (6, 3), mask, 2) for layout, mask in product(LAYOUTS, PREFIXES)]
     # Long enough for triangles that the CPU kernel splits, chunked bands, and messages of several slices.
     every += [
         Case(layout, (8, 4), mask, 1, seq_len=2400)
@@ -80,7 +101,9 @@ def cases() -> list[Case]:
 def exact(case: Case) -> dict[str, list[Tensor]]:
     """Return inputs (q, k, v, dout; sinks) and the results of dense fp64 attention (out, dq, dk, dv; dsinks)."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(case.batch, case.seq_len, heads, HEAD_DIM) for heads in (*case.heads, case.heads[1], case.heads[0])]
+    (heads, kv_heads), (head_dim, v_head_dim) = case.heads, case.head_dims
+    sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim), (heads, v_head_dim)]
+    shapes: list[tuple[int, ...]] = [(case.batch, case.seq_len, *size) for size in sizes]
     shapes += [case.heads[:1]] if case.sinks else []
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for shape in shapes]
     q, k, v, dout, *sinks = (x.double().clone() for x in inputs)
@@ -92,19 +115,21 @@ def exact(case: Case) -> dict[str, list[Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def oracle(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> Path:
     """Write `exact(case)` for each of `cases()` to a file, computed once for all grids and layouts."""
     path = tmp_path_factory.mktemp("oracle") / "exact.pt"
-    without_layout = [replace(case, layout="") for case in cases()]
+    without_layout = [replace(case, layout="") for case in cases(exhaustive)]
     known = {case: exact(case) for case in set(without_layout)}
     torch.save([known[case] for case in without_layout], path)
     return path
 
 
-def grid_errors(dims: ParallelDims, oracle: Path, chosen: slice) -> list[tuple[Case, float, int, int]]:
+def grid_errors(
+    dims: ParallelDims, oracle: Path, chosen: slice, everything: bool
+) -> list[tuple[Case, float, int, int]]:
     """Return, for each chosen case, the largest relative L2 error, the bytes sent and the bytes predicted."""
     mesh = ParallelMesh.create(dims)
-    known = list(zip(cases(), torch.load(oracle, mmap=True, weights_only=True), strict=True))
+    known = list(zip(cases(everything), torch.load(oracle, mmap=True, weights_only=True), strict=True))
     return [(case, *_run(case, mesh, **results)) for case, results in known[chosen]]
 
 
@@ -120,7 +145,7 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
         out.backward(dout)
     planned = module.wire_bytes(
         batch=case.batch, seq_len=case.seq_len, num_heads=case.heads[0], num_kv_heads=case.heads[1],
-        head_dim=HEAD_DIM, dtype=case.dtype, **case.mask_arguments(),
+        head_dim=case.head_dims[0], v_head_dim=case.head_dims[1], dtype=case.dtype, **case.mask_arguments(),
     )  # fmt: skip
 
     found = [out.detach(), *(x.grad for x in leaves)]
@@ -138,12 +163,12 @@ def _run(case: Case, mesh: ParallelMesh, inputs: list[Tensor], results: list[Ten
 
 @pytest.mark.parametrize(("ulysses", "ring", "order"), GRIDS)
 def test_matches_dense_attention_and_its_own_byte_count(
-    ranks: RankPool, oracle: Path, ulysses: int, ring: int, order: str
+    ranks: RankPool, oracle: Path, exhaustive: bool, ulysses: int, ring: int, order: str
 ) -> None:
     dims = ParallelDims(ring=ring, ulysses=ulysses, sp_order=order)
     # Each case runs on two of the six grids of 8 ranks.
     chosen = slice(GRIDS.index((ulysses, ring, order)) % 3, None, 3) if ulysses * ring == 8 else slice(None)
-    per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, chosen, timeout=600)
+    per_rank = ranks.run(grid_errors, ulysses * ring, dims, oracle, chosen, exhaustive, timeout=600)
     wrong = [(rank, *row) for rank, rows in enumerate(per_rank) for row in rows if not row[1] <= row[0].tolerance]
     assert not wrong, "rank, case, relative L2:\n" + "\n".join(
         f"{r}  {case}  {error:.2e}" for r, case, error, *_ in wrong

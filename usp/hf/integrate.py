@@ -304,8 +304,8 @@ def _attention_forward(
     attention, mask = module.unified_sp, module.unified_sp_mask
     assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
     causal = mask.kind != "bidirectional"
-    if kv_cache is not None and not (causal and softcap is None and s_aux is None):
-        violations.append("kv_cache supports only causal attention without softcap and sinks")
+    if kv_cache is not None and mask.kind not in ("causal", "sliding"):
+        violations.append(f"kv_cache supports only causal attention and sliding windows, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
@@ -315,7 +315,8 @@ def _attention_forward(
     layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
         window = mask.width if mask.kind == "sliding" else None
-        return kv_cache.attend(layer, q, k, v, scale=scaling, window=window), None  # type: ignore[arg-type]
+        options: Any = {"scale": scaling, "window": window, "softcap": softcap, "sinks": s_aux}
+        return kv_cache.attend(layer, q, k, v, **options), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(layer, k, v)  # type: ignore[arg-type]
     if mask.kind == "chunked":

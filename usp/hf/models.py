@@ -193,13 +193,17 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         name=model,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        # In multi-head latent attention, head_dim is only the part with rotary embedding.
+        head_dim=getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         intermediate_size=config.intermediate_size if dense_layers or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
+        v_head_dim=getattr(config, "v_head_dim", None) or 0,
     )
 
 

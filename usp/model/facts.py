@@ -25,6 +25,7 @@ class ModelFacts:
         num_experts: per mixture-of-experts layer; 0 for a dense model.
         router_jitter: width of the random factor on the router's input in training; 0 if disabled.
         tied: whether the output head shares the embedding's weight.
+        v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
     """
 
     name: str
@@ -37,6 +38,12 @@ class ModelFacts:
     num_experts: int = 0
     router_jitter: float = 0.0
     tied: bool = False
+    v_head_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Head dim of the values."""
+        return self.v_head_dim or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,8 @@ def training_flops(
     adapter_parameters: of LoRA adapters; with them, the other weights are frozen, and have no gradients.
     """
     pairs = {window: visible_pairs(cu_seqlens, window) for window in set(facts.windows)}
-    # per pair and head: 2 * head_dim for the score, 2 * head_dim for the sum of values; the backward takes twice that
-    attention = sum(12 * facts.num_heads * facts.head_dim * pairs[window] for window in facts.windows)
+    # per pair and head: 2 * head_dim for the score, 2 * value_dim for the sum of values; the backward takes twice that
+    per_pair = 6 * facts.num_heads * (facts.head_dim + facts.value_dim)
+    attention = sum(per_pair * pairs[window] for window in facts.windows)
     products = (4 if adapter_parameters else 6) * matmul_parameters + 6 * adapter_parameters
     return products * tokens + attention

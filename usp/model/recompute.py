@@ -31,11 +31,11 @@ def apply_activation_checkpointing(
 
     `full` saves the input of each layer, one hidden state per token. `attention-saved` additionally saves the tensors
     that are expensive to recompute, so that no kernel, all-to-all or ring hop of `attention` runs twice. Per token of
-    this rank, with N query and K KV heads of size H:
+    this rank, with N query and K KV heads of size H (V for v):
 
-    - ulysses = 1: attention's output (N * H) and lse (N, fp32); q, k and v are recomputed by the projections;
-    - ulysses > 1: also q, k, v after their all-to-all ((N + 2 K) * H, more if KV heads are replicated) and the output
-      after its own (N * H).
+    - ulysses = 1: attention's output (N * V) and lse (N, fp32); q, k and v are recomputed by the projections;
+    - ulysses > 1: also q, k, v after their all-to-all (N * H + K * (H + V), more if KV heads are replicated) and the
+      output after its own (N * V).
 
     Several forwards may precede their backwards. A backward may be split in two (inputs, then weights); each part
     recomputes. Forward hooks inside a layer run again in its backward.

@@ -68,8 +68,9 @@ def _is_reward_model(directory: str) -> bool:
 
 def kernel_choice(config: RlhfConfig, actor: RoleSpec, device: torch.device) -> str:
     """Return the line that names the attention kernel. Raises ValueError if the requested one is not supported."""
-    head_dim = model_facts(actor.source, actor.config).head_dim
-    return select_kernel(config.attention_kernel, AttentionSpec(), device, actor.dtype, head_dim)[1]
+    facts = model_facts(actor.source, actor.config)
+    spec, head_dims = AttentionSpec(), (facts.head_dim, facts.value_dim)
+    return select_kernel(config.attention_kernel, spec, device, actor.dtype, *head_dims)[1]
 
 
 def vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:

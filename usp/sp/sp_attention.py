@@ -1,6 +1,7 @@
 """`UnifiedSPAttention`, the attention layer of a ring x ulysses mesh.
 
-B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim.
+B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim, V head dim of
+the values.
 """
 
 from __future__ import annotations
@@ -77,12 +78,15 @@ class UnifiedSPAttention(nn.Module):
         softcap: float | None = None,
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
         Args:
             q: (B, S, N, H).
-            k, v: (B, S, K, H); K divides N.
+            k: (B, S, K, H); K divides N.
+            v: (B, S, K, V); V may differ from H, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+                Messages have the true head dims; a kernel that needs equal ones pads the smaller with zeros.
             causal: mask later keys.
             scale: factor on the scores; defaults to 1 / sqrt(H).
             window: (left, right) in global tokens, -1 for no limit.
@@ -91,9 +95,12 @@ class UnifiedSPAttention(nn.Module):
                 (B, documents + 1) padded by repeating the last. Tokens after the last boundary attend to nothing and
                 output zero. Keep it on the CPU: the plan depends on it, so a GPU tensor costs a synchronization.
             sinks: (N,) logits that join each softmax without a value. Their gradient is this rank's share.
+            prefix: for a prefix-LM mask, the number of leading tokens of each document that attend to each other in
+                both directions (within `window`): integers (documents,) for all rows or (B, documents), one document
+                without cu_seqlens. Needs causal=True.
 
         Returns:
-            (B, S, N, H) in q's dtype.
+            (B, S, N, V) in q's dtype.
 
         Raises:
             ValueError: on every rank before any communication, for invalid shapes, lengths or documents, or a call
@@ -102,11 +109,11 @@ class UnifiedSPAttention(nn.Module):
                 compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
         _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens))
+        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens), _prefixes_of(prefix))
         heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
         seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
         self.calls += 1
-        call = (spec, heads, q.shape[0], seq_len, q.shape[3], q.dtype, q.device)
+        call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
         plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
         channels = {"ulysses": self._ulysses, "ring": self._ring}
         return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
@@ -136,11 +143,17 @@ class UnifiedSPAttention(nn.Module):
         causal: bool = True,
         window: tuple[int, int] | None = None,
         cu_seqlens: Tensor | None = None,
+        prefix: Tensor | None = None,
+        v_head_dim: int | None = None,
     ) -> WireBytes:
-        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`)."""
-        spec = AttentionSpec(causal, _window(window), documents=documents_of(cu_seqlens))
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
+
+        `v_head_dim` is that of v, None for `head_dim`.
+        """
+        documents, prefixes = documents_of(cu_seqlens), _prefixes_of(prefix)
+        spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
-        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype)
+        return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
 
     @property
     def ranks(self) -> int:
@@ -166,12 +179,13 @@ class UnifiedSPAttention(nn.Module):
         batch: int,
         seq_len: int,
         head_dim: int,
+        v_head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
         plan = self._plan(spec, heads, batch, seq_len)
-        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim)
-        call = (plan.layout, spec, heads, batch, head_dim, str(dtype), kernel.name)
+        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim)
+        call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)
         for violation in ulysses_violations(heads.num_heads, heads.ulysses):
@@ -196,12 +210,13 @@ def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     violations = []
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         violations.append(
-            "q must be (batch, tokens, num_heads, head_dim), k and v (batch, tokens, num_kv_heads, head_dim)"
+            "q must be (batch, tokens, num_heads, head_dim), k (batch, tokens, num_kv_heads, head_dim), and v the same "
+            "as k except for its own head_dim"
         )
     elif (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
-        violations.append("q, k and v must have the same batch, tokens and head_dim")
+        violations.append("q, k and v must have the same batch and tokens, q and k the same head_dim")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
         violations.append("q, k and v must have the same dtype and device")
     if sinks is not None and tuple(sinks.shape) != (q.shape[2:3]):
@@ -224,14 +239,22 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
 
 def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    if cu_seqlens is None:
+    return _rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
+
+
+def _prefixes_of(prefix: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+    """Return `AttentionSpec.prefixes` for a `prefix` tensor; raises ValueError for an invalid one."""
+    return _rows_of(prefix, "prefix", "documents")
+
+
+def _rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:
+    if x is None:
         return None
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be an integer tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() not in (1, 2) or cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype == torch.bool:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be an integer tensor, got {type(x).__name__}")
+    if x.dim() not in (1, 2) or x.dtype.is_floating_point or x.dtype == torch.bool:
         raise ValueError(
-            f"cu_seqlens must be integers of shape (documents + 1,) or (batch, documents + 1), "
-            f"got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            f"{name} must be integers of shape ({columns},) or (batch, {columns}), got {x.dtype} {tuple(x.shape)}"
         )
-    rows = cu_seqlens.tolist()
-    return tuple(map(tuple, rows)) if cu_seqlens.dim() == 2 else (tuple(rows),)
+    rows = x.tolist()
+    return tuple(map(tuple, rows)) if x.dim() == 2 else (tuple(rows),)

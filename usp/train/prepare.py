@@ -19,7 +19,7 @@ from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
-from usp.model.facts import ModelShape
+from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
 from usp.run.failures import Problems, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
@@ -76,7 +76,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     attempt = problems.attempt
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
-        kernel_choice = attempt(partial(_choose_kernel, config, device, facts.head_dim)) or ""
+        kernel_choice = attempt(partial(_choose_kernel, config, device, facts)) or ""
     files = attempt(lambda: find_files(config.data, config.data_field))
     held_out_files = attempt(lambda: find_files(config.eval_data, name="eval_data")) if config.eval_data else None
     if files and held_out_files:
@@ -182,7 +182,7 @@ def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig, st
     return saved
 
 
-def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> str:
+def _choose_kernel(config: TrainConfig, device: torch.device, facts: ModelFacts) -> str:
     """Return the line that names the kernel for this device, dtype and head size, and those refused before it.
 
     Raises ValueError for a kernel that does not support them; unknown names are refused elsewhere.
@@ -190,4 +190,4 @@ def _choose_kernel(config: TrainConfig, device: torch.device, head_dim: int) -> 
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""
     dtype = computation_dtype(config.dtype, device)
-    return select_kernel(config.attention_kernel, AttentionSpec(), device, dtype, head_dim)[1]
+    return select_kernel(config.attention_kernel, AttentionSpec(), device, dtype, facts.head_dim, facts.value_dim)[1]

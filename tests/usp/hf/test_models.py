@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
@@ -43,6 +43,8 @@ def test_facts_are_read_from_the_configuration() -> None:
     assert model_facts("m", load_model_config("mistral-tiny")).windows == (1024, 1024)
     for kind, size in ((MixtralConfig(intermediate_size=5), 0), (Qwen3MoeConfig(mlp_only_layers=[0]), 6144)):
         assert model_facts("m", kind).intermediate_size == size
+    latent = model_facts("m", DeepseekV3Config(qk_nope_head_dim=20, qk_rope_head_dim=4, v_head_dim=16))
+    assert (latent.head_dim, latent.value_dim) == (24, 16) and tiny.value_dim == tiny.head_dim
 
 
 def test_each_layer_has_its_own_window() -> None:

@@ -204,7 +204,7 @@ def test_flops_count_a_causal_mask_once() -> None:
     facts = ModelFacts("m", num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=10, windows=(0, 16))
     length = 64
     full, windowed = length * (length + 1) // 2, 16 * 17 // 2 + (length - 16) * 16
-    flops = training_flops(
-        facts, matmul_parameters=1000, tokens=length, cu_seqlens=torch.tensor([[0, length]], dtype=torch.int32)
-    )
-    assert flops == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)
+    call = {"matmul_parameters": 1000, "tokens": length, "cu_seqlens": torch.tensor([[0, length]], dtype=torch.int32)}
+    assert training_flops(facts, **call) == 6 * 1000 * length + 12 * 4 * 8 * (full + windowed)
+    narrower = replace(facts, v_head_dim=5)
+    assert training_flops(narrower, **call) == 6 * 1000 * length + 6 * 4 * (8 + 5) * (full + windowed)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from attention import KeepResults
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankError, RankPool
+from parallel.testing import RankError, RankPool, count_sent_bytes
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
 from usp.sp.sp_attention import _window
 
@@ -43,7 +44,7 @@ def refusals() -> dict[str, str]:
 def test_invalid_calls_raise(ranks: RankPool) -> None:
     found = ranks.run(refusals, 2)[0]
     assert "q must be (batch, tokens, num_heads, head_dim)" in found["dims"]
-    assert "have the same batch, tokens and head_dim" in found["tokens"]
+    assert "have the same batch and tokens, q and k the same head_dim" in found["tokens"]
     assert "have the same dtype and device; got q (1, 4, 4, 8) torch.float32 cpu" in found["dtype"]
     assert "num_kv_heads=2 must divide num_heads=3" in found["heads"]
     assert "seq_len=6 cannot be divided by layout='zigzag'" in found["length"]
@@ -154,6 +155,28 @@ def several_meshes_and_checkpointing() -> float:
 
 def test_several_meshes_in_one_graph(ranks: RankPool) -> None:
     assert all(difference < 1e-12 for difference in ranks.run(several_meshes_and_checkpointing, 4))
+
+
+def replayed_with_another_head_dim_of_v() -> tuple[float, int]:
+    """Return the largest difference between gradients of a saved and a replayed call, and the bytes that replay sends.
+
+    Replaying needs the step's own head dim of v: a call that differs only in it is refused.
+    """
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2, ring=2)))
+    q, k, v = (torch.randn(1, 8, heads, size, requires_grad=True) for heads, size in ((4, 8), (2, 8), (2, 6)))
+    keep = KeepResults()
+    with attention.keeping(keep):
+        saved = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
+    with attention.keeping(keep.replay()), count_sent_bytes() as sent:
+        out = attention(q, k, v)
+    with attention.keeping(keep.replay()), pytest.raises(RuntimeError, match="the same steps in both passes"):
+        attention(q, k, v[..., :5])
+    replayed = torch.autograd.grad(out.square().sum(), (q, k, v))
+    return max(float((x - y).abs().max()) for x, y in zip(saved, replayed, strict=True)), sent.total
+
+
+def test_a_replayed_call_with_another_head_dim_of_v_sends_nothing(ranks: RankPool) -> None:
+    assert ranks.run(replayed_with_another_head_dim_of_v, 4) == [(0.0, 0)] * 4
 
 
 def log_lines() -> list[str]:

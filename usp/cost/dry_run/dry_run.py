@@ -150,7 +150,8 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     name = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)
     try:
-        _, kernel = kernel_for(torch.device(device), config.attention_kernel, AttentionSpec(), dtype, facts.head_dim)
+        head_dims = facts.head_dim, facts.value_dim
+        _, kernel = kernel_for(torch.device(device), config.attention_kernel, AttentionSpec(), dtype, *head_dims)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     return replace(config, device=device, dtype=name, dp_shard=dims.dp_shard), model_config, kernel

@@ -74,14 +74,14 @@ class HostMemory:
 
 
 def kernel_for(
-    device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int
+    device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[Kernel, str]:
     """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own.
 
     Raises:
         ValueError: as `select_kernel`.
     """
-    return select_kernel("sdpa" if name in ("auto", "flash") else name, spec, device, dtype, head_dim)
+    return select_kernel("sdpa" if name in ("auto", "flash") else name, spec, device, dtype, head_dim, v_head_dim)
 
 
 @contextmanager
@@ -91,8 +91,8 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
-    def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
-        return kernel_for(device, name, spec, dtype, head_dim)
+    def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, *head_dims: int) -> Any:
+        return kernel_for(device, name, spec, dtype, *head_dims)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(usp.sp.sp_attention, "select_kernel", choose))

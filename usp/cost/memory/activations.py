@@ -86,15 +86,15 @@ def split_layer(job: Job, layer: LayerShape) -> SplitLayer:
     entering = job.outer_tokens * hidden * size
     gathered = job.tokens * hidden * size if job.config.tp_sequence_parallel else 0
     flowing = entering if job.config.tp_sequence_parallel else 0  # the residual stream's gradient, not needed later
-    home, _, _ = _widths(job)
-    keys = job.tokens * facts.head_dim * facts.num_kv_heads // tp
+    home = _sizes(job).home
+    keys, values = (job.tokens * dim * facts.num_kv_heads // tp for dim in (facts.head_dim, facts.value_dim))
     normed = _has_head_norms(layer)
     mlp, mlp_inputs, mlp_peak = _split_experts(job) if layer.experts else _split_dense(job)
     inside = gathered or entering
     after_mlp = gathered + mlp + entering
     after_norm = after_mlp + entering
     in_attention = after_norm + gathered
-    heads = in_attention + ((home + 2 * keys) + (home + keys if normed else 0)) * size
+    heads = in_attention + ((home + keys + values) + (home + keys if normed else 0)) * size
     after_attention = heads + entering
     peaks = [
         ("MLP, inputs", flowing + gathered + mlp_peak),
@@ -123,31 +123,56 @@ def _has_head_norms(layer: LayerShape) -> bool:
     return any(p.name.endswith("q_norm.weight") for p in layer.parameters)
 
 
-def _widths(job: Job) -> tuple[int, int, int]:
-    """Return the elements of queries before and after Ulysses' exchange, and of keys after it, on the busiest rank."""
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of attention's tensors on the busiest rank.
+
+    `home` are the queries before Ulysses' exchange of tokens for heads and `home_out` the output after the exchange
+    back; the others are the tensors in between.
+    """
+
+    home: int
+    home_out: int
+    queries: int
+    keys: int
+    values: int
+    out: int
+    lse: int
+
+
+def _sizes(job: Job) -> _Sizes:
     facts, tp, ulysses = job.model.facts, job.dims.tp, job.dims.ulysses
     plan = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, ulysses)
-    per_head = job.tokens * facts.head_dim
-    return per_head * plan.num_heads, per_head * ulysses * plan.q_width(0), per_head * ulysses * plan.kv_width(0)
+    home = job.tokens * plan.num_heads
+    queries, keys = (job.tokens * ulysses * width for width in (plan.q_width(0), plan.kv_width(0)))
+    return _Sizes(
+        home=home * facts.head_dim,
+        home_out=home * facts.value_dim,
+        queries=queries * facts.head_dim,
+        keys=keys * facts.head_dim,
+        values=keys * facts.value_dim,
+        out=queries * facts.value_dim,
+        lse=queries,
+    )
 
 
 def _attention_results(job: Job) -> int:
     """Return the bytes of attention's output and log-sum-exps, and of the output after Ulysses' exchange."""
-    home, queries, _ = _widths(job)
-    lse = queries // job.model.facts.head_dim * FLOAT32
-    return (queries + (home if job.dims.ulysses > 1 else 0)) * job.dtype.itemsize + lse
+    sizes = _sizes(job)
+    out = sizes.out + (sizes.home_out if job.dims.ulysses > 1 else 0)
+    return out * job.dtype.itemsize + sizes.lse * FLOAT32
 
 
 def _kept_calls(job: Job) -> int:
     """Return the bytes of q, k and v that `attention-saved` keeps because they come from an exchange."""
-    _, queries, keys = _widths(job)
-    return (queries + 2 * keys) * job.dtype.itemsize if job.dims.ulysses > 1 else 0
+    sizes = _sizes(job)
+    return (sizes.queries + sizes.keys + sizes.values) * job.dtype.itemsize if job.dims.ulysses > 1 else 0
 
 
 def _attention_inputs(job: Job, layer: LayerShape) -> int:
     """Return the bytes of q, k and v, and of the norms of q and k if the layer has them."""
-    _, queries, keys = _widths(job)
-    found = (queries + 2 * keys) * job.dtype.itemsize
+    sizes = _sizes(job)
+    found = (sizes.queries + sizes.keys + sizes.values) * job.dtype.itemsize
     if _has_head_norms(layer):
         facts, tp = job.model.facts, job.dims.tp
         heads = (facts.num_heads + facts.num_kv_heads) // tp
@@ -160,11 +185,11 @@ def _attention_inputs(job: Job, layer: LayerShape) -> int:
 def _attention_backward(job: Job) -> int:
     """Return the bytes of the output gradient, and of the gradients of q, k and v with their float32 sums."""
     size = job.dtype.itemsize
-    _, queries, keys = _widths(job)
-    cast = FLOAT32 if size < FLOAT32 else 0
-    found = queries * (2 * size + cast) + 2 * keys * (size + cast)
+    sizes = _sizes(job)
+    cast, kv = FLOAT32 if size < FLOAT32 else 0, sizes.keys + sizes.values
+    found = sizes.out * size + sizes.queries * (size + cast) + kv * (size + cast)
     if job.dims.ring > 1:  # keys, values and their gradients in transit
-        found += 2 * keys * (3 * size + 3 * FLOAT32)
+        found += kv * (3 * size + 3 * FLOAT32)
     return found
 
 

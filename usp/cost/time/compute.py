@@ -120,8 +120,8 @@ def head_products(job: Job) -> list[Product]:
 
 
 def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
-    """Return each ring step's tasks with their FLOPs."""
-    per_pair = 2.0 * products * heads * job.model.facts.head_dim
+    """Return each ring step's tasks with their FLOPs, with both head dims padded to the larger, as the kernels do."""
+    per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim)
     return [[(per_pair * task.visible(), task) for task in step.tasks] for step in ring.steps]
 
 
@@ -142,7 +142,8 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
     """Yield the bytes that a forward reads and writes outside of matrix products and attention."""
     facts, itemsize = job.model.facts, job.dtype.itemsize
     yield HIDDEN_PASSES * job.outer_tokens * job.model.hidden_size * itemsize
-    yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * facts.head_dim / job.dims.tp * itemsize
+    head_dim = (facts.head_dim + facts.value_dim) / 2
+    yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
         rows = job.outer_tokens * job.model.experts_per_token
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
@@ -164,7 +165,7 @@ def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: i
     sums = 0.0
     if len(ring.steps) > 1:  # the float32 sum is read and written, and the addend is read
         queries = job.layout.ring_len * (job.rows)
-        sums = hardware.memory_seconds(queries * heads * job.model.facts.head_dim * (2 * FLOAT32 + job.dtype.itemsize))
+        sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * (2 * FLOAT32 + job.dtype.itemsize))
 
     def seconds(flops: float, task: Task) -> float:
         side = min(task.rows, task.columns)

@@ -21,6 +21,7 @@ from attention import band_pairs
 aten = torch.ops.aten
 
 FORWARD, BACKWARD = 2, 5  # products
+VALUES = {FORWARD: 1, BACKWARD: 2}  # of these, products over the head dim of the values
 Read = Callable[[Tensor], list[int]]
 IN_PLACE: Mapping[Any, Any] = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # torch's formulas lack them
 
@@ -45,18 +46,18 @@ def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
-    """Count a kernel with q (batch, heads, rows, head dim) and k at arguments `query` and after, a bool at `causal`."""
+    """Count a kernel with q (batch, heads, rows, head dim), k and v from argument `query` on, a bool at `causal`."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
         pairs = rows * (rows + 1) // 2 if any(args[causal : causal + 1]) else rows * columns
-        return 2 * products * batch * heads * pairs * size
+        return 2 * batch * heads * pairs * _multiplied(products, size, args[query + 2].shape[3])
 
     return count
 
 
 def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
-    """Count a kernel with q (tokens, heads, head dim) at `query`, `cu_seqlens` of q and of k at `cu_seqlens` on."""
+    """Count a kernel with q (tokens, heads, head dim), k and v from `query` on, `cu_seqlens` of q and k likewise."""
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
@@ -64,9 +65,14 @@ def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
         lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[cu_seqlens : cu_seqlens + 2]]
         pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
         _, heads, size = args[query].shape
-        return 2 * products * heads * pairs * size
+        return 2 * heads * pairs * _multiplied(products, size, args[query + 2].shape[2])
 
     return count
+
+
+def _multiplied(products: int, head_dim: int, v_head_dim: int) -> int:
+    """Return the multiply-adds per pair and head of a kernel's products."""
+    return (products - VALUES[products]) * head_dim + VALUES[products] * v_head_dim
 
 
 # Operator: products, position of q among its arguments, position of the causal flag or of cu_seqlens.

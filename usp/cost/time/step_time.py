@@ -224,14 +224,15 @@ def _rank_seconds(
 def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, window: int) -> tuple[Pass, Pass]:
     """Return (forward, backward) of one layer's attention for one micro-batch, without recomputation."""
     plan = attention_plan(job, rank, window)
-    heads, per_token = plan.heads.q_width(plan.ulysses_rank), 2 * plan.heads.kv_width(plan.ulysses_rank)
+    heads, facts = plan.heads.q_width(plan.ulysses_rank), job.model.facts
+    per_token = plan.heads.kv_width(plan.ulysses_rank) * (facts.head_dim + facts.value_dim)
     ranks = job.ranks("ring", rank)
     per_byte, per_message = (  # once, because working out the tiers that a group crosses is slow
         transfer_seconds(hardware, ranks, "send", *one, job.world_size) for one in ((1.0, 0.0), (0.0, 1.0))
     )
 
     def seconds(messages: Sequence[Message], itemsize: int) -> float:
-        nbytes = sum(message.tokens for message in messages) * per_token * job.model.facts.head_dim * itemsize
+        nbytes = sum(message.tokens for message in messages) * per_token * itemsize
         return nbytes * per_byte + per_message if messages else 0.0
 
     steps = plan.ring.steps[1:]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache, partial
 
-from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
+from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, WireBytes, ring_schedule
 from usp.cost.job import Job
 
 from .sent import Sent, all_reduce, merged
@@ -110,35 +110,30 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
     Ulysses exchanges q, k, v and the output, and their gradients; the ring passes keys and values in both directions'
     passes and their float32 gradients in the backward. Full recomputation repeats the forward.
     """
-    plan, head_dim = attention_plan(job, rank, window), job.model.facts.head_dim
-    heads, mine = plan.heads, plan.ulysses_rank
-    others = [other for other in range(heads.ulysses) if other != mine]
-    per_head = plan.batch * plan.layout.local_len * head_dim * job.dtype.itemsize
-    returned = per_head * sum(map(heads.q_width, others)) + per_head * len(others) * heads.width(mine)
+    plan, wire = _attention_bytes(job, rank, window)
     forwards = 2 if job.config.ac == "full" else 1
-    grads = sum(len(step.grad_send) for step in plan.ring.steps)
     exchange, keys = attention_forward_traffic(job, rank, window)
     return (
         exchange.times(forwards),
-        Sent("ulysses", "alltoall_base_", returned, calls=2),
+        Sent("ulysses", "alltoall_base_", wire.dout_to_heads + wire.grads_to_seq, calls=2),
         keys.times(forwards + 1),
-        Sent("ring", "send", plan.ring.grad_tokens_sent * 2 * heads.kv_width(mine) * head_dim * FLOAT32, grads),
+        Sent("ring", "send", wire.grads, sum(len(step.grad_send) for step in plan.ring.steps)),
     )
 
 
 def attention_forward_traffic(job: Job, rank: int, window: int) -> tuple[Sent, Sent]:
     """Return (Ulysses' exchanges, the ring's messages) of one layer's forward of attention for one micro-batch."""
-    plan, head_dim, itemsize = attention_plan(job, rank, window), job.model.facts.head_dim, job.dtype.itemsize
-    heads, mine = plan.heads, plan.ulysses_rank
-    others = [other for other in range(heads.ulysses) if other != mine]
-    per_head = plan.batch * plan.layout.local_len * head_dim * itemsize
-    scattered = per_head * sum(map(heads.width, others)) + per_head * len(others) * heads.q_width(mine)
-    per_token = 2 * heads.kv_width(mine) * head_dim * itemsize
+    plan, wire = _attention_bytes(job, rank, window)
     messages = sum(len(step.send_held) + len(step.send_own) for step in plan.ring.steps)
     return (
-        Sent("ulysses", "alltoall_base_", scattered, calls=2),
-        Sent("ring", "send", plan.ring.tokens_sent * per_token, messages),
+        Sent("ulysses", "alltoall_base_", wire.seq_to_heads + wire.heads_to_seq, calls=2),
+        Sent("ring", "send", wire.keys, messages),
     )
+
+
+def _attention_bytes(job: Job, rank: int, window: int) -> tuple[UnifiedPlan, WireBytes]:
+    plan, facts = attention_plan(job, rank, window), job.model.facts
+    return plan, plan.wire_bytes(facts.head_dim, job.dtype, facts.value_dim)
 
 
 def _hidden(job: Job) -> int:

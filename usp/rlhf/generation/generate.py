@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import expert_modules
-from usp.hf.integrate import decode_stage, decoder_layers
+from usp.hf.integrate import decode_stage
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph.calls import Generate
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -68,7 +68,6 @@ class Generator:
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
         self._transform = transform
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
-        self._layers = [cast(Any, layer).self_attn.layer_idx for layer in decoder_layers(self._model)]
         self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
@@ -115,18 +114,8 @@ class Generator:
         ]
 
     def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
-        config = self._model.config
         slots, stop_ids = Slots(rollouts, self._slots), frozenset(work.stop_ids)
-        cache = KVCache.allocate(
-            self._layers,
-            len(slots.active),
-            capacity(rollouts, self._sp, self._multiple),
-            kv_heads=config.num_key_value_heads // self._mesh.size("tp"),
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            dtype=self._dtype,
-            device=self._device,
-        )
-        self.cache_bytes = cache.nbytes
+        cache = KVCache.allocate(len(slots.active), capacity(rollouts, self._sp, self._multiple), self._device)
         while slots.pending:
             admitted = slots.admit()
             if admitted:
@@ -134,6 +123,7 @@ class Generator:
             for group in slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS):
                 self._prefill(cache, group, slots.active)
             slots.append(*self._decode(cache, slots, work), stop_ids)
+        self.cache_bytes = cache.nbytes
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
         """Write the keys and values of a group's prompts to the cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -131,9 +132,11 @@ def test_every_byte_is_predicted(
 def test_attention_traffic_equals_its_plan(models: Path) -> None:
     config = config_of({"sp_ulysses": 2, "sp_ring": 4, "model": "mistral"}, models)
     job = job_of(config, load_model_config(config.model), 8)
-    for rank in range(8):
-        own = attention_plan(job, rank, 11).wire_bytes(job.model.facts.head_dim, job.dtype)
-        assert sum(sent.nbytes for sent in attention_traffic(job, rank, 11)) == own.total
+    facts = replace(job.model.facts, v_head_dim=job.model.facts.head_dim // 2)
+    for made, v_head_dim in ((job, None), (replace(job, model=replace(job.model, facts=facts)), facts.v_head_dim)):
+        for rank in range(8):
+            own = attention_plan(made, rank, 11).wire_bytes(facts.head_dim, job.dtype, v_head_dim)
+            assert sum(sent.nbytes for sent in attention_traffic(made, rank, 11)) == own.total
 
 
 def test_parts_of_one_axis_and_collective_are_added_up() -> None:

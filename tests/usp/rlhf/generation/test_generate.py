@@ -201,7 +201,7 @@ def test_a_prompt_of_32k_tokens(ranks: RankPool) -> None:
 def broken(kind: str) -> float:
     """Return the largest error of a log-probability on a ring of two."""
     if kind == "merge":
-        attention.decode.merge_parts = lambda out, lse: out.mean(0)
+        attention.decode.merge_parts = lambda out, lse, sinks: out.mean(0)
     if kind == "owner":
         decode_inputs = Slots.decode_inputs
         Slots.decode_inputs = lambda self, ranks, rank: decode_inputs(self, ranks, 0)
