@@ -193,17 +193,25 @@ def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once
 
 
 def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Embed with this rank's part of the vocabulary and sum over ranks; DTensor's own op has a full-size gradient."""
+    """Embed with this rank's part of the vocabulary and sum over ranks; DTensor's own op has a full-size gradient.
+
+    What a subclass of Embedding does to the vectors, such as scaling them (Gemma), it does to each rank's own.
+    """
     assert isinstance(module, nn.Embedding)
+    lookup = module.forward
     rows = module.num_embeddings // mesh.size()
     first = rows * mesh.get_local_rank()
     padding = None if module.padding_idx is None else module.padding_idx - first
-    padding = padding if padding is not None and 0 <= padding < rows else None
+    module.padding_idx = padding if padding is not None and 0 <= padding < rows else None
 
     def forward(input: Tensor) -> Tensor:
         ids = input - first
         elsewhere = (ids < 0) | (ids >= rows)
-        own = nn.functional.embedding(ids.masked_fill(elsewhere, 0), local_tensor(module.weight), padding)
+        module.__dict__["weight"] = local_tensor(module.weight)  # shadows the parameter
+        try:
+            own = lookup(ids.masked_fill(elsewhere, 0))
+        finally:
+            del module.__dict__["weight"]
         return _convert(own.masked_fill(elsewhere.unsqueeze(-1), 0), mesh, Partial(), outside, outside)
 
     module.forward = forward  # type: ignore[method-assign]

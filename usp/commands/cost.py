@@ -65,11 +65,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     from usp.cost.compare.plots import plot, sweep
     from usp.cost.compare.tables import comparison_json, comparison_tables
     from usp.cost.methods import DEFAULT, Method
-    from usp.hf.models import load_model_config
+    from usp.hf.models import formula_violation, load_model_config
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
     base = TrainConfig(model=asked.model, seq_len=seq_len, ac=asked.ac, dtype="bfloat16")
     model_config = load_model_config(asked.model)
+    if violation := formula_violation(asked.model, model_config):
+        raise ValueError(violation)
     found = compare(methods, base, model_config, asked.devices, asked.batch)
     if asked.json:
         print(json.dumps(comparison_json(found), indent=1))

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,11 +31,14 @@ from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
-# Families that train.py and rlhf.py train.
+from .structure.probe import backbone, structure
+
+# Families with formulas of activation memory (`usp.cost`), generation (`usp.rlhf`), and experts that ep shards.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
+EXPERTS = ("mixtral", "qwen3_moe")
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -67,14 +71,44 @@ def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False
         raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"model={model} has model_type={config.model_type!r}, which sequence parallelism does not support: use "
-            f"one of {', '.join(FAMILIES)}"
-        )
+    if problems := training_problems(config):
+        raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")
     if head == "lm":
         load_generation_config(folder)
     return _with_head(model, config, head, new_head)
+
+
+def training_problems(config: PretrainedConfig) -> str:
+    """Return why the causal LM of `config` cannot be sharded over a sequence and trained in stages; empty if it can."""
+    if config.model_type in FAMILIES:
+        return ""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "transformers has no causal language model of this type"
+    if config.get_text_config() is not config:
+        return "its text model is one of several parts: save and use that alone"
+    model = empty_model(config, causal=True)
+    base, problems = backbone(model), list(structure(type(model), model.config).problems)
+    needed = [*((base, name) for name in ("embed_tokens", "layers", "norm")), (model, "lm_head")]
+    missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
+    if missing:
+        problems.append(f"it lacks {', '.join(missing)}, by which a model is divided into stages")
+    try:
+        model_facts("", config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        problems.append(f"its configuration does not give one size for all layers: {error}")
+    if any("expert" in name for name, _ in model.named_modules()):
+        problems.append(f"its experts are not among those that are known ({', '.join(EXPERTS)})")
+    return "; ".join(problems)
+
+
+def formula_violation(name: str, config: PretrainedConfig) -> str | None:
+    """Return why there are no formulas for the model called `name`; None if there are."""
+    if config.model_type in FAMILIES:
+        return None
+    return (
+        f"model={name} has model_type={config.model_type!r}, which train.py trains and this command does not know: use "
+        f"a model of {', '.join(FAMILIES)}"
+    )
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:

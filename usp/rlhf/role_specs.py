@@ -9,7 +9,7 @@ import torch
 from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelHead, load_model_config, model_facts
+from usp.hf.models import ModelHead, formula_violation, load_model_config, model_facts
 from usp.presets import PRESETS
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.roles.role_spec import RoleSpec
@@ -33,6 +33,8 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
             model = load_model_config(source, head, new_head)
+            if violation := formula_violation(source, model):
+                raise ValueError(violation)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
         return RoleSpec(

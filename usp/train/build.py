@@ -24,6 +24,7 @@ from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
 from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
+from usp.hf.structure.probe import structure
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import load_weights
 from usp.losses.vocabulary import UNCHANGED
@@ -177,6 +178,11 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
+    if len(layers) > 1 and not structure(type(model), model.config).in_stages:
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states outside of its layers, so that it cannot be divided into "
+            f"pipeline stages: use pp=1"
+        )
     prune_to_stage(model, layers[index], first, last)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
         parameter.data = parameter.data.to(recipe.weights_dtype)

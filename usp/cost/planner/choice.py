@@ -18,12 +18,12 @@ from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import footprint
 from usp.cost.time.step_time import step_seconds
-from usp.hf.models import model_facts
+from usp.hf.models import formula_violation, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.train.resolve import trained_model
-from usp.train.validate import parallel_dims
+from usp.train.validate import parallel_dims, with_flags
 
 from .advice import degrees, memory_options, seconds
 from .layouts import Question, layouts, suppositions
@@ -70,6 +70,8 @@ def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
         raise ConfigurationError(listed(problems))
     sequences = asked.global_batch_size
     model_config = trained_model(asked)
+    if violation := formula_violation(asked.model, model_config):
+        raise ConfigurationError(with_flags(violation))
     facts = model_facts(asked.model, model_config)
     base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .shrink import VOCAB, WINDOWS, shrink
+from usp.hf.prune import OtherStagesLayer
+
+from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
 
 PROBE = "usp_probe"
 LENGTH = 16
@@ -62,10 +64,13 @@ class Structure:
     Attributes:
         masks: of every attention module that a forward calls, by the module's name in the base model, in order.
         problems: why sequence parallelism would not be exact, one message each.
+        in_stages: whether hidden states pass through nothing but the embedding, the layers and the norm, so that the
+            model can be divided into pipeline stages.
     """
 
     masks: dict[str, LayerMask]
     problems: tuple[str, ...]
+    in_stages: bool = False
 
 
 @dataclass
@@ -149,7 +154,7 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    return Structure(masks, tuple(dict.fromkeys(problems)))
+    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(base))
 
 
 def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
@@ -182,6 +187,21 @@ def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
     finally:
         AttentionInterface.register(PROBE, _unprepared)
     return calls, not (all(same) and _equal(part, whole[:, shard]))
+
+
+@torch.no_grad()
+def _in_stages(base: Any) -> bool:
+    """Return whether a backbone without its layers and norm returns what it is given; changes it."""
+    given = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
+    try:
+        base.norm = nn.Identity()
+        for index in range(len(base.layers)):
+            base.layers[index] = OtherStagesLayer()
+        positions = torch.arange(LENGTH).unsqueeze(0)
+        returned = base(inputs_embeds=given, position_ids=positions, use_cache=False).last_hidden_state
+    except Exception:  # of any kind: it is transformers' code that runs
+        return False
+    return torch.equal(returned, given)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

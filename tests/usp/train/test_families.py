@@ -1,0 +1,143 @@
+"""Families beyond those of the matrix train as plain transformers does, on sp, tp and pp."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import ParallelMesh
+from parallel.testing import RankPool
+from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
+from usp import shard_batch
+from usp.config import TrainConfig
+from usp.hf.models import FAMILIES, training_problems
+from usp.hf.structure.shrink import VOCAB
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.prepare import prepare
+from usp.train.resolve import resolve
+from usp.train.step import train_step
+
+ROWS, CUTS, STEPS = 2, [0, 11, 19, 32], 3
+RATE, MAX_NORM, EPS = 3e-3, 0.5, 1e-4
+MESHES: dict[str, dict[str, Any]] = {
+    "u2 r2": {"sp_ulysses": 2, "sp_ring": 2},
+    "tp2 r2": {"tp": 2, "sp_ring": 2},
+    "tp2 u2, tokens shared": {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2},
+    "pp2 r2": {"pp": 2, "sp_ring": 2, "micro_batches": 2},
+}
+# Why a mesh is refused for a family: transformers ships no plan that this toolkit knows, or the head is tied.
+REFUSALS = (
+    "tensor-parallel plan of model_type=",
+    "are one matrix (tie_word_embeddings)",
+    "outside of its layers",
+    "and not in its tensor-parallel plan",
+)
+CHOSEN = {
+    "gemma3_text": ["u2 r2", "tp2 r2"],  # windows, scaled embedding, norms of queries and keys
+    "granite": ["tp2 u2, tokens shared", "pp2 r2"],  # scaled logits and residuals
+    "cohere2": ["u2 r2"],  # parallel blocks, layers without rotary positions, logit scale
+    "phi3": ["pp2 r2"],  # fused projections
+}
+
+
+def ids_of(step: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB - 4, (ROWS, CUTS[-1]), generator=torch.Generator().manual_seed(step))
+
+
+def plain_steps(model_type: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of steps of the unchanged model, each document alone."""
+    model, history = tiny_model(model_type).train(), []
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == whole] for whole in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
+    for step in range(STEPS):
+        ids, total, targets = ids_of(step), torch.zeros(()), 0
+        for begin, end in pairwise(CUTS):
+            positions = torch.arange(end - begin).expand(ROWS, -1)
+            logits = model(input_ids=ids[:, begin:end], position_ids=positions, use_cache=False).logits[:, :-1]
+            labels = ids[:, begin + 1 : end].flatten()
+            total = total + torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            targets += len(labels)
+        optimizer.zero_grad()
+        (total / targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        history.append((total.item() / targets, norm.item()))
+    return history
+
+
+def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str:
+    """The same with train.py's engine, or why the mesh is refused."""
+    flags = {"batch_size": ROWS, "adam_eps": EPS, "learning_rate": RATE, "max_grad_norm": MAX_NORM, **flags}
+    asked = TrainConfig(model=folder, seq_len=CUTS[-1], dtype="float32", loss_chunk=24, **flags)
+    try:
+        config, model_config, _, dims = resolve(asked, dist.get_world_size()).valid()
+        mesh = ParallelMesh.create(dims)
+        fill = partial(first_weights, source=folder, seed=0)
+        engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
+    except ValueError as error:
+        return str(error)
+
+    def summed(share: torch.Tensor) -> float:
+        for axis in ("pp", "loss"):
+            dist.all_reduce(share, group=mesh.group(axis))
+        return share.item()
+
+    history = []
+    for step in range(STEPS):
+        ids = ids_of(step)
+        whole = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([CUTS] * ROWS, dtype=torch.int32)}
+        local = shard_batch(whole, mesh, config.sp_layout)
+        history.append(train_step(engine, mesh, local, config, RATE, before_update=summed))
+    return history
+
+
+def cases(exhaustive: bool) -> dict[str, list[str]]:
+    if not exhaustive:
+        return CHOSEN
+    return {name: list(MESHES) for name in TYPES if not reason(name) and not training_problems(tiny_config(name))}
+
+
+def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    exhaustive = request.config.getoption("--exhaustive")
+    wrong: dict[tuple[str, str], Any] = {}
+    trained = set()
+    for model_type, meshes in cases(exhaustive).items():
+        folder = tmp_path / model_type
+        tiny_model(model_type).save_pretrained(folder)
+        expected = torch.tensor(plain_steps(model_type), dtype=torch.float64)
+        for mesh in meshes:
+            found = ranks.run(steps, 4, str(folder), MESHES[mesh], timeout=240)
+            if isinstance(found[0], str):
+                if not (exhaustive and any(part in found[0] for part in REFUSALS)):
+                    wrong[model_type, mesh] = found[0]
+                continue
+            trained.add(model_type)
+            difference = (torch.tensor(found, dtype=torch.float64) / expected - 1).abs().max().item()
+            if not difference <= 1e-5:
+                wrong[model_type, mesh] = difference
+    assert not wrong
+    assert trained >= set(CHOSEN) and (not exhaustive or len(trained) >= 40)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gpt_oss", "its experts are not among those that are known"),
+        ("gpt2", "it lacks GPT2Model.embed_tokens"),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet mix tokens"),
+    ],
+)
+def test_other_models_are_refused_before_anything_else(tmp_path: Path, model_type: str, why: str) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"model_type='{model_type}', which is not trained: .*{why}"):
+        prepare(TrainConfig(model=str(tmp_path), tokenizer="bytes", seq_len=64, device="cpu"), Launch())
+    assert model_type not in FAMILIES
