@@ -21,9 +21,7 @@ COMMANDS = {
 }
 
 
-def main(
-    argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp"
-) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
     """Run the command that `argv` names; return 0, or 1 after printing why it failed.
 
     Args:
