@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from attention import Channel
+from attention.comm import Pending
 
 from .spans import Segment, SpanPlan
 
@@ -56,8 +57,11 @@ class Recurrence(Protocol):
         state: the shape of a state.
     """
 
-    mixing: bool
-    state: tuple[int, ...]
+    @property
+    def mixing(self) -> bool: ...
+
+    @property
+    def state(self) -> tuple[int, ...]: ...
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         """Compute segments (n, L, ...), each from a zero state; `carried`: with transition and read."""
@@ -150,8 +154,8 @@ def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket,
         tokens = gather.flatten()[outputs] - 1
         begin = int(tokens[0])
         in_order = torch.equal(tokens, torch.arange(begin, begin + gather.numel()))
-        moved = (index.to(device) for index in (gather, tokens, outputs))
-        buckets.append(Bucket(tuple(numbers), *moved, begin if in_order else None, carried))
+        gather, tokens, outputs = (index.to(device) for index in (gather, tokens, outputs))
+        buckets.append(Bucket(tuple(numbers), gather, tokens, outputs, begin if in_order else None, carried))
     return tuple(buckets)
 
 
@@ -256,7 +260,8 @@ class PassStates(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.program, ctx.channel, ctx.mixing = program, channel, mixing
         incoming = final.new_empty(len(program.incoming), *final.shape[1:])
-        receiving, pending = {}, []
+        receiving: dict[int, Pending] = {}
+        pending: list[Pending] = []
         with record_function("states"):
             for hop in program.hops:
                 states = incoming[slice(*hop.incoming)]
@@ -289,7 +294,7 @@ class PassStates(torch.autograd.Function):
         incoming, transition = ctx.saved_tensors
         grad_incoming = grad_incoming.clone(memory_format=torch.contiguous_format)
         grad_final = grad_incoming.new_zeros(len(program.finals), *grad_incoming.shape[1:])
-        grad_transition = None if transition is None else torch.zeros_like(transition)
+        grad_transition = torch.zeros_like(transition) if transition is not None else incoming.new_zeros(0)
         pending = []
         with record_function("gradients of states"):
             for hop in reversed(program.hops):
@@ -309,7 +314,7 @@ class PassStates(torch.autograd.Function):
                     grad_transition[passed] = into_factor
             for message in pending:
                 message.wait()
-        return grad_local, grad_final, grad_transition, None, None, None
+        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None
 
 
 def _advance(transition: Tensor, state: Tensor, mixing: bool) -> Tensor:

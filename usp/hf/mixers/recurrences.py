@@ -23,9 +23,9 @@ Kernel = Callable[..., Any]
 class DeltaRule:
     """The gated delta rule (arXiv 2412.06464, section 3), with decays per head or, in Kimi Linear, per key channel.
 
-    Its state S (K x V) becomes (I - beta k k^T) diag(exp g) S + beta k v^T. The values of a token enter each column of S
-    on their own, so K more columns, which hold the identity and get zero values, end as the transition, and the
-    queries read from them what each output takes of the incoming state.
+    Its state S (K x V) becomes (I - beta k k^T) diag(exp g) S + beta k v^T, each column on its own. So K more columns,
+    which begin as the identity and get zero values, end as the transition, and what the queries read from them is
+    what each output takes from the incoming state.
 
     Inputs: q, k (n, L, heads, K), v (n, L, H, V), g (n, L, H) or (n, L, H, K), beta (n, L, H).
     """
