@@ -35,6 +35,7 @@ KINDS = {
 # A whole layer in one kernel, from zero states; layers go on without it where it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 CACHES = ("cache_params", "past_key_values", "kv_cache")
+LAYER_TYPE = "linear_attention"  # transformers' name in masks by layer type
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # of this rank's tokens only, where `cu_seqlens` is global
 
 
@@ -65,6 +66,8 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
     """Make a model's convolutions and recurrences run over the sharded sequence, in place. Collective for a DeviceMesh.
 
     The model's forward must pass `cu_seqlens` of packed documents on to these layers, which is checked in each forward.
+    Mamba layers get no keyword arguments, so their documents travel in `attention_mask`. Call this after registering
+    forward hooks that read either.
 
     Returns:
         What the layers run through; its `channel` counts the bytes that this rank sends.
@@ -73,10 +76,13 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
         ValueError: naming the modules that cannot be sharded.
     """
     mixers = sharded_mixers(model)
-    if refusals := [f"{name}: {mixer.refusal}" for name, mixer in mixers.items() if mixer.refusal]:
+    refusals = [f"{name}: {mixer.refusal}" for name, mixer in mixers.items() if mixer.refusal]
+    if any(isinstance(model.get_submodule(name).forward, ShardedForward) for name in mixers):
+        refusals.append("the model's recurrent layers already run over a sharded sequence")
+    if refusals:
         raise ValueError("; ".join(refusals))
     order = SequenceOrder(mesh, layout)
-    guard = _DocumentGuard(len(mixers))
+    guard = _DocumentGuard(len(mixers), any(mixer.kind == KINDS["mamba_selective_scan"] for mixer in mixers.values()))
     for name in mixers:
         module = model.get_submodule(name)
         module.forward = ShardedForward(module, order, guard)
@@ -95,10 +101,13 @@ class ShardedForward:
         self,
         hidden_states: Tensor,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if self.guard.in_mask and attention_mask is not None:
+            cu_seqlens = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
+            attention_mask = None
         violations = [
             f"{name} is not supported by {type(self.mixer).__name__} on a sharded sequence"
             for name in (*CACHES, *PACKED)
@@ -117,17 +126,28 @@ class ShardedForward:
 
 
 class _DocumentGuard:
-    """Forward hooks that check that a forward's documents reach its mixers."""
+    """Forward hooks that check that a forward's documents reach its mixers; if `in_mask`, in place of a mask."""
 
-    def __init__(self, mixers: int) -> None:
-        self.mixers, self.calls, self.with_documents, self.before_calls = mixers, 0, 0, (0, 0)
+    def __init__(self, mixers: int, in_mask: bool) -> None:
+        self.mixers, self.in_mask = mixers, in_mask
+        self.calls, self.with_documents, self.before_calls = 0, 0, (0, 0)
 
     def count(self, cu_seqlens: Tensor | None) -> None:
         self.calls += 1
         self.with_documents += cu_seqlens is not None
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.before_calls = (self.calls, self.with_documents)
+        if not self.in_mask:
+            return args, kwargs
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and not bool(mask.all()):
+            raise ValueError("attention_mask is not supported: drop padding, and pass cu_seqlens of packed documents")
+        documents = kwargs.get("cu_seqlens")
+        return args, {
+            **kwargs,
+            "attention_mask": None if documents is None else {"full_attention": None, LAYER_TYPE: documents},
+        }
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         calls, with_documents = self.calls - self.before_calls[0], self.with_documents - self.before_calls[1]
