@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -51,7 +52,7 @@ class Plain:
         return FromZero(out, outs[-1], reads[-1], lambda states: apply(read, states.unsqueeze(1)))
 
 
-def layer(x: Tensor, weight: Tensor, mixing: bool, call: OrderedCall | None) -> Tensor:
+def layer(weight: Tensor, mixing: bool, x: Tensor, call: OrderedCall | None) -> Tensor:
     """Return a convolution, then a recurrence; without a call, on x as one document."""
 
     def convolution(channels: Tensor) -> Tensor:
@@ -75,20 +76,20 @@ def largest_error(
     width = 2 * WIDTH * WIDTH
     x, shares = (torch.randn(2, seq_len, n, generator=generator, dtype=torch.float64) for n in (width, WIDTH**2))
     weight = torch.randn(width, 1, TAPS, generator=generator, dtype=torch.float64)
-    cuts = [(0, *row, seq_len) for row in documents] if documents else [(0, seq_len)] * 2
+    cuts = [(*row, seq_len) for row in documents] if documents else [(0, seq_len)] * 2
     cu_seqlens = torch.tensor(documents) if documents else None
     for kind in LAYOUTS:
         for mixing in (False, True):
             want_x, want_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
             rows = [
-                torch.cat([layer(row[None, b:e], want_w, mixing, None) for b, e in pairwise(cut) if b < e], dim=1)
+                torch.cat([layer(want_w, mixing, row[None, b:e], None) for b, e in pairwise(cut) if b < e], dim=1)
                 for row, cut in zip(want_x, cuts, strict=True)
             ]
             want = torch.cat(rows)
             (want * shares).sum().backward()
             got_x, got_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
             own = shard_sequence(got_x, used, kind)
-            out = SequenceOrder(used, kind).run(own, cu_seqlens, lambda x, call: layer(x, got_w, mixing, call))
+            out = SequenceOrder(used, kind).run(own, cu_seqlens, partial(layer, got_w, mixing))
             (out * shard_sequence(shares, used, kind)).sum().backward()
             for grad in (got_x.grad, got_w.grad):
                 torch.distributed.all_reduce(grad)
@@ -98,13 +99,13 @@ def largest_error(
     return max(errors)
 
 
-CUTS = [[5, 6, 17, 25], [12, 12, 23, 31]]  # ends inside spans and at their ends, single tokens, an empty document
+CUTS = [[0, 5, 6, 17, 25], [0, 12, 12, 23, 31]]  # ends inside spans and at their ends, single tokens, an empty document
 CASES = [
     (ParallelDims(), 32, CUTS, False),
     (ParallelDims(ring=4), 32, None, False),
     (ParallelDims(ring=4), 32, CUTS, False),
     (ParallelDims(ring=2, ulysses=3), 48, CUTS, False),  # a rank's part goes on in its other span
-    (ParallelDims(ring=4, ulysses=2), 16, [[3, 3], [9, 14]], False),  # spans shorter than the halo
+    (ParallelDims(ring=4, ulysses=2), 16, [[0, 3, 3], [0, 9, 14]], False),  # spans shorter than the halo
     (ParallelDims(ring=2, ulysses=2, sp_order="ulysses-outer"), 32, CUTS, False),
     (ParallelDims(ring=2, ulysses=2), 32, CUTS, True),
 ]

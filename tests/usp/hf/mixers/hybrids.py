@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def documents_alone(model: PreTrainedModel, ids: Tensor, cu_seqlens: tuple[tuple
     """Return the last hidden states of each document in its own forward, zero for padding."""
     rows = []
     for row, cuts in zip(ids, cu_seqlens, strict=True):
-        pieces = [(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False) if begin < end]
+        pieces = [(begin, end) for begin, end in pairwise(cuts) if begin < end]
         outs = [model.base_model(row[None, b:e], use_cache=False).last_hidden_state[0] for b, e in pieces]
         rows.append(torch.cat((*outs, outs[0].new_zeros(len(row) - cuts[-1], outs[0].shape[-1]))))
     return torch.stack(rows)
