@@ -114,8 +114,8 @@ def _build_view(
     grid = torch.tensor(ranks).view(sizes)
     own: list[dist.ProcessGroup] = []
     for number, axis in enumerate(axes):
-        # Attention messages must not queue behind prefetched parameter all-gathers.
-        lane = "attention" if axis in ("ring", "ulysses") else ""
+        # Messages of attention and of recurrent states must not queue behind prefetched parameter all-gathers.
+        lane = "attention" if axis in ("ring", "ulysses", "sp") else ""
         along = [groups.get(peers, lane) for peers in grid.movedim(number, -1).reshape(-1, sizes[number]).tolist()]
         own += [group for group in along if group is not None]
     return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes) if own else None

@@ -34,9 +34,9 @@ class ModelsConfig:
     """Model types of transformers, such as gemma3_text,gpt_oss."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the table that `argv` asks for; raise ValueError naming unknown types."""
-    asked = tyro.cli(ModelsConfig, args=argv, prog="python -m usp models")
+    asked = tyro.cli(ModelsConfig, args=argv, prog=prog)
     known = causal_lm_types()
     types = [name.strip() for name in asked.types.split(",")] if asked.types else known
     if unknown := sorted(set(types) - set(known)):
@@ -48,4 +48,4 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
     rows = [f"| {model_type} | {' | '.join(verdict(model_type))} |" for model_type in types]
-    return ["| model type | | attention, or reason |", "| --- | --- | --- |", *rows]
+    return ["| model type | | attention and recurrent layers, or reason |", "| --- | --- | --- |", *rows]

@@ -29,6 +29,7 @@ from usp.sp.axes import SpAxes
 from usp.sp.batch import document_starts
 from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
 
+from .mixers.sharded_mixers import apply_mixers, sharded_mixers
 from .prune import OtherStagesLayer
 from .structure.probe import NEUTRAL, LayerMask, MaskKind, backbone, structure
 
@@ -86,6 +87,8 @@ def apply_unified_sp(
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     base.register_forward_hook(guard.after)
+    if sharded_mixers(model):
+        model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
 
 

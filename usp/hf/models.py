@@ -87,7 +87,11 @@ def training_problems(config: PretrainedConfig) -> str:
     if config.get_text_config() is not config:
         return "its text model is one of several parts: save and use that alone"
     model = empty_model(config, causal=True)
-    base, problems = backbone(model), list(structure(type(model), model.config).problems)
+    base, found = backbone(model), structure(type(model), model.config)
+    problems = list(found.problems)
+    if found.mixers:
+        layers = ", ".join(found.mixers)
+        problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
     needed = [*((base, name) for name in ("embed_tokens", "layers", "norm")), (model, "lm_head")]
     missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if missing:

@@ -1,4 +1,5 @@
-"""Sequence-parallel attention layer, and sharding of sequences and batches. Each file imports only earlier ones:
+"""The sequence-parallel attention layer, convolutions and recurrences, and sharding of sequences and batches. Each file
+imports only earlier ones:
 
-axes, sequence, sp_attention, batch.
+axes, grid_channel, sequence, sp_attention, batch, spans, halo, scan, reshard, in_order.
 """

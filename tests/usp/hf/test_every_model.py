@@ -26,8 +26,8 @@ from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.axes import SpAxes
 
 TYPES = sorted(config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING)
-# Full, sliding and chunked masks, sinks, softcap, latent attention, learned positions, experts, parallel blocks.
-CHOSEN = ["gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "cohere2", "olmo2", "glm4_moe", "phi3"]
+# State spaces, full, sliding and chunked masks, sinks, softcap, learned positions, experts, parallel blocks.
+CHOSEN = ["bamba", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "cohere2", "olmo2", "glm4_moe", "phi3"]
 LENGTH, CUTS = 32, [0, 11, 19, 32]
 CALLS = [("zigzag", CUTS), ("striped", [0, LENGTH])]
 

@@ -11,7 +11,7 @@ that are counted instead of read. Masks are read from the first run, not from na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from usp.hf.mixers.sharded_mixers import sharded_mixers
 from usp.hf.prune import OtherStagesLayer
 
 from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
@@ -66,11 +67,13 @@ class Structure:
         problems: why sequence parallelism would not be exact, one message each.
         in_stages: whether hidden states pass through nothing but the embedding, the layers and the norm, so that the
             model can be divided into pipeline stages.
+        mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
 
     masks: dict[str, LayerMask]
     problems: tuple[str, ...]
     in_stages: bool = False
+    mixers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -132,12 +135,14 @@ def probe(kind: type[PreTrainedModel], config: PretrainedConfig, layers: int | N
 def _structure_of(model: PreTrainedModel) -> Structure:
     base = backbone(model)
     names = {module: name for name, module in base.named_modules()}
-    watch = _Watch(base)
-    calls, different = _run_twice(base, watch)
+    mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
+    sharded = [base.get_submodule(name) for name in mixers]
+    watch = _Watch(base, sharded)
+    calls, different = _run_twice(base, watch, sharded)
     problems: list[str] = []
     if watch.found:
         problems.append(f"{', '.join(watch.found)} mix tokens outside of transformers' AttentionInterface")
-    elif not calls:
+    elif not calls and not mixers:
         problems.append(NOT_REGISTERED)
     elif different:
         problems.append("its layers depend on tokens, or on positions, that other ranks hold")
@@ -154,14 +159,16 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(base))
+    kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
+    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(base), kinds)
 
 
-def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
+def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
     """Run all tokens, then some alone; return the calls of attention, and whether these tokens differ."""
     ids = torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
     positions, shard = torch.arange(LENGTH).unsqueeze(0), torch.tensor(SHARD)
     calls, same = list[_Call](), list[bool]()
+    mixed, same_inputs = list[Any](), list[bool]()
 
     def record(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
@@ -174,11 +181,20 @@ def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
         same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip((q, k, v), call.inputs, strict=True)))
         return call.output[:, shard].contiguous(), None
 
+    def replay_mixer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if not watch.compare:
+            mixed.append((_first_tensor((*args, *kwargs.values())), output))
+            return output
+        taken, whole = mixed.pop(0)
+        same_inputs.append(_equal(_first_tensor((*args, *kwargs.values())), taken[:, shard]))
+        return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
+
     def run(attention: Callable[..., Any], tokens: Tensor) -> Tensor:
         AttentionInterface.register(PROBE, attention)
         own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
         return base(**own, use_cache=False, kv_cache=None).last_hidden_state
 
+    hooks = [mixer.register_forward_hook(replay_mixer, with_kwargs=True) for mixer in mixers]
     try:
         with torch.no_grad(), watch.watching():
             whole = run(record, torch.arange(LENGTH))
@@ -186,7 +202,9 @@ def _run_twice(base: nn.Module, watch: _Watch) -> tuple[list[_Call], bool]:
             part = run(replay, shard)
     finally:
         AttentionInterface.register(PROBE, _unprepared)
-    return calls, not (all(same) and _equal(part, whole[:, shard]))
+        for hook in hooks:
+            hook.remove()
+    return calls, not (all(same) and all(same_inputs) and _equal(part, whole[:, shard]))
 
 
 @torch.no_grad()
@@ -252,9 +270,11 @@ class _Watch:
     compare: whether the whole sequence has been seen.
     """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, besides: Sequence[nn.Module]) -> None:
         stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
         self._parts = {id(part): part for stack in stacks for layer in stack for part in layer.children()}
+        for known in besides:
+            self._parts.pop(id(known), None)
         self._whole: list[tuple[Tensor | None, Tensor | None]] = []
         self.compare, self.found = False, list[str]()
 
@@ -282,7 +302,7 @@ class _Watch:
         return _equal(part, whole[:, list(SHARD)])
 
 
-def _first_tensor(values: Any) -> Tensor | None:
+def _first_tensor(values: Any) -> Any:
     if isinstance(values, Tensor):
         return values
     parts = values if isinstance(values, tuple | list) else ()

@@ -17,7 +17,7 @@ def causal_lm_types() -> list[str]:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """Return "exact" and the masks of a type with its default configuration, or "refused" and the reason."""
+    """Return "exact" and the masks and recurrent layers of a type's default configuration, or "refused" and why."""
     try:
         config = shrink(AutoConfig.for_model(model_type), layers=4)
         for part in (config, config.get_text_config()):
@@ -31,7 +31,7 @@ def verdict(model_type: str) -> tuple[str, str]:
         return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
     if found.problems:
         return "refused", _cell("; ".join(found.problems))
-    return "exact", ", ".join(dict.fromkeys(mask.kind for mask in found.masks.values()))
+    return "exact", ", ".join(dict.fromkeys((*(mask.kind for mask in found.masks.values()), *found.mixers)))
 
 
 def _cell(text: str) -> str:

@@ -1,0 +1,187 @@
+"""Convolutions and recurrences over a sharded sequence, in float64, and the plans of what passes between spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from attention import LAYOUTS, SequenceLayout
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from tests.attention.strategies import specs
+from usp import shard_sequence, unshard_sequence
+from usp.sp.in_order import OrderedCall, SequenceOrder
+from usp.sp.reshard import ReshardPlan
+from usp.sp.scan import FromZero
+from usp.sp.spans import HaloPlan, SpanPlan, held_spans
+
+TAPS, WIDTH = 4, 3
+
+
+@dataclass(frozen=True)
+class Plain:
+    """state <- A_t state + b_t with A_t a matrix or, element by element, a factor; the output is the state itself."""
+
+    mixing: bool
+    state: tuple[int, ...] = (WIDTH, WIDTH)
+
+    def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
+        change, added = inputs
+        outs, reads = [torch.zeros_like(added[:, 0])], [torch.ones_like(added[:, 0])]
+        if self.mixing:
+            reads = [torch.eye(WIDTH, dtype=added.dtype).expand_as(added[:, 0])]
+        identity = reads[0]
+        for token in range(added.shape[1]):
+            step = identity + change[:, token]  # a token of zeros leaves the state as it is
+            outs.append((step @ outs[-1] if self.mixing else step * outs[-1]) + added[:, token])
+            reads.append(step @ reads[-1] if self.mixing else step * reads[-1])
+        out, read = torch.stack(outs[1:], 1), torch.stack(reads[1:], 1)
+        if not carried:
+            return FromZero(out, outs[-1], None, None)
+        apply = torch.matmul if self.mixing else torch.mul
+        return FromZero(out, outs[-1], reads[-1], lambda states: apply(read, states.unsqueeze(1)))
+
+
+def layer(weight: Tensor, mixing: bool, x: Tensor, call: OrderedCall | None) -> Tensor:
+    """Return a convolution, then a recurrence; without a call, on x as one document."""
+
+    def convolution(channels: Tensor) -> Tensor:
+        return F.conv1d(F.pad(channels, (TAPS - 1, 0)), weight, groups=weight.shape[0])
+
+    turned = x.transpose(1, 2)
+    mixed = convolution(turned) if call is None else call.convolve(turned, TAPS, convolution)
+    change, added = mixed.transpose(1, 2).unflatten(2, (2, WIDTH, WIDTH)).unbind(2)
+    inputs, recurrence = (0.3 * torch.tanh(change) - 0.2, added), Plain(mixing)
+    out = recurrence(inputs, False).out if call is None else call.scan(inputs, recurrence)
+    return out.flatten(2)
+
+
+def largest_error(
+    dims: ParallelDims, seq_len: int, documents: Sequence[Sequence[int]] | None, torch_mesh: bool
+) -> float:
+    """Return the largest difference in outputs and gradients from each document alone, over layouts and recurrences."""
+    mesh = ParallelMesh.create(dims)
+    used = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring")) if torch_mesh else mesh
+    generator, errors = torch.Generator().manual_seed(0), []
+    width = 2 * WIDTH * WIDTH
+    x, shares = (torch.randn(2, seq_len, n, generator=generator, dtype=torch.float64) for n in (width, WIDTH**2))
+    weight = torch.randn(width, 1, TAPS, generator=generator, dtype=torch.float64)
+    cuts = [(*row, seq_len) for row in documents] if documents else [(0, seq_len)] * 2
+    cu_seqlens = torch.tensor(documents) if documents else None
+    for kind in LAYOUTS:
+        for mixing in (False, True):
+            want_x, want_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            rows = [
+                torch.cat([layer(want_w, mixing, row[None, b:e], None) for b, e in pairwise(cut) if b < e], dim=1)
+                for row, cut in zip(want_x, cuts, strict=True)
+            ]
+            want = torch.cat(rows)
+            (want * shares).sum().backward()
+            got_x, got_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            own = shard_sequence(got_x, used, kind)
+            out = SequenceOrder(used, kind).run(own, cu_seqlens, partial(layer, got_w, mixing))
+            (out * shard_sequence(shares, used, kind)).sum().backward()
+            for grad in (got_x.grad, got_w.grad):
+                torch.distributed.all_reduce(grad)
+            found = (unshard_sequence(out.detach(), used, kind), got_x.grad, got_w.grad)
+            for one, other in zip(found, (want, want_x.grad, want_w.grad), strict=True):
+                errors.append(float((one - other).detach().norm() / other.detach().norm()))
+    return max(errors)
+
+
+CUTS = [[0, 5, 6, 17, 25], [0, 12, 12, 23, 31]]  # ends inside spans and at their ends, single tokens, an empty document
+CASES = [
+    (ParallelDims(), 32, CUTS, False),
+    (ParallelDims(ring=4), 32, None, False),
+    (ParallelDims(ring=4), 32, CUTS, False),
+    (ParallelDims(ring=2, ulysses=3), 48, CUTS, False),  # a rank's part goes on in its other span
+    (ParallelDims(ring=4, ulysses=2), 16, [[0, 3, 3], [0, 9, 14]], False),  # spans shorter than the halo
+    (ParallelDims(ring=2, ulysses=2, sp_order="ulysses-outer"), 32, CUTS, False),
+    (ParallelDims(ring=2, ulysses=2), 32, CUTS, True),
+]
+
+
+@pytest.mark.parametrize(("dims", "seq_len", "documents", "torch_mesh"), CASES)
+def test_layers_in_order_equal_one_process(
+    ranks: RankPool, dims: ParallelDims, seq_len: int, documents: list[list[int]] | None, torch_mesh: bool
+) -> None:
+    assert max(ranks.run(largest_error, dims.sp, dims, seq_len, documents, torch_mesh)) < 1e-10
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[SpanPlan]:
+    """Return the plans of all ranks."""
+    kind, ring, ulysses = (
+        draw(st.sampled_from(("contiguous", "zigzag"))),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
+    multiple = SequenceLayout.multiple_of(kind, ring, ulysses)
+    layout = SequenceLayout(kind, multiple * draw(st.integers(1, 3)), ring, ulysses)
+    rows = draw(st.integers(1, 3))
+    documents = draw(specs(layout.seq_len, rows)).documents
+    return [SpanPlan(layout, documents, rows, rank) for rank in range(ring * ulysses)]
+
+
+@given(plans())
+@settings(deadline=None, max_examples=60)
+def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:
+    layout, rows = ranked[0].layout, ranked[0].rows
+    positions = [layout.positions(*divmod(rank, layout.ulysses)).tolist() for rank in range(len(ranked))]
+    for span in held_spans(layout):
+        held = positions[span.rank][span.offset : span.offset + span.length]
+        assert held == list(range(span.start, span.end))
+    halos = [HaloPlan(plan, TAPS) for plan in ranked]
+    for rank, halo in enumerate(halos):
+        lengths = [segment.length for segment in ranked[rank].segments]
+        assert sum(lengths) == rows * layout.local_len and min(lengths) > 0
+        assert halo.receives == {peer: len(h.sends[rank]) for peer, h in enumerate(halos) if rank in h.sends}
+    for measure in (
+        lambda plan: plan.state_bytes(1, torch.float32),
+        lambda plan: HaloPlan(plan, TAPS).wire_bytes(1, torch.int8),
+    ):
+        sent = [measure(plan) for plan in ranked]
+        assert sum(one.forward for one in sent) == sum(one.backward for one in sent)
+    carried = sum(segment.before > 0 for plan in ranked for segment in plan.segments)
+    assert carried == sum(segment.continues for plan in ranked for segment in plan.segments)
+    assert carried == sum(map(len, ranked[0].crossings))
+
+
+def test_zigzag_passes_a_state_over_each_boundary_between_ranks() -> None:
+    layout = SequenceLayout("zigzag", 64, ring=4)
+    spans = held_spans(layout)
+    assert [span.rank for span in spans] == [0, 1, 2, 3, 2, 1, 0]  # the last rank's chunks are adjacent
+    sent = [SpanPlan(layout, None, 2, rank).state_bytes(10, torch.float32).forward for rank in range(4)]
+    assert sent == [80, 160, 160, 80]
+    documents = ((0, 16, 32, 48, 64), (0, 64))  # the first row's boundaries are two of the seven spans' ends
+    assert (
+        sum(SpanPlan(layout, documents, 2, rank).state_bytes(10, torch.float32).forward for rank in range(4)) == 40 * 10
+    )
+
+
+def test_spans_need_consecutive_tokens() -> None:
+    with pytest.raises(ValueError, match="reshard to contiguous first"):
+        held_spans(SequenceLayout("striped", 8, ring=2))
+
+
+def test_resharding_moves_each_token_once() -> None:
+    layouts = [SequenceLayout(kind, 24, ring=3, ulysses=2) for kind in ("striped", "contiguous")]
+    ranked = [ReshardPlan(*layouts, rank) for rank in range(6)]
+    for rank, plan in enumerate(ranked):
+        own, others = (layout.positions(*divmod(rank, 2)) for layout in layouts)
+        placed = torch.full((4,), -1)
+        for peer, sender in enumerate(ranked):
+            placed[plan.receives[peer]] = layouts[0].positions(*divmod(peer, 2))[sender.sends[rank]]
+        assert placed.tolist() == others.tolist()
+        assert sorted(torch.cat(plan.sends).tolist()) == list(range(len(own)))
+        assert plan.wire_bytes(1, 1, torch.int8).forward == 4 - len(plan.sends[rank])

@@ -1,0 +1,328 @@
+"""Recurrences over a sharded sequence, as an affine scan over its spans.
+
+The layers meant here (Mamba-2, arXiv 2405.21060; gated delta networks, arXiv 2412.06464) are affine in their state:
+over any run of tokens,
+
+    final = transition * incoming + final from a zero state
+    outputs = read * incoming + outputs from a zero state
+
+So every rank computes its spans at once, from zero states. Then only states travel, from span to span in sequence
+order, and each span adds what it reads of the state that reached it. The backward sends the gradients of states the
+other way. Documents cut spans into segments: a segment that starts a document needs no incoming state, and one that
+ends it hands none on.
+
+T tokens of this rank (its rows one after another), n segments, L tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+
+from attention import Channel
+from attention.comm import Pending
+
+from .spans import Segment, SpanPlan
+
+
+@dataclass(frozen=True)
+class FromZero:
+    """What a recurrence computes of n segments, from zero states.
+
+    Attributes:
+        out: (n, L, ...) outputs.
+        final: (n, ...) states after the last token.
+        transition: None if no segment has an incoming state. Else what takes a state over a segment: (n, ..., k, k)
+            matrices to multiply from the left if the recurrence is `mixing`, else factors that broadcast to states.
+        read: None likewise. Else from incoming states (n, ...) to their share of `out`.
+    """
+
+    out: Tensor
+    final: Tensor
+    transition: Tensor | None
+    read: Callable[[Tensor], Tensor] | None
+
+
+class Recurrence(Protocol):
+    """One kind of recurrence. Tokens whose inputs are all zero must leave the state as it is.
+
+    Attributes:
+        mixing: transitions are matrices, not factors.
+        state: the shape of a state.
+    """
+
+    @property
+    def mixing(self) -> bool: ...
+
+    @property
+    def state(self) -> tuple[int, ...]: ...
+
+    def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
+        """Compute segments (n, L, ...), each from a zero state; `carried`: with transition and read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments that are computed together, padded to the longest.
+
+    Attributes:
+        segments: numbers among the plan's segments.
+        gather: (n, L) index into a zero token and this rank's tokens.
+        tokens: (tokens of the segments,) where they are among the rank's tokens.
+        outputs: (the same,) where they are among the n * L outputs.
+        run: where the segments' tokens begin among the rank's if they stand there in order, without padding; else None.
+        carried: the segments have an incoming state.
+    """
+
+    segments: tuple[int, ...]
+    gather: Tensor
+    tokens: Tensor
+    outputs: Tensor
+    run: int | None
+    carried: bool
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A message from one span to the next.
+
+    Attributes:
+        source, destination: ranks.
+        final: this rank's place of the message's states among the final ones of its spans, (start, stop).
+        through: (index in the message, number among this rank's passed segments, number among its incoming states)
+            of the rows whose final state depends on the incoming one.
+        incoming: the place of the message's states among this rank's incoming ones, (start, stop).
+    """
+
+    source: int
+    destination: int
+    final: tuple[int, int]
+    through: tuple[tuple[int, int, int], ...]
+    incoming: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ScanProgram:
+    """A `SpanPlan` as index tensors on a device and this rank's messages in sequence order.
+
+    Attributes:
+        plan: what it was lowered from.
+        buckets: all segments, those of similar length together.
+        finals: segments whose final state is handed on, by span and row.
+        passed: those among them that have an incoming state as well.
+        incoming: segments with an incoming state, by span and row.
+        hops: the messages that this rank sends or receives.
+    """
+
+    plan: SpanPlan
+    buckets: tuple[Bucket, ...]
+    finals: tuple[int, ...]
+    passed: tuple[int, ...]
+    incoming: tuple[int, ...]
+    hops: tuple[Hop, ...]
+
+    @staticmethod
+    def lower(plan: SpanPlan, device: torch.device) -> ScanProgram:
+        numbered = sorted(enumerate(plan.segments), key=lambda item: (item[1].span, item[1].row))
+        finals = tuple(number for number, segment in numbered if segment.continues)
+        incoming = tuple(number for number, segment in numbered if segment.before)
+        passed = tuple(number for number in finals if plan.segments[number].before)
+        hops = _hops(plan, finals, passed, incoming)
+        return ScanProgram(plan, _buckets(plan.segments, device), finals, passed, incoming, hops)
+
+
+def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket, ...]:
+    """Group segments whose lengths have the same power of two, so that padding at most doubles the work."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for number, segment in enumerate(segments):
+        groups.setdefault(((segment.length - 1).bit_length(), segment.before > 0), []).append(number)
+    buckets = []
+    for (_, carried), numbers in groups.items():
+        longest = max(segments[number].length for number in numbers)
+        gather = torch.zeros(len(numbers), longest, dtype=torch.int64)
+        for line, number in enumerate(numbers):
+            segment = segments[number]
+            gather[line, : segment.length] = torch.arange(segment.start, segment.start + segment.length) + 1
+        outputs = gather.flatten().nonzero().squeeze(1)
+        tokens = gather.flatten()[outputs] - 1
+        begin = int(tokens[0])
+        in_order = torch.equal(tokens, torch.arange(begin, begin + gather.numel()))
+        gather, tokens, outputs = (index.to(device) for index in (gather, tokens, outputs))
+        buckets.append(Bucket(tuple(numbers), gather, tokens, outputs, begin if in_order else None, carried))
+    return tuple(buckets)
+
+
+def _hops(
+    plan: SpanPlan, finals: tuple[int, ...], passed: tuple[int, ...], incoming: tuple[int, ...]
+) -> tuple[Hop, ...]:
+    """Return this rank's messages. `finals`, `passed` and `incoming` are in the order of spans and rows."""
+    handed_on = {(plan.segments[number].span, plan.segments[number].row): number for number in finals}
+    hops, sent, received = [], 0, 0
+    place = {number: index for index, number in enumerate(incoming)}
+    factor = {number: index for index, number in enumerate(passed)}
+    for number, rows in enumerate(plan.crossings[:-1]):
+        source, destination = plan.spans[number].rank, plan.spans[number + 1].rank
+        if not rows or plan.rank not in (source, destination):
+            continue
+        final, through, into = (0, 0), [], (0, 0)
+        if source == plan.rank:
+            final, sent = (sent, sent + len(rows)), sent + len(rows)
+            own = [handed_on[number, row] for row in rows]
+            through = [(at, factor[one], place[one]) for at, one in enumerate(own) if one in factor]
+        if destination == plan.rank:
+            into, received = (received, received + len(rows)), received + len(rows)
+        hops.append(Hop(source, destination, final, tuple(through), into))
+    return tuple(hops)
+
+
+def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recurrence: Recurrence) -> Tensor:
+    """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
+
+    Equal to the recurrence over each document alone, forward and backward.
+
+    Args:
+        inputs: (T, ...) each.
+        channel: the grid's process group, ranked as in the plan.
+
+    Returns:
+        (T, ...).
+    """
+    ran = [recurrence([_pick(x, bucket) for x in inputs], bucket.carried) for bucket in program.buckets]
+    final = _rows(program, [part.final for part in ran], program.finals)
+    transition = _rows(program, [part.transition for part in ran], program.passed)
+    local = _scatter(program.buckets, [part.out for part in ran])
+    if final is None:
+        final = local.new_zeros(0, *recurrence.state, dtype=ran[0].final.dtype)
+    # The outputs pass through the exchange, so that its backward runs on ranks that receive no state.
+    local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing)
+    out = local
+    for bucket, part in zip(program.buckets, ran, strict=True):
+        if part.read is not None:
+            states = incoming.index_select(0, _places(program.incoming, bucket.segments, incoming.device))
+            out = out.index_add(0, bucket.tokens, part.read(states).flatten(0, 1)[bucket.outputs].to(out.dtype))
+    return out
+
+
+def _pick(x: Tensor, bucket: Bucket) -> Tensor:
+    """Return (n, L, ...) of a bucket's segments, zero where they are shorter."""
+    if bucket.run is not None:
+        return x[bucket.run : bucket.run + bucket.gather.numel()].unflatten(0, bucket.gather.shape)
+    padded = torch.cat((x.new_zeros(1, *x.shape[1:]), x))
+    return padded.index_select(0, bucket.gather.flatten()).unflatten(0, bucket.gather.shape)
+
+
+def _scatter(buckets: Sequence[Bucket], outs: Sequence[Tensor]) -> Tensor:
+    """Return the outputs of all buckets in the order of this rank's tokens."""
+    found = torch.cat([out.flatten(0, 1)[bucket.outputs] for bucket, out in zip(buckets, outs, strict=True)])
+    order = torch.cat([bucket.tokens for bucket in buckets])
+    return found.index_select(0, order.argsort())
+
+
+def _rows(program: ScanProgram, parts: Sequence[Tensor | None], chosen: tuple[int, ...]) -> Tensor | None:
+    """Return the rows of some segments, in that order, from the buckets' tensors; None if there are none."""
+    if not chosen:
+        return None
+    held = [(bucket, part) for bucket, part in zip(program.buckets, parts, strict=True) if part is not None]
+    numbers = [number for bucket, _ in held for number in bucket.segments]
+    found = torch.cat([part for _, part in held])
+    return found.index_select(0, _places(numbers, chosen, found.device))
+
+
+def _places(numbers: Sequence[int], chosen: Sequence[int], device: torch.device) -> Tensor:
+    """Return where each of the chosen segments is among `numbers`."""
+    place = {number: index for index, number in enumerate(numbers)}
+    return torch.tensor([place[number] for number in chosen], device=device)
+
+
+class PassStates(torch.autograd.Function):
+    """Pass states from span to span in sequence order, and their gradients back.
+
+    `apply(local, final, transition, program, channel, mixing)` -> local, incoming: `local` unchanged, `final` (n, ...)
+    of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of `program.incoming`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        local: Tensor,
+        final: Tensor,
+        transition: Tensor | None,
+        program: ScanProgram,
+        channel: Channel,
+        mixing: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.program, ctx.channel, ctx.mixing = program, channel, mixing
+        incoming = final.new_empty(len(program.incoming), *final.shape[1:])
+        receiving: dict[int, Pending] = {}
+        pending: list[Pending] = []
+        with record_function("states"):
+            for hop in program.hops:
+                states = incoming[slice(*hop.incoming)]
+                if hop.source == program.plan.rank:
+                    sent = final[slice(*hop.final)].contiguous()
+                    if hop.through:
+                        sent = sent.clone()
+                    for at, passed, place in hop.through:
+                        if place in receiving:
+                            receiving[place].wait()
+                        assert transition is not None
+                        sent[at] += _advance(transition[passed], incoming[place], mixing)
+                    if hop.destination == program.plan.rank:
+                        states.copy_(sent)
+                    else:
+                        pending.append(channel.post([(hop.destination, sent)], []))
+                else:
+                    message = channel.post([], [(hop.source, states)])
+                    pending.append(message)
+                    receiving.update(dict.fromkeys(range(*hop.incoming), message))
+            for message in pending:
+                message.wait()
+        ctx.save_for_backward(incoming, transition)
+        return local, incoming
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_local: Tensor, grad_incoming: Tensor):
+        program, channel = ctx.program, ctx.channel
+        incoming, transition = ctx.saved_tensors
+        grad_incoming = grad_incoming.clone(memory_format=torch.contiguous_format)
+        grad_final = grad_incoming.new_zeros(len(program.finals), *grad_incoming.shape[1:])
+        grad_transition = torch.zeros_like(transition) if transition is not None else incoming.new_zeros(0)
+        pending = []
+        with record_function("gradients of states"):
+            for hop in reversed(program.hops):
+                ours = hop.source == program.plan.rank
+                gradients = grad_final[slice(*hop.final)]
+                if hop.destination != program.plan.rank:
+                    channel.post([], [(hop.destination, gradients)]).wait()
+                elif ours:
+                    gradients.copy_(grad_incoming[slice(*hop.incoming)])
+                else:
+                    sent = grad_incoming[slice(*hop.incoming)]
+                    pending.append(channel.post([(hop.source, sent)], []))
+                for at, passed, place in hop.through if ours else ():
+                    factor, state = transition[passed], incoming[place]
+                    into_state, into_factor = _retreat(factor, state, gradients[at], ctx.mixing)
+                    grad_incoming[place] += into_state
+                    grad_transition[passed] = into_factor
+            for message in pending:
+                message.wait()
+        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None
+
+
+def _advance(transition: Tensor, state: Tensor, mixing: bool) -> Tensor:
+    return transition @ state if mixing else transition * state
+
+
+def _retreat(transition: Tensor, state: Tensor, grad: Tensor, mixing: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `_advance` in the state and the transition."""
+    if mixing:
+        return transition.transpose(-1, -2) @ grad, grad @ state.transpose(-1, -2)
+    return transition * grad, (grad * state).sum_to_size(transition.shape)
