@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from usp.hf.models import FAMILIES
-from usp.hf.structure.verdict import causal_lm_types, verdict
+from usp.hf.models import FAMILIES, training_problems
+from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
 
 HEADING = """# Models
 
@@ -20,7 +20,8 @@ any ring x ulysses mesh, or refused with the reason. A model is accepted for wha
 tiny copy of it runs once on all tokens and once on some of them (`usp/hf/structure/probe.py`). "No tiny copy" means
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
 
-train.py and rlhf.py train {trained}.
+The last column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
+experts, if it has any, are known. rlhf.py, `usp plan` and `usp cost` know {known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -41,11 +42,17 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     types = [name.strip() for name in asked.types.split(",")] if asked.types else known
     if unknown := sorted(set(types) - set(known)):
         raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such causal LM")
-    print(HEADING.format(version=version("transformers"), trained=", ".join(FAMILIES)))
+    print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
     print("\n".join(table(types)))
 
 
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
-    rows = [f"| {model_type} | {' | '.join(verdict(model_type))} |" for model_type in types]
-    return ["| model type | | attention and recurrent layers, or reason |", "| --- | --- | --- |", *rows]
+    head = ["| model type | | attention and recurrent layers, or reason | train.py |", "| --- | --- | --- | --- |"]
+    return [*head, *map(_row, types)]
+
+
+def _row(model_type: str) -> str:
+    found, why = verdict(model_type)
+    trained = "" if found != "exact" else training_problems(tiny_config(model_type)) or "yes"
+    return f"| {model_type} | {found} | {why} | {trained} |"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .probe import structure
 from .shrink import shrink
@@ -16,13 +16,19 @@ def causal_lm_types() -> list[str]:
     return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """Return a tiny version of a type's default configuration, for a decoder."""
+    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    for part in (config, config.get_text_config()):
+        if "is_decoder" in vars(part):
+            part.is_decoder = True
+    return config
+
+
 def verdict(model_type: str) -> tuple[str, str]:
     """Return "exact" and the masks and recurrent layers of a type's default configuration, or "refused" and why."""
     try:
-        config = shrink(AutoConfig.for_model(model_type), layers=4)
-        for part in (config, config.get_text_config()):
-            if "is_decoder" in vars(part):
-                part.is_decoder = True
+        config = tiny_config(model_type)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         found = structure(type(model), model.config)
