@@ -126,7 +126,8 @@ def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
     config, ulysses = model.config, axes.ulysses
     found = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in found.problems]
-    violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
+    if found.masks:
+        violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
     violations += [f"{name}={p} is not supported: set it to 0" for name, p in _dropouts(config)]

@@ -11,6 +11,7 @@ that are counted instead of read. Masks are read from the first run, not from na
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -146,6 +147,8 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems.append(NOT_REGISTERED)
     elif different:
         problems.append("its layers depend on tokens, or on positions, that other ranks hold")
+    if mixers and not calls and "position_ids" not in inspect.signature(base.forward).parameters:
+        problems.append(f"{type(base).__name__} takes no position_ids")
     if len(calls) != len({id(call.module) for call in calls}):
         problems.append("an attention module is called more than once in a forward")
     masks = {}
