@@ -18,6 +18,8 @@ from parallel.reallocation.boxes import local_box, local_part
 from .disk import base_parameters
 from .models import empty_model, kept_names
 
+_UNSET = -12345  # of integers, which have no nan
+
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
@@ -67,19 +69,23 @@ def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None) -
         buffer.copy_(values[name])
 
 
+def _has_unset(value: Tensor) -> bool:
+    return bool(value.sum().isnan() if value.is_floating_point() else (value == _UNSET).any())
+
+
 def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
     """Return initialized parameters and buffers of one module of the whole model, on the CPU."""
     module = whole.get_submodule(prefix)
     module.to_empty(device="cpu", recurse=False)
     values = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     for value in values.values():
-        value.fill_(torch.nan)
+        value.fill_(torch.nan if value.is_floating_point() else _UNSET)
     digest = hashlib.blake2b(f"{seed} {prefix}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed accelerators, whose state is not restored here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
         whole._init_weights(module)
-    uninitialized = [name for name, value in values.items() if value.sum().isnan()]
+    uninitialized = [name for name, value in values.items() if _has_unset(value)]
     if uninitialized:
         raise ValueError(
             f"transformers does not initialize {', '.join(uninitialized)} of {prefix} ({type(module).__name__}): load "

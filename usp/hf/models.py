@@ -96,6 +96,9 @@ def training_problems(config: PretrainedConfig) -> str:
     missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if missing:
         problems.append(f"it lacks {', '.join(missing)}, by which a model is divided into stages")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if buffers := [name for name in model.state_dict() if name not in parameters]:
+        problems.append(f"its checkpoints hold buffers, such as {buffers[0]}")
     try:
         model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
