@@ -96,6 +96,8 @@ def training_problems(config: PretrainedConfig) -> str:
     missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if missing:
         problems.append(f"it lacks {', '.join(missing)}, by which a model is divided into stages")
+    if not missing and not found.in_stages:
+        problems.append("it changes hidden states outside of its layers and its norm")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if buffers := [name for name in model.state_dict() if name not in parameters]:
         problems.append(f"its checkpoints hold buffers, such as {buffers[0]}")

@@ -66,8 +66,8 @@ class Structure:
     Attributes:
         masks: of every attention module that a forward calls, by the module's name in the base model, in order.
         problems: why sequence parallelism would not be exact, one message each.
-        in_stages: whether hidden states pass through nothing but the embedding, the layers and the norm, so that the
-            model can be divided into pipeline stages.
+        in_stages: whether hidden states pass through nothing but the embedding, the layers and once the norm, so that
+            the model can be divided into pipeline stages.
         mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
 
@@ -139,6 +139,9 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
     sharded = [base.get_submodule(name) for name in mixers]
     watch = _Watch(base, sharded)
+    norms: list[str] = []
+    if isinstance(norm := getattr(base, "norm", None), nn.Module):
+        norm.register_forward_hook(lambda *_: norms.append("called"))
     calls, different = _run_twice(base, watch, sharded)
     problems: list[str] = []
     if watch.found:
@@ -163,7 +166,7 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
     kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
-    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(base), kinds)
+    return Structure(masks, tuple(dict.fromkeys(problems)), len(norms) == 2 and _in_stages(base), kinds)
 
 
 def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
