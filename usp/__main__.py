@@ -1,4 +1,4 @@
-"""Tools for planning and analysis. See `python -m usp COMMAND --help`."""
+"""Tools for planning and analysis. Each COMMAND has its own --help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import NoReturn
 
@@ -20,19 +21,23 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
     """Run the command that `argv` names; return 0, or 1 after printing why it failed.
 
-    environ: what torchrun says about this rank, for `calibrate`; None for a single process.
+    Args:
+        environ: what torchrun says about this rank, for `calibrate`; None for a single process.
+        prog: program name in usage messages.
     """
-    parser = argparse.ArgumentParser(prog="python -m usp", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     asked, flags = parser.parse_known_args(argv)
     command = import_module(f"usp.commands.{asked.command.replace('-', '_')}")
     try:
-        command.main(flags, {} if environ is None else environ)
+        command.main(flags, {} if environ is None else environ, f"{prog} {asked.command}")
+    except BrokenPipeError:  # the reader of the output, such as `head`, has gone
+        leave()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -40,23 +45,24 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None) -
 
 
 def usp() -> NoReturn:
-    """Run `python -m usp` as a console script."""
-    sys.exit(main(sys.argv[1:], os.environ))
+    """Run the console script `usp`."""
+    sys.exit(main(sys.argv[1:], os.environ, "usp"))
 
 
 def usp_train() -> NoReturn:
-    """Run train.py as a console script."""
+    """Run the console script `usp-train`, which is train.py."""
     _program("train")
 
 
 def usp_rlhf() -> NoReturn:
-    """Run rlhf.py as a console script."""
+    """Run the console script `usp-rlhf`, which is rlhf.py."""
     _program("rlhf")
 
 
 def _program(name: str) -> NoReturn:
-    leave(import_module(f"usp.commands.{name}").main(sys.argv[1:], os.environ))
+    program = import_module(f"usp.commands.{name}").program
+    leave(replace(program, prog=f"usp-{name}").main(sys.argv[1:], os.environ))
 
 
 if __name__ == "__main__":
-    usp()
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -183,6 +183,8 @@ class TrainConfig(RunConfig, _Training, ParallelConfig):
     expert parallelism.
 
     For example, on 8 ranks: torchrun --nproc-per-node 8 train.py --sp-ulysses 4 --sp-ring 2
+
+    Outside the repository, use --no-python usp-train instead of train.py.
     """
 
 

@@ -37,9 +37,9 @@ class CalibrateConfig:
     """Head dimension of the benchmark."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0."""
-    asked = tyro.cli(CalibrateConfig, args=argv, prog="python -m usp calibrate")
+    asked = tyro.cli(CalibrateConfig, args=argv, prog=prog)
     from usp.cost.time.calibrate import Plan, calibrate
 
     if problem := output_problem("--out", asked.out):

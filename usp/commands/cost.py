@@ -54,9 +54,9 @@ class CostConfig:
     """Also write an HTML page of the tables and plots."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
-    asked = tyro.cli(CostConfig, args=argv, prog="python -m usp cost")
+    asked = tyro.cli(CostConfig, args=argv, prog=prog)
     seq_len = tokens(asked.seq_len)
     if problems := _problems(asked):
         raise ValueError("; ".join(problems))

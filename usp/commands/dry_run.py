@@ -29,9 +29,9 @@ class DryRunConfig(TrainConfig):
     """Print JSON, with sizes in bytes."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the dry run that `argv` asks for."""
-    asked = parse(argv, DryRunConfig, "python -m usp dry-run", leading_config=True)
+    asked = parse(argv, DryRunConfig, prog, leading_config=True)
     if asked.world_size < 1:
         raise ConfigurationError(
             f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"

@@ -20,6 +20,7 @@ from tyro.conf import arg
 
 from usp.config import config_from_mapping
 from usp.run.failures import ConfigurationError
+from usp.run.launch import leave
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -65,6 +66,8 @@ def parse(
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
             default = flags(**asdict(from_file), config=path)  # type: ignore[call-overload]
             return as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
+    except BrokenPipeError:  # the reader of the help, such as `head`, has gone
+        leave()
     except SystemExit as stop:
         if stop.code:
             raise ConfigurationError(f"invalid command line\n{mistakes.getvalue().rstrip()}") from None

@@ -39,9 +39,9 @@ class PlanConfig(TrainConfig):
     """Write the fastest configuration to this file, for train.py --config."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
-    asked = parse(argv, PlanConfig, "python -m usp plan", leading_config=True)
+    asked = parse(argv, PlanConfig, prog, leading_config=True)
 
     from usp.cost.planner.choice import choose, suppose
     from usp.cost.planner.plan_report import render_plan

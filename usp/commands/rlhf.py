@@ -8,4 +8,5 @@ from usp.rlhf.config import RlhfConfig
 
 from .command import Command
 
-main = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf).main
+program = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf)
+main = program.main

@@ -28,9 +28,9 @@ class RlhfTraceConfig:
     """Plot to write; the trace is written next to it, as .json."""
 
 
-def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the table of a run's timeline, and write its trace and plot."""
-    asked = tyro.cli(RlhfTraceConfig, args=argv, prog="python -m usp rlhf-trace")
+    asked = tyro.cli(RlhfTraceConfig, args=argv, prog=prog)
     from usp.rlhf.runtime.timeline import read_events
     from usp.rlhf.runtime.trace import plot, shown, table, write_chrome_trace
 

@@ -36,4 +36,5 @@ def _load() -> Callable[[TrainConfig, Launch, StopRequest, str | None], None]:
     return lambda config, launch, stop, error_file: train(prepare_run(config, launch), launch, stop, error_file)
 
 
-main = Command("train.py", TrainConfig, _load).main
+program = Command("train.py", TrainConfig, _load)
+main = program.main

@@ -102,6 +102,8 @@ class RlhfConfig(RunConfig, _Rlhf, ParallelConfig):
     model call has its own ranks and parallel layout.
 
     For example, on 8 ranks: torchrun --nproc-per-node 8 rlhf.py --algorithm grpo --sp-ulysses 2 --sp-ring 2
+
+    Outside the repository, use --no-python usp-rlhf instead of rlhf.py.
     """
 
 
