@@ -1,13 +1,17 @@
 """The documents of a file, in pieces of bounded size.
 
 A document is read as pieces of about PIECE characters, so that neither a text file nor a Parquet row group of any size
-is held in memory. Text is cut after a newline where there is one, because tokenizers split words from line breaks.
+is held in memory; only a single record is. Text is cut after a newline where there is one, because tokenizers split
+words from line breaks.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import mmap
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,10 +19,12 @@ from typing import Any, TextIO
 from usp.run.failures import nearest
 
 from .files import DataFile
-from .reading import open_bytes, open_text
+from .reading import open_text
 
-PIECE = 2**20  # characters
-BATCH_BYTES = 2**24  # of the rows of Parquet and CSV that are read together
+PIECE = 2**16  # characters
+# Rows of Parquet and Arrow that become text together. Their size is known only afterwards: a Parquet file says how much
+# it stores, and stores repeated text once.
+ROWS = 16
 
 Piece = tuple[str, bool]  # text, and whether a document ends with it
 
@@ -39,6 +45,9 @@ def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
         yield from _in_pieces(text[at : at + PIECE] for at in range(0, len(text), PIECE))
 
 
+_LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
+
+
 def _in_pieces(chunks: Iterable[str]) -> Iterator[Piece]:
     kept = ""
     for chunk in chunks:
@@ -53,10 +62,10 @@ def _in_pieces(chunks: Iterable[str]) -> Iterator[Piece]:
 
 def _place_to_cut(text: str) -> int:
     """Return the last beginning of a line, or else of a word, that leaves something on both sides."""
-    for between in ("\n", r"\s"):
-        found = re.compile(rf"{between}(?=\S)").finditer(text, len(text) // 2)
-        if last := max((match.end() for match in found), default=0):
-            return last
+    for between in (_LINE, _WORD):
+        for begin in (len(text) - 1024, len(text) // 2):  # near the end first, because finding all words takes long
+            if last := max((match.end() for match in between.finditer(text, max(begin, len(text) // 2))), default=0):
+                return last
     return len(text) - 1
 
 
@@ -113,24 +122,22 @@ def _text_of(row: Any, field: str, where: str) -> str:
 
 
 def _csv(path: Path, field: str) -> Iterator[str]:
-    from pyarrow import ArrowInvalid, csv, string  # slow to import, and only these formats need it
-
-    delimiter = "\t" if ".tsv" in path.name.lower() else ","
-    parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    with open_bytes(path) as file:
+    with open_text(path) as file:
+        rows = csv.reader(file, delimiter="\t" if ".tsv" in path.name.lower() else ",", strict=True)
+        limit = csv.field_size_limit(sys.maxsize)  # by default 128 KiB
         try:
-            reader = csv.open_csv(
-                file,
-                read_options=csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
-                parse_options=parsing,
-                convert_options=csv.ConvertOptions(column_types={field: string()}, strings_can_be_null=False),
-            )
-            if field not in reader.schema.names:
-                raise _missing_field(str(path), "column", field, reader.schema.names)
-            for batch in reader:
-                yield from batch.column(field).to_pylist()
-        except ArrowInvalid as error:
-            raise ValueError(f"{path} is not a CSV file: {error}") from error
+            names = next(rows)
+            if field not in names:
+                raise _missing_field(str(path), "column", field, names)
+            column = names.index(field)
+            for row in rows:
+                if len(row) not in (0, len(names)):
+                    raise csv.Error(f"{len(row)} values instead of {len(names)}")
+                yield row[column] if row else ""
+        except (csv.Error, StopIteration) as error:
+            raise ValueError(f"{path}, line {rows.line_num}: not CSV ({error})") from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
@@ -139,10 +146,7 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
     try:
         with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
             _check_column(path, field, file.schema_arrow)
-            groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-            row_bytes = max((group.total_byte_size / max(group.num_rows, 1) for group in groups), default=1)
-            rows = max(1, int(BATCH_BYTES / max(row_bytes, 1)))
-            for batch in file.iter_batches(batch_size=min(rows, 2**16), columns=[field], use_threads=False):
+            for batch in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
                 yield from (text or "" for text in batch.column(0).to_pylist())
     except (ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
@@ -151,23 +155,26 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _arrow(path: Path, field: str) -> Iterator[str]:
-    from pyarrow import ArrowInvalid, OSFile, ipc
+    from pyarrow import ArrowInvalid, BufferReader, ipc, py_buffer
 
-    with OSFile(str(path)) as file:
-        try:
-            is_file = file.read(6) == b"ARROW1"
-            file.seek(0)
-            if is_file:
-                reader = ipc.open_file(file)
-                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            else:
-                reader = ipc.open_stream(file)
-                batches = iter(reader)
-            _check_column(path, field, reader.schema)
-            for batch in batches:
-                yield from (text or "" for text in batch.column(field).to_pylist())
-        except ArrowInvalid as error:
-            raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
+    with path.open("rb") as file:  # mapped, because a batch may be as large as the file
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        source = BufferReader(py_buffer(mapped))
+        if mapped[:6] == b"ARROW1":
+            reader = ipc.open_file(source)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            reader = ipc.open_stream(source)
+            batches = iter(reader)
+        _check_column(path, field, reader.schema)
+        for batch in batches:
+            column = batch.column(field)
+            for at in range(0, len(column), ROWS):
+                yield from (text or "" for text in column.slice(at, ROWS).to_pylist())
+                mapped.madvise(mmap.MADV_DONTNEED)  # what has been read would count as memory of the process
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:

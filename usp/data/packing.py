@@ -10,13 +10,13 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
 from .store import TokenStore
 from .tokenizer import Ids
+
+BLOCK = 64  # documents of an epoch's stream whose place in it is remembered together
 
 PackedRow = tuple[Ids, list[int]]  # ids, and the document boundaries in them, from 0 to seq_len
 
@@ -30,8 +30,9 @@ class PackedRows:
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._lengths = store.document_lengths()
         self._epoch = -1
+        # The last block of documents that was read: its number, the documents, and their ends in the epoch's stream.
+        self._block: tuple[int, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
 
     def __getitem__(self, number: int) -> PackedRow:
         epoch, place = divmod(number, self.per_epoch)
@@ -50,17 +51,36 @@ class PackedRows:
 
     def _document_from(self, at: int, longest: int) -> Ids:
         """Return at most `longest` ids of the document at place `at` of the epoch's stream, from there on."""
-        place = int(np.searchsorted(self._ends, at, side="right"))
-        left = min(int(self._ends[place]) - at, longest)
-        document = int(self._documents[place])
-        begin = int(self.store.ends[document]) - (int(self._ends[place]) - at)
-        return self.store.read(begin, begin + left)
+        documents, ends = self._block_at(at)
+        place = int(np.searchsorted(ends, at, side="right"))
+        left = int(ends[place]) - at
+        begin = int(self.store.ends[documents[place]]) - left
+        return self.store.read(begin, begin + min(left, longest))
+
+    def _block_at(self, at: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+        """Return the documents around place `at` of the epoch's stream, and the places in it at which they end."""
+        index = int(np.searchsorted(self._begins, at, side="right")) - 1
+        if index != self._block[0]:
+            documents = self._documents[index * BLOCK : (index + 1) * BLOCK]
+            self._block = index, documents, self._begins[index] + np.cumsum(self.store.lengths(documents))
+        return self._block[1:]
 
     def _permute(self, epoch: int) -> None:
-        permutation: Callable[[int], npt.NDArray[np.int64]] = np.arange
-        if self.seed is not None:
-            permutation = np.random.default_rng((self.seed, epoch)).permutation
-        self._documents = permutation(len(self._lengths))
-        self._ends = np.cumsum(self._lengths[self._documents])  # of the documents in the epoch's stream
-        self._rows = permutation(self.per_epoch)
+        draw = None if self.seed is None else np.random.default_rng((self.seed, epoch))
+        self._documents = _numbers(self.store.manifest.documents, draw)
+        sizes = []  # of blocks of documents: the place of each document would take much memory
+        for first in range(0, len(self._documents), 2**12 * BLOCK):
+            lengths = self.store.lengths(self._documents[first : first + 2**12 * BLOCK])
+            sizes.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
+        self._begins = np.cumsum(np.concatenate(([0], *sizes)))[:-1]  # of the blocks
+        self._block = -1, self._documents[:0], self._begins[:0]
+        self._rows = _numbers(self.per_epoch, draw)
         self._epoch = epoch
+
+
+def _numbers(count: int, draw: np.random.Generator | None) -> npt.NDArray[np.unsignedinteger]:
+    """Return the numbers below `count` in random order, or ascending without `draw`, in the smallest type."""
+    numbers = np.arange(count, dtype=np.min_scalar_type(count))
+    if draw is not None:
+        draw.shuffle(numbers)
+    return numbers

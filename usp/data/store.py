@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ from .files import DataFile, DataFiles
 from .tokenizer import Ids, Tokenizer, as_document
 
 FORMAT = 1
-BATCH_CHARACTERS = 2**22  # tokenized together
+BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 LARGE = 2**26  # bytes of files that take more than a moment
 TOKENS, ENDS, MANIFEST = "tokens.bin", "ends.bin", "manifest.json"
 
@@ -53,22 +52,31 @@ class Manifest:
 
 
 class TokenStore:
-    """The documents of a store. Nothing is held in memory but the parts of the files that were read."""
+    """The documents of a store.
+
+    manifest: what it holds. ends: int64 (documents,), the position after each document, mapped from its file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
-        self.tokens: npt.NDArray[np.unsignedinteger] = np.memmap(folder / TOKENS, self.manifest.dtype, "r")
-        self.ends: npt.NDArray[np.int64] = np.memmap(folder / ENDS, np.int64, "r")
-        if (len(self.tokens), len(self.ends)) != (self.manifest.tokens, self.manifest.documents):
+        self._dtype = np.dtype(self.manifest.dtype)
+        sizes = [(folder / name).stat().st_size for name in (TOKENS, ENDS)]
+        if sizes != [self.manifest.tokens * self._dtype.itemsize, self.manifest.documents * 8]:
             raise ValueError(f"token store {folder} is damaged: remove it, it is written again")
+        self.ends: npt.NDArray[np.int64] = np.memmap(folder / ENDS, np.int64, "r")
+        # Not mapped: what has been read of a mapped file counts as memory of the process, which would grow with steps.
+        self._tokens = (folder / TOKENS).open("rb", buffering=0)
 
-    def document_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each document, int64 (documents,)."""
-        return np.diff(self.ends, prepend=0)
+    def lengths(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Return the tokens of documents, by their numbers."""
+        before = self.ends[documents.astype(np.int64) - 1]
+        return self.ends[documents] - np.where(documents > 0, before, 0)
 
     def read(self, begin: int, end: int) -> Ids:
         """Return the ids at positions begin to end - 1."""
-        return self.tokens[begin:end].astype(np.int64)
+        size = self._dtype.itemsize
+        content = os.pread(self._tokens.fileno(), (end - begin) * size, begin * size)
+        return np.frombuffer(content, self._dtype).astype(np.int64)
 
 
 def open_store(
@@ -124,9 +132,9 @@ def _write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Pat
 
 def _tokenize(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path) -> Manifest:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    digest, ends = hashlib.blake2b(digest_size=16), array("q")
-    tokens = characters = replaced = 0
-    with (folder / TOKENS).open("wb") as file:
+    digest = hashlib.blake2b(digest_size=16)
+    tokens = documents = characters = replaced = 0
+    with (folder / TOKENS).open("wb") as file, (folder / ENDS).open("wb") as ends:
         for batch in _batches(_all_pieces(files.files, field)):
             encoded = tokenizer.encode_all([text for text, _, _ in batch])
             for (text, begins, finishes), ids in zip(batch, encoded, strict=True):
@@ -134,14 +142,18 @@ def _tokenize(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path) 
                 tokens += len(ids)
                 characters += len(text)
                 replaced += text.count("\ufffd")
-                _append(file, ids.astype(dtype), digest)
+                content = ids.astype(dtype).tobytes()
+                file.write(content)
+                digest.update(content)
                 if finishes:
-                    ends.append(tokens)
+                    ends.write(np.int64(tokens).tobytes())
+                    documents += 1
     if not tokens:
         raise ValueError("the data holds no text: every document in it is empty")
-    with (folder / ENDS).open("wb") as file:
-        _append(file, np.frombuffer(ends, np.int64), digest)
-    return Manifest(len(files.files), len(ends), characters, replaced, tokens, str(dtype), digest.hexdigest())
+    with (folder / ENDS).open("rb") as ends:
+        while content := ends.read(2**20):
+            digest.update(content)
+    return Manifest(len(files.files), documents, characters, replaced, tokens, str(dtype), digest.hexdigest())
 
 
 def _all_pieces(files: Iterable[DataFile], field: str) -> Iterator[tuple[str, bool, bool]]:
@@ -166,9 +178,3 @@ def _batches(pieces: Iterator[tuple[str, bool, bool]]) -> Iterator[list[tuple[st
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _append(file: BinaryIO, values: npt.NDArray, digest: hashlib.blake2b) -> None:
-    content = values.tobytes()
-    digest.update(content)
-    file.write(content)

@@ -45,7 +45,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 
 
 def test_a_store_holds_every_document_with_its_end(store: TokenStore) -> None:
-    documents = np.split(store.read(0, len(store.tokens)), store.ends[:-1])
+    documents = np.split(store.read(0, store.manifest.tokens), store.ends[:-1])
     expected = [[65 + 3 + number] * length + [1] for number, length in enumerate(LENGTHS) if length]
     assert [document.tolist() for document in documents] == expected
     manifest = store.manifest
@@ -59,7 +59,7 @@ def test_long_documents_are_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     text = "some words\nand lines " * 20
     (tmp_path / "a.txt").write_text(text)
     found = opened(tmp_path / "a.txt", tmp_path / "cache")
-    assert found.read(0, len(found.tokens)).tolist() == [*ByteTokenizer().encode(text), 1]
+    assert found.read(0, found.manifest.tokens).tolist() == [*ByteTokenizer().encode(text), 1]
     assert found.ends.tolist() == [len(text) + 1]
 
 
