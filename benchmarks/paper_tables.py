@@ -17,8 +17,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baselines.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from benchmarks.harness.record import Record, finish
-from benchmarks.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from parallel import Hardware, Tier, load_hardware
 from parallel.cluster.hardware import Curve
 from usp.cost.job import Job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.paper_rows import ROWS, TABLES, calibrated, job
+from benchmarks.baselines.paper_rows import ROWS, TABLES, calibrated, job
 from benchmarks.paper_tables import COLUMNS, START, errors, fit, kendall_tau, summary
 
 
