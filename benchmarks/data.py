@@ -8,7 +8,7 @@ the others wait for it; then all read batches. The text is the source code of Py
     parquet         documents of 2,000 characters in a single row group
     parquet, short  documents of 100 characters in a single row group
 
-    python -m benchmarks.data                         # files of 500 MB, about half an hour on two cores
+    python -m benchmarks.data                         # files of 500 MB, about a quarter of an hour on two idle cores
     python -m benchmarks.data --megabytes 20 --no-save
 """
 
@@ -18,7 +18,6 @@ import argparse
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -49,7 +48,6 @@ COLUMNS = (
     "tokenizer",
     "documents",
     "M tokens",
-    "seconds",
     "peak MiB, writer",
     "others",
     "MiB after, writer",
@@ -104,7 +102,7 @@ class Peak(threading.Thread):
 def measure(config: TrainConfig) -> dict[str, Any]:
     """Prepare a run and read its first batches; return by how many bytes the memory of this rank grew."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    before, begin = Memory.now(), time.monotonic()
+    before = Memory.now()
     with Peak() as peak:
         prepared = prepare(config, Launch(rank, size, rank, size))
         digests = [batch.digest() for batch in islice(prepared.batches, BATCHES)]
@@ -115,7 +113,6 @@ def measure(config: TrainConfig) -> dict[str, Any]:
         "peak_anonymous": peak.anonymous - before.anonymous,
         "after": after.resident - before.resident,
         "after_anonymous": after.anonymous - before.anonymous,
-        "seconds": time.monotonic() - begin,
         "documents": manifest.documents,
         "tokens": manifest.tokens,
         "digests": digests,
@@ -217,7 +214,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["tokenizer"],
         f"{ranks[0]['documents']:,}",
         f"{ranks[0]['tokens'] / 1e6:,.0f}",
-        f"{max(rank['seconds'] for rank in ranks):.0f}",
         *memory,
     )
 

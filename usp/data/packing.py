@@ -69,8 +69,8 @@ class PackedRows:
         draw = None if self.seed is None else np.random.default_rng((self.seed, epoch))
         self._documents = _numbers(self.store.manifest.documents, draw)
         sizes = []  # of blocks of documents: the place of each document would take much memory
-        for first in range(0, len(self._documents), 2**14 * BLOCK):
-            lengths = self.store.lengths(self._documents[first : first + 2**14 * BLOCK])
+        for first in range(0, len(self._documents), 2**12 * BLOCK):
+            lengths = self.store.lengths(self._documents[first : first + 2**12 * BLOCK])
             sizes.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
         self._begins = np.cumsum(np.concatenate(([0], *sizes)))[:-1]  # of the blocks
         self._block = -1, self._documents[:0], self._begins[:0]
