@@ -31,7 +31,10 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         ValueError: naming all `tp_violations` and `plan_violations`.
     """
     config, tp = model.config, mesh.size("tp")
-    violations = tp_violations(model_facts(config.model_type, config), tp, sequence_parallel)
+    facts = model_facts(config.model_type, config)
+    violations = tp_violations(facts, tp, sequence_parallel)
+    if tp > 1 and sequence_parallel and facts.value_dim != facts.head_dim:
+        violations.append("latent attention is not supported with tp_sequence_parallel: leave it out")
     violations += plan_violations(config) if tp > 1 else []
     if violations:
         raise ValueError("; ".join(violations))

@@ -38,6 +38,7 @@ REFUSALS = (
     "tensor-parallel plan of model_type=",
     "are one matrix (tie_word_embeddings)",
     "outside of its layers",
+    "latent attention is not supported with tp_sequence_parallel",
     "and not in its tensor-parallel plan",
 )
 CHOSEN = {
