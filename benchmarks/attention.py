@@ -100,7 +100,7 @@ def measure(case: Case, warmups: int, iterations: int, peer: bool) -> dict[str, 
     distributed = {name: runner for name, runner in runners.items() if runner and name != "one process"}
     return {
         "spans": time_in_turns(runners, warmups, iterations),
-        "predicted": asdict(predicted),
+        "predicted": {"forward": predicted.forward, "backward": predicted.backward},
         "sent": {name: sent_bytes(runner) for name, runner in distributed.items()},
         "peak": {name: peak_bytes(runner) for name, runner in runners.items() if runner},
         "difference": differences(runners, distributed),
