@@ -243,7 +243,8 @@ class Trainer(TrainingLoop):
                 f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
             )
             yield from filter(None, [held_out.files.left_out_line()])
-        yield f"step: {rows} x {config.seq_len} tokens, an epoch is {packed.per_epoch / rows:.1f} steps"
+        steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
+        yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
 
     def _evaluate(self, number: int) -> float | None:
         """Return the loss on the held-out data, if it is evaluated after this step."""
