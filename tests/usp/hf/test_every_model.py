@@ -9,23 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp import apply_unified_sp, shard_batch
+from usp.hf.structure import verdict
 from usp.hf.structure.probe import structure
-from usp.hf.structure.shrink import VOCAB, shrink
+from usp.hf.structure.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.axes import SpAxes
 
-TYPES = sorted(config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING)
+TYPES = verdict.causal_lm_types()
 # State spaces, full, sliding and chunked masks, sinks, softcap, learned positions, experts, parallel blocks.
 CHOSEN = ["bamba", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "cohere2", "olmo2", "glm4_moe", "phi3"]
 LENGTH, CUTS = 32, [0, 11, 19, 32]
@@ -34,13 +29,11 @@ CALLS = [("zigzag", CUTS), ("striped", [0, LENGTH])]
 
 def tiny_config(model_type: str) -> PretrainedConfig:
     """A tiny decoder without anything random."""
-    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    config = verdict.tiny_config(model_type)
     for part in (config, config.get_text_config()):
         for name, value in list(vars(part).items()):
             if ("dropout" in name or name.endswith("pdrop") or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
-        if "is_decoder" in vars(part):
-            part.is_decoder = True
     return config
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import usp.train.trainer
 from parallel.testing import RankPool, run_ranks
 from tests.usp.tiny import drawn_model
+from tests.usp.train.test_trainer import launch_of_pool
 from usp.config import TrainConfig
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
@@ -43,10 +44,6 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("held-out") / "data.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     return file
-
-
-def launch_of_pool() -> Launch:
-    return Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
 
 
 # The loss

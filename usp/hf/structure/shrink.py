@@ -24,7 +24,7 @@ WINDOWS = {
 }
 _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width", "mamba_d_ssm_base"), HIDDEN),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width"), HIDDEN),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
