@@ -61,7 +61,8 @@ class RingAttention(torch.autograd.Function):
             out, lse = total.result()
             if sinks is not None:
                 joined = torch.logaddexp(lse, sinks.to(lse.dtype))
-                out, lse = out * torch.exp(lse - joined).unsqueeze(-1), joined
+                # Not exp(lse - joined): sigmoid scales down the rounding of lse with the share of the sink.
+                out, lse = out * torch.sigmoid(lse - sinks.to(lse.dtype)).unsqueeze(-1), joined
             return out.to(q.dtype), lse
 
         out, lse = keep(("ring attention", q.shape, k.shape, v.shape), attention)
