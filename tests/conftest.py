@@ -54,7 +54,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(8, len(os.sched_getaffinity(0)) // 8)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    more = [item for item in items if item.get_closest_marker("exhaustive")]
+    if more and not config.getoption("--exhaustive"):
+        config.hook.pytest_deselected(items=more)
+        items[:] = [item for item in items if item not in more]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -33,8 +33,8 @@ def bits(tensor: Tensor) -> Tensor:
 # All pairs, on eight ranks
 
 
-def all_pairs() -> tuple[list[int], list[str]]:
-    """Return the bytes that this rank sends for each pair, and the pairs whose result is not bitwise correct."""
+def run_pairs(pairs: list[tuple[str, str]]) -> tuple[list[int], list[str]]:
+    """Return the bytes that this rank sends for each of these pairs, and those whose result is not bitwise correct."""
     groups, rank = ProcessGroups(), dist.get_rank()
     held = {name: plain_tensors(grid.layout(), rank) for name, grid in GRIDS.items()}
     layouts = {name: grid.layout() for name, grid in GRIDS.items()}
@@ -45,7 +45,7 @@ def all_pairs() -> tuple[list[int], list[str]]:
         name: {key: torch.empty_like(tensor) for key, tensor in tensors.items()} for name, tensors in held.items()
     }
     sent, wrong = [], []
-    for src, dst in itertools.product(GRIDS, GRIDS):
+    for src, dst in pairs:
         plan = plan_realloc(layouts[src], layouts[dst], bucket_bytes=BUCKET, ranks_per_host=4)
         reallocation = Reallocation(plan, groups, CPU)
         for tensor in targets[dst].values():
@@ -53,8 +53,8 @@ def all_pairs() -> tuple[list[int], list[str]]:
         with count_sent_bytes() as counted:
             reallocation.run(held[src], targets[dst])
         sent.append(counted.total)
-        pairs = ((local_part(targets[dst][name]), local_part(held[dst][name])) for name in held[dst])
-        if not all(torch.equal(bits(got), bits(expected)) for got, expected in pairs):
+        parts = ((local_part(targets[dst][name]), local_part(held[dst][name])) for name in held[dst])
+        if not all(torch.equal(bits(got), bits(expected)) for got, expected in parts):
             wrong.append(f"{src} -> {dst}")
     return sent, wrong
 
@@ -73,12 +73,14 @@ def held_bytes(layout: ParamLayout) -> list[Tensor]:
     return masks
 
 
-def test_all_pairs_are_exact_and_send_the_minimum_number_of_bytes(ranks: RankPool) -> None:
-    results = ranks.run(all_pairs, 8, timeout=400)
+def test_all_pairs_are_exact_and_send_the_minimum_number_of_bytes(ranks: RankPool, exhaustive: bool) -> None:
+    """Without --exhaustive every second pair, so each layout still meets half of the others."""
+    assert len(GRIDS) % 2, "every second pair would be every second layout"
+    pairs = list(itertools.product(GRIDS, GRIDS))[:: 1 if exhaustive else 2]
+    results = ranks.run(run_pairs, 8, pairs, timeout=400)
     assert [wrong for _, wrong in results] == [[]] * 8
     masks = {name: held_bytes(grid.layout()) for name, grid in GRIDS.items()}
     assert len({tuple(tuple(mask.tolist()) for mask in held) for held in masks.values()}) == len(GRIDS) >= 25
-    pairs = list(itertools.product(GRIDS, GRIDS))
     for (src, dst), *sent in zip(pairs, *(sent for sent, _ in results), strict=True):
         fewest = sum(int((after & ~before).sum()) for before, after in zip(masks[src], masks[dst], strict=True))
         assert sum(sent) == fewest, (src, dst)

@@ -67,10 +67,10 @@ PLANS = (
 )
 # Without --exhaustive: every plan at least once, and those that differ most for the graph with every kind of call.
 CHOSEN = {
-    "ppo": ("tp2 pp2 dp2", "generate tp4 dp2, train u2 r2 dp2", "separation"),
-    "grpo": ("flattening", "u2 r2 tp2", "interleaving"),
-    "dpo": ("heuristic",),
-    "remax": ("separation",),
+    "ppo": ("tp2 pp2 dp2", "separation"),
+    "grpo": ("generate tp4 dp2, train u2 r2 dp2", "interleaving"),
+    "dpo": ("flattening", "heuristic"),
+    "remax": ("u2 r2 tp2",),
 }
 
 
