@@ -21,10 +21,10 @@ from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settle
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.base_reference import policy_as_reference
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping
-from usp.rlhf.plan.reference import policy_as_reference
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.step_plan import batch_violations
 from usp.run.failures import Problems, listed, nearest

@@ -36,9 +36,9 @@ from usp.rlhf.config import RlhfConfig
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.base_reference import policy_as_reference
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.reference import policy_as_reference
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.role_spec import RoleSpec
