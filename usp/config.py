@@ -1,8 +1,8 @@
 """Training configuration: one flat frozen dataclass, and its conversion to and from a mapping.
 
-`TrainConfig` lists every option of train.py; rlhf.py (`usp.rlhf.config`) shares `ParallelConfig` and `RunConfig`. Each
-field is a flag (`sp_ring` is `--sp-ring`, the string below it is its help) and a key of a YAML or TOML file. Nothing
-here depends on the machine; the rules that a configuration must satisfy are in `usp.train.validate`.
+`TrainConfig` lists every option of train.py; rlhf.py (`usp.rlhf.config`) shares all but `_Training`. Each field
+is a flag (`sp_ring` is `--sp-ring`, the string below it is its help) and a key of a YAML or TOML file. Nothing here
+depends on the machine; the rules that a configuration must satisfy are in `usp.train.validate`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,20 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA adapters, shared by train.py and rlhf.py."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters, which are trained instead of the model's weights (requires peft). 0: no adapters."""
+    lora_alpha: int = 0
+    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
+    lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
+    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all of them, but no experts."""
+    lora_merge: bool = False
+    """Also export the model with the adapters merged into its weights."""
+
+
+@dataclass(frozen=True)
 class _Training:
     """Options of train.py only."""
 
@@ -168,15 +182,6 @@ class _Training:
     seed: int = 0
     """Seed for weight initialization and data order."""
 
-    lora_rank: int = 0
-    """Rank of LoRA adapters, which are trained instead of the model's weights (requires peft). 0: no adapters."""
-    lora_alpha: int = 0
-    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
-    lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
-    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all of them, but no experts."""
-    lora_merge: bool = False
-    """Also export the model with the adapters merged into its weights."""
-
     ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
     ac_offload: bool = False
@@ -190,7 +195,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig, _Training, ParallelConfig):
+class TrainConfig(RunConfig, _Training, LoraConfig, ParallelConfig):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

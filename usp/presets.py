@@ -12,6 +12,7 @@ from typing import Any
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 
 PRESET_RATE, PRETRAINED_RATE, LORA_RATE = 3e-3, 1e-5, 1e-4  # peak learning rates of next-token training
+LORA_FACTOR = 10  # between the rates of adapters and of all weights
 
 
 @dataclass(frozen=True)

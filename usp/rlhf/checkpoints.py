@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from usp.config import flag
-from usp.train.checkpoints import steps_violations
+from usp.config import ALL_LINEAR, flag
+from usp.presets import PRESETS
+from usp.train.checkpoints import lora_violations, steps_violations
 
 from .config import RlhfConfig
 
@@ -58,14 +59,26 @@ def resume_violations(
         for name in (*_FIXED, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
-    return found + steps_violations(saved.step, config.steps, finished_too)
+    return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
 
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:
     """Return why `config`, with `steps` supervised steps, cannot use those with the configuration `saved`."""
     asked = {**asdict(config), "sft_steps": steps}
-    return [
+    found = [
         f"{flag(name)} = {asked[name]} (supervised steps of this run: {saved.get(key)}) must not change on resume"
         for key, name in _FIXED_SFT.items()
         if saved.get(key) != asked[name]
     ]
+    return found + lora_violations(saved, replace(config, **sft_lora(config)))
+
+
+def sft_lora(config: RlhfConfig) -> dict[str, Any]:
+    """Return how the supervised steps before those of `config` train adapters: fields of their configuration.
+
+    All of a preset's random weights are trained. Of a directory adapters are, and merged, so that the run begins at a
+    model in either case, which is its reference as well.
+    """
+    if config.lora_rank and config.model in PRESETS:
+        return {"lora_rank": 0, "lora_alpha": 0, "lora_targets": ALL_LINEAR, "lora_merge": False}
+    return {"lora_merge": config.lora_rank > 0}

@@ -17,10 +17,11 @@ from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import model_facts
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
-from usp.presets import PRESETS, settled_rate
+from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.data.datasets import Examples, open_examples
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.base_reference import policy_as_reference
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping
@@ -29,6 +30,7 @@ from usp.rlhf.runtime.step_plan import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import METRICS_FILE
+from usp.train.resolve import settled_lora
 from usp.train.resume import CHECKPOINTS, MODEL, Start, find_start
 from usp.train.validate import parallel_dims
 
@@ -94,8 +96,13 @@ def prepare(
     if algorithm is None:  # one of the problems
         problems.check()
     assert algorithm is not None
-    config = _with_rates(config, algorithm)
+    config = _with_rates(settled_lora(config), algorithm)
     sft_steps = _sft_steps(config, algorithm)
+    if config.lora_rank and config.model in PRESETS and not sft_steps:
+        problems.append(
+            f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
+            f"{config.model} is a preset with random ones: give a directory, or --sft-steps that train all of them"
+        )
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
     strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
@@ -114,25 +121,30 @@ def prepare(
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += unused_models(config, algorithm, graph)
     problems += _step_violations(config, algorithm, options, graph)
-    specs = {role: specs[role] for role in graph.roles}
-    plan = attempt(lambda: _plan(config, sft_steps, graph, specs, launch))
+    used = {role: specs[role] for role in graph.roles}
+    plan = attempt(partial(_plan, config, sft_steps, graph, used, launch))
     problems.check()
     assert plan is not None and kernel is not None
+    if config.lora_rank and config.ref in ("", config.model):
+        graph, plan = policy_as_reference(graph, plan)
+    specs = {role: specs[role] for role in graph.roles}
     return PreparedRlhf(
         config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
     )
 
 
 def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
-    """Return `config` with every learning rate settled, those of presets or of pretrained weights."""
+    """Return `config` with every learning rate settled, those of presets, of pretrained weights or of adapters."""
     critic = config.critic or config.reward_model or config.model
+    preset, pretrained, sft = algorithm.learning_rate, algorithm.pretrained_rate, PRETRAINED_RATE
+    if config.lora_rank:
+        preset = pretrained = LORA_FACTOR * pretrained
+        sft = LORA_RATE
     return replace(
         config,
-        learning_rate=settled_rate(
-            config.learning_rate, config.model, algorithm.learning_rate, algorithm.pretrained_rate
-        ),
+        learning_rate=settled_rate(config.learning_rate, config.model, preset, pretrained),
         critic_learning_rate=settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE),
-        sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, preset=SFT_RATE),
+        sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, SFT_RATE, sft),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from usp.presets import PRESETS
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
+from usp.train.resolve import lora_of, lora_problems
 
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
@@ -22,8 +24,11 @@ from .config import RlhfConfig
 def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> dict[str, RoleSpec]:
     """Return the model of every role that a graph of `algorithm` may have, computing in `dtype`.
 
+    Adapters are those of the actor. A critic trains all of its weights: its scalar head, which is new in most runs, is
+    no linear that gets an adapter.
+
     Raises:
-        ValueError: naming what cannot be loaded.
+        ValueError: naming what cannot be loaded, and what cannot have adapters.
     """
 
     def spec(role: str, fields: tuple[str, ...], head: ModelHead, learning_rate: float) -> RoleSpec:
@@ -51,7 +56,10 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             loss_chunk=config.loss_chunk,
         )
 
-    roles = {"actor": spec("actor", ("model",), "lm", config.learning_rate)}
+    actor = spec("actor", ("model",), "lm", config.learning_rate)
+    if found := list(lora_problems(config, actor.config)):
+        raise ValueError("; ".join(found))
+    roles = {"actor": replace(actor, lora=lora_of(config, actor.config))}
     roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
     reward = "model" if algorithm.model_role == "reward" else "reward_model"
     if getattr(config, reward):

@@ -12,7 +12,9 @@ RUN/                          the output of a run
     bad-samples.jsonl         samples that a reward function failed on
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
-    model/, critic/           the trained weights, for transformers' from_pretrained
+    model/, critic/           the trained weights, for transformers' from_pretrained; with LoRA model/ only for
+                              --lora-merge
+    adapter/                  the trained adapters, for peft's from_pretrained
     sft/                      the run of the supervised steps
 """
 
@@ -32,6 +34,8 @@ from torch import Tensor
 from parallel import ParallelMesh, ProcessGroups, latest
 from usp.data.tokenizer import as_document
 from usp.hf.export import save_weights
+from usp.hf.lora.adapter_export import MergedWeights, save_adapter
+from usp.hf.lora.adapters import Lora
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.rlhf.data.datasets import Example, example_indices
@@ -52,12 +56,12 @@ from usp.run.watchdog import Watchdog
 from usp.train.build import export_dtype
 from usp.train.claim import run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop, learning_rate
-from usp.train.resume import CHECKPOINTS, MODEL, Start, remember_folder
+from usp.train.resume import ADAPTER, CHECKPOINTS, MODEL, Start, remember_folder
 
 from .algorithms.algorithm import Algorithm, stateful
 from .algorithms.registry import ALGORITHMS
 from .algorithms.rewards import RewardFailed
-from .checkpoints import RlhfState
+from .checkpoints import RlhfState, sft_lora
 from .config import RlhfConfig
 from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
 
@@ -114,6 +118,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
             export_dtype="float32",  # the run's own start: nothing is rounded
+            **sft_lora(prepared.config),
         )
         with run_folder(folder, SFT):  # a run of its own could be started there, too
             start = sound_start(folder, lambda d: Start(folder, latest(folder / CHECKPOINTS, d), finished_too=True))
@@ -168,6 +173,8 @@ class RlhfTrainer(TrainingLoop):
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
         self.groups = ProcessGroups()
         self.trained: dict[str, RoleModel] = {}  # of this rank, by role
+        if self.config.lora_rank:
+            self.result = ADAPTER
         keys = {*prepared.graph.given, *prepared.graph.producers}
         try:
             self.executor = Executor(
@@ -285,23 +292,40 @@ class RlhfTrainer(TrainingLoop):
             call = graph.train_call(role)
             assert call is not None
             group = self.groups.get(plan[call.name].ranks)
-            path = self.folder / (MODEL if len(graph.trained_roles) == 1 or role == "actor" else role)
+            name = MODEL if len(graph.trained_roles) == 1 or role == "actor" else role
             if group is not None:
                 model = self.trained[role]
-                inner = model.stage.model
-                generation = inner.generation_config if role == "actor" else None
-                save_weights(
-                    model.weights(),
-                    path,
-                    config=inner.config,
-                    generation_config=generation,
-                    dtype=export_dtype(self.config, model.spec.dtype),
-                    group=group,
-                )
-                if dist.get_rank(group) == 0:
-                    save_tokenizer(self.prepared.tokenizer, path)
-                    print(f"{role}: {path}", flush=True)
+                if model.spec.lora is None:
+                    self._export_model(model, model.weights(), name, group)
+                else:
+                    self._export_adapter(model, model.spec.lora, group)
+                    if self.config.lora_merge:
+                        self._export_model(model, MergedWeights([model.stage.model], model.spec.lora), name, group)
         dist.barrier()
+
+    def _export_adapter(self, model: RoleModel, lora: Lora, group: dist.ProcessGroup) -> None:
+        base, dtype = Path(model.spec.source).expanduser().resolve(), export_dtype(self.config, torch.float32)
+        save_adapter(model.weights(), self.folder / ADAPTER, lora=lora, base=base, dtype=dtype, group=group)
+        self._say_exported(model, ADAPTER, group)
+
+    def _export_model(
+        self, model: RoleModel, weights: Mapping[str, Tensor], name: str, group: dist.ProcessGroup
+    ) -> None:
+        inner = model.stage.model
+        save_weights(
+            weights,
+            self.folder / name,
+            config=inner.config,
+            generation_config=inner.generation_config if model.spec.role == "actor" else None,
+            dtype=export_dtype(self.config, model.spec.dtype),
+            group=group,
+        )
+        self._say_exported(model, name, group)
+
+    def _say_exported(self, model: RoleModel, name: str, group: dist.ProcessGroup) -> None:
+        if dist.get_rank(group) == 0:
+            save_tokenizer(self.prepared.tokenizer, self.folder / name)
+            print(f"{model.spec.role}: {self.folder / name}", flush=True)
 
     def logs(self) -> Iterator[LineFile]:
         yield self.samples
@@ -319,6 +343,10 @@ class RlhfTrainer(TrainingLoop):
         yield "learning rate: " + ", ".join(
             f"{role} {self.prepared.roles[role].learning_rate:g}" for role in self.prepared.graph.trained_roles
         )
+        actor = self.prepared.roles.get("actor")
+        if actor is not None and actor.lora is not None:
+            lora = actor.lora
+            yield f"LoRA: rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
         yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice

@@ -14,6 +14,7 @@ from usp.train.validate import (
     RANGES,
     RATE,
     Range,
+    unused_lora_flags,
     value_violations,
 )
 
@@ -38,5 +39,12 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
         needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
+    yield from unused_lora_flags(config)
+    algorithm = algorithms.get(config.algorithm)
+    if config.lora_rank and algorithm and algorithm.model_role != "actor":
+        yield (
+            f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
+            f"scalar head, and heads get no adapters: remove it"
+        )
     if problem := wandb_problem(config.wandb_project):
         yield problem

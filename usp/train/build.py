@@ -47,7 +47,7 @@ class EngineRecipe:
         zero: ZeRO stage; None leaves the stages unsharded.
         optimizer: None for a model that is not trained.
         balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
-        weights_dtype: of the parameters; adapters are float32.
+        weights_dtype: of the parameters. Adapters that are trained are float32.
         lora: the adapters that are trained instead of these parameters.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
@@ -190,7 +190,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     apply_ep(model, mesh)
     apply_tp(model, mesh, recipe.tp_sequence_parallel)
     if recipe.lora is not None:
-        apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel)
+        adapters_dtype = recipe.weights_dtype if recipe.optimizer is None else torch.float32
+        apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel, adapters_dtype)
     if recipe.mlp_tile:
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile)
     attention = cast(UnifiedSPAttention, model.unified_sp)

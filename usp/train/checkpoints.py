@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from usp.config import TrainConfig, flag
+from usp.config import LoraConfig, TrainConfig, flag
 
 # Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
@@ -83,12 +83,17 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
+    return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
+
+
+def lora_violations(saved: Mapping[str, Any], config: LoraConfig) -> list[str]:
+    """Return why `config` cannot continue a checkpoint of a run with the configuration `saved`, as to its adapters."""
     lora = {name: getattr(config, name) for name in _LORA}
-    trained = {name: saved.config.get(name, 0) for name in lora}
-    if lora != trained and (config.lora_rank or trained["lora_rank"]):
-        changed = ", ".join(f"{flag(name)} = {lora[name]} (checkpoint: {trained[name]})" for name in _LORA)
-        found.append(f"{changed}: a checkpoint holds only what is trained, so LoRA must be as before; use those values")
-    return found + steps_violations(saved.step, config.steps, finished_too)
+    trained = {name: saved.get(name, 0) for name in lora}
+    if lora == trained or not (config.lora_rank or trained["lora_rank"]):
+        return []
+    changed = ", ".join(f"{flag(name)} = {lora[name]} (checkpoint: {trained[name]})" for name in _LORA)
+    return [f"{changed}: a checkpoint holds only what is trained, so LoRA must be as before; use those values"]
 
 
 def steps_violations(saved: int, steps: int, finished_too: bool) -> list[str]:

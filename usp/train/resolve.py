@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from typing import TypeVar
 
 from parallel import ParallelDims
-from usp.config import ROPE_SCALINGS, TrainConfig
+from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig
 from usp.hf.lora.adapters import Lora, lora_targets
 from usp.hf.models import ModelConfig, load_model_config, model_facts, with_context
 from usp.hf.shapes import model_shape
@@ -17,6 +18,8 @@ from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations, with_flags
+
+C = TypeVar("C", bound=LoraConfig)
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,7 @@ def resolve(config: TrainConfig, world_size: int, model_config: ModelConfig | No
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
     config = replace(config, learning_rate=settled_rate(config.learning_rate, config.model, **rates))
-    if config.lora_rank and not config.lora_alpha:
-        config = replace(config, lora_alpha=2 * config.lora_rank)
+    config = settled_lora(config)
     if model_config is None:
         try:
             model_config = load_model_config(config.model)
@@ -69,14 +71,19 @@ def resolve(config: TrainConfig, world_size: int, model_config: ModelConfig | No
             problems.append(with_flags(str(error)))
     if model_config is not None:
         facts = model_facts(config.model, model_config)
-        problems += _lora_problems(config, model_config)
+        problems += lora_problems(config, model_config)
     problems += violations(config, world_size, facts)
     dims = None if problems else parallel_dims(config, config.ep).resolve(world_size)
     return Resolved(config, model_config, facts, dims, tuple(problems))
 
 
-def lora_of(config: TrainConfig, model: ModelConfig) -> Lora | None:
-    """Return the adapters that `config`, as `resolve` returns it, trains on a model; None for all of its weights.
+def settled_lora(config: C) -> C:
+    """Return `config` with the default scale of its adapters, if it has any."""
+    return replace(config, lora_alpha=2 * config.lora_rank) if config.lora_rank and not config.lora_alpha else config
+
+
+def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
+    """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights.
 
     Raises:
         ValueError: for targets that get no adapters.
@@ -86,7 +93,8 @@ def lora_of(config: TrainConfig, model: ModelConfig) -> Lora | None:
     return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
 
 
-def _lora_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+def lora_problems(config: LoraConfig, model: ModelConfig) -> Iterator[str]:
+    """Yield why a model cannot have the adapters of `config`."""
     if config.lora_rank > 0 and find_spec("peft") is None:
         yield "--lora-rank needs the package peft: pip install 'usp-toolkit[lora]'"
         return

@@ -25,6 +25,7 @@ from usp.config import (
     PP_SCHEDULES,
     ROPE_SCALINGS,
     ROUTER_BALANCES,
+    LoraConfig,
     ParallelConfig,
     TrainConfig,
     flag,
@@ -230,15 +231,20 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     elif config.hardware != "auto":
         yield f"--hardware = {config.hardware} is only used by --plan auto, but --plan is none: give both or neither"
-    for name, off in (("lora_alpha", 0), ("lora_targets", ALL_LINEAR), ("lora_merge", False)):
-        if not config.lora_rank and getattr(config, name) != off:
-            yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
+    yield from unused_lora_flags(config)
     if config.eval_every and not config.eval_data:
         yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
+
+
+def unused_lora_flags(config: LoraConfig) -> Iterator[str]:
+    """Yield which flags describe adapters although there are none."""
+    for name, off in (("lora_alpha", 0), ("lora_targets", ALL_LINEAR), ("lora_merge", False)):
+        if not config.lora_rank and getattr(config, name) != off:
+            yield f"{flag(name)} is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it"
 
 
 def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:

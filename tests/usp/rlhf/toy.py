@@ -240,6 +240,9 @@ class ToyModel:
 class SharingModel(ToyModel):
     """A toy whose weights can be another's."""
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        return {}
+
     def share(self, weights: Mapping[str, Tensor]) -> None:
         assert all(isinstance(value, DTensor) for value in weights.values())
         assert not (self.layout.zero or self._at_hand)

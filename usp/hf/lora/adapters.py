@@ -13,6 +13,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,8 +79,14 @@ def lora_targets(config: PretrainedConfig, asked: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in moved)
 
 
-def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequence_parallel: bool) -> None:
-    """Freeze a model or a pipeline stage and add float32 adapters to its linears, in place.
+def apply_lora(
+    model: PreTrainedModel,
+    lora: Lora,
+    mesh: ParallelMesh,
+    tp_sequence_parallel: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Freeze a model or a pipeline stage and add adapters of `dtype` to its linears, in place.
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
     columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round.
@@ -103,8 +110,8 @@ def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequen
         adapted = cast(Any, model.get_submodule(name))
         base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
         # peft makes them in the base's dtype, and where that is sharded over tp in the size of this rank's part.
-        down.weight = nn.Parameter(torch.empty(lora.rank, base.in_features, device=base.weight.device))
-        up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, device=base.weight.device))
+        down.weight = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype, device=base.weight.device))
+        up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=base.weight.device))
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
         if tp > 1:
@@ -115,6 +122,20 @@ def apply_lora(model: PreTrainedModel, lora: Lora, mesh: ParallelMesh, tp_sequen
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the names and parameters of a model's adapters; none for a model without."""
     return ((name, p) for name, p in model.named_parameters() if is_adapter(name))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within this context, the model computes what its base computes. For forwards without gradients."""
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    # Not by peft's enable_adapters, which clears requires_grad: FSDP2 would keep that in what it gathers.
+    for module in adapted:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module._disable_adapters = False
 
 
 @torch.no_grad()

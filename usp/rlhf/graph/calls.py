@@ -82,10 +82,14 @@ class Inference:
 
     logprobs: (tokens,) of the next token, at `temperature`. values: (tokens,) of the scalar head. score: 0-dim, the
     scalar head at the last token.
+
+    Attributes:
+        adapters: False: compute with the role's base, as without its adapters.
     """
 
     head: Literal["logprobs", "values", "score"]
     temperature: float = 1.0
+    adapters: bool = True
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,16 @@ class Role(Protocol):
     """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the parameters by their global names, DTensors or plain, with or without memory."""
+        """Return the parameters by their global names, DTensors or plain, with or without memory.
+
+        Without those that training leaves as they are (`SupportsSharing.frozen`).
+        """
 
     def fill(self) -> None:
         """Allocate and initialize the weights."""
 
     def allocate(self) -> None:
-        """Allocate the weights without initializing them."""
+        """Allocate the weights without initializing them. Frozen ones are initialized the first time, and stay."""
 
     def release(self) -> None:
         """Free the memory of the weights."""
@@ -51,10 +54,14 @@ class Role(Protocol):
 class SupportsSharing(Protocol):
     """A model whose weights can share the memory of another copy."""
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return the parameters that `weights` leaves out: with adapters those of the base, else none."""
+
     def share(self, weights: Mapping[str, Tensor]) -> None:
         """Use these tensors, with the same names and boxes, instead of allocating memory.
 
-        Called only for copies with zero=0 that never had memory.
+        They are all of `frozen()`, with or without those of `weights()`. Called only for copies with zero=0 that never
+        had memory.
         """
 
 

@@ -6,7 +6,8 @@ samples  --rows-->  micro-batches  --stages, with a head on the last-->  per-tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
+from usp.hf.disk import is_adapter
 from usp.hf.initialise import fill_buffers
+from usp.hf.lora.adapters import adapters_off
 from usp.hf.models import is_scalar, materialise
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.responses import SupportsGenerate, generate_samples
@@ -63,35 +66,49 @@ class RoleModel:
         self._recipe = spec.recipe(layout, trained)
         (self.stage,) = build_stages(self._recipe, mesh)
         self._allocated = False
-        self._memory = WeightMemory([])
+        self._memory = WeightMemory()
         self._make_generator = make_generator
         self._generator: SupportsGenerate | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live parameters by transformers' names, with or without memory."""
-        return {name.removeprefix("model."): weight.detach() for name, weight in self.stage.named_parameters()}
+        """Return the live parameters by transformers' names, with or without memory; of a role with adapters, those."""
+        adapted = self.spec.lora is not None
+        return {name: weight for name, weight in self._parameters() if is_adapter(name) or not adapted}
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the other live parameters: those that adapters are added to."""
+        adapted = self.spec.lora is not None
+        return {name: weight for name, weight in self._parameters() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights uninitialized, if they have no memory. Buffers (rotary frequencies) keep theirs."""
+        """Allocate the weights uninitialized, if they have no memory. Buffers (rotary frequencies) keep theirs.
+
+        With adapters, the first call also loads the frozen weights, which are never freed.
+        """
         if self._allocated:
             self._memory.allocate()
             return
         self._allocated = True
         materialise(self.stage, torch.device(self.mesh.device_type))
-        fill_buffers(self.stage.model)
-        self._memory = WeightMemory([self.stage])
+        if self.spec.lora is None:
+            fill_buffers(self.stage.model)
+        else:
+            self._load()
+        self._memory = WeightMemory(lambda: self.weights().values())
         if self.trained:
             self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
         """Allocate and initialize the weights."""
         self.allocate()
-        first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)
+        if self.spec.lora is None:
+            self._load()
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Share the memory of another copy's `weights()`, which must have the same boxes.
+        """Share the memory of another copy's `frozen()` and `weights()`, or of the former alone; boxes must be equal.
 
-        Updates of the other copy are visible here; `release`, `allocate`, `offload` and `load` do nothing.
+        Updates of the other copy are visible here. `release`, `allocate`, `offload` and `load` leave shared memory
+        alone.
 
         Raises:
             ValueError: for a copy that is sharded with FSDP2 or has memory, and naming mismatched parameters.
@@ -101,6 +118,8 @@ class RoleModel:
         alias_parameters(self.stage.model, weights, torch.device(self.mesh.device_type))
         fill_buffers(self.stage.model)
         self._allocated = True
+        own = self.weights().keys() - weights.keys()
+        self._memory = WeightMemory(lambda: [weight for name, weight in self.weights().items() if name in own])
 
     def release(self) -> None:
         """Free the memory of the weights."""
@@ -118,16 +137,19 @@ class RoleModel:
         """Run one forward over this data-parallel rank's samples, possibly none; return `output` on its leader.
 
         Raises:
-            ValueError: if the model does not have the head that the work names.
+            ValueError: if the model does not have the head that the work names, or no adapters to leave out.
         """
         head = TokenOutputs("logprobs" if work.head == "logprobs" else "values", work.temperature)
         self._check_head(head.head)
+        if not work.adapters and self.spec.lora is None:
+            raise ValueError(f"{self.spec.role} has no adapters to compute without: use a role with RoleSpec.lora")
         plan = plan_rows(samples, self.layout, self.mesh)
         values: list[Tensor] = []
         if plan is not None:
             batches = micro_batches(samples, plan, self.layout, self.mesh)
             parts = self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
-            outputs = forward_stages(self.stage, self.mesh, batches, head, dtype=self.spec.dtype, token_parts=parts)
+            with nullcontext() if work.adapters else adapters_off(self.stage):
+                outputs = forward_stages(self.stage, self.mesh, batches, head, dtype=self.spec.dtype, token_parts=parts)
             values = unpack(outputs, plan, samples, self.layout, self.mesh) if self.stage.last else []
         if not self._leads:
             return Samples((), {})
@@ -183,6 +205,12 @@ class RoleModel:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors of `state`, loaded from a checkpoint."""
         self._trained_engine().restore(state)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name.removeprefix("model."), weight.detach()) for name, weight in self.stage.named_parameters())
+
+    def _load(self) -> None:
+        first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)
 
     def _gradients(self, engine: Fsdp2Engine, samples: Samples, work: TrainStep, place: str) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch; return its metrics, the same on every rank."""

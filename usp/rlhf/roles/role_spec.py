@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from usp.hf.lora.adapters import Lora
 from usp.hf.models import ModelConfig
 from usp.rlhf.plan.plan import CallLayout
 from usp.train.build import EngineRecipe
@@ -22,9 +23,10 @@ class RoleSpec:
         config: from `load_model_config(source, head, new_head)`.
         new_head: `source` is a causal LM without a scalar head; initialize one from the seed.
         seed: for random weights.
-        dtype: of forward and backward, and of untrained weights. Trained weights are float32.
+        dtype: of forward and backward, and of weights that this copy does not train. Trained weights are float32.
         optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
-        kernel, loss_chunk, mlp_tile, ac: see `StageRecipe`.
+        kernel, loss_chunk, mlp_tile, ac: see `EngineRecipe`.
+        lora: adapters, which are trained instead of the weights of `source`.
     """
 
     role: str
@@ -40,6 +42,7 @@ class RoleSpec:
     loss_chunk: int = 2048
     mlp_tile: int = 0
     ac: str = "none"
+    lora: Lora | None = None
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
         """Return how to build the model's stages and engine in a layout."""
@@ -54,5 +57,6 @@ class RoleSpec:
             ac=self.ac if trained else "none",
             mlp_tile=self.mlp_tile,
             loss_chunk=self.loss_chunk,
-            weights_dtype=torch.float32 if trained else self.dtype,
+            weights_dtype=torch.float32 if trained and self.lora is None else self.dtype,
+            lora=self.lora,
         )

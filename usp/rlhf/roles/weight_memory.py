@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,17 @@ from usp.hf.models import kept_names
 
 
 class WeightMemory:
-    """The memory of the parameters of `modules`: plain tensors or DTensors, those of FSDP2 included (between forwards).
+    """The memory of parameters: plain tensors or DTensors, those of FSDP2 included (between forwards).
 
     Storages are resized in place, as FSDP2 does with gathered parameters, so that parameters, hooks, views and
     optimizers keep referring to the same tensors.
+
+    Args:
+        weights: returns the parameters, always in the same order.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
+    def __init__(self, weights: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._weights = weights
         self._freed: list[int] = []  # sizes of the freed storages
         self._host: list[Tensor] = []
 
@@ -57,31 +60,36 @@ class WeightMemory:
         self._host = []
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return [local_part(weight).untyped_storage() for module in self._modules for weight in module.parameters()]
+        return [local_part(weight).untyped_storage() for weight in self._weights()]
 
 
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace the parameters of an empty model by views of `weights`, by name; allocate its buffers uninitialized.
+    """Replace parameters of an empty model by views of `weights`, by name; allocate the others, and its buffers.
+
+    What is allocated is not initialized.
 
     Raises:
-        ValueError: naming parameters for which `weights` has no tensor with this rank's box and dtype.
+        ValueError: naming parameters of which `weights` has another box or dtype than this rank's model.
     """
-    kept = kept_names(model)
+    kept, own_weights = kept_names(model), dict(model.named_parameters())
     mismatched = [
         name
-        for name, own in model.named_parameters()
-        if name not in weights or local_box(weights[name]) != local_box(own) or weights[name].dtype != own.dtype
+        for name, shared in weights.items()
+        if (own := own_weights.get(name)) is None or local_box(shared) != local_box(own) or shared.dtype != own.dtype
     ]
     if mismatched:
         raise ValueError(f"the weights to share must have the same boxes and dtype for {', '.join(mismatched[:5])}")
-    shared = {  # one per tied parameter, under its first name
-        name: nn.Parameter(_placed_like(own, local_part(weights[name])), requires_grad=False)
-        for name, own in model.named_parameters()
+    new = {  # one per tied parameter, under its first name
+        name: nn.Parameter(
+            _placed_like(own, local_part(weights[name])) if name in weights else torch.empty_like(own, device=device),
+            requires_grad=False,
+        )
+        for name, own in own_weights.items()
     }
     for prefix, module in model.named_modules():
         for name, own in module._parameters.items():
             if own is not None:
-                module._parameters[name] = shared[kept[f"{prefix}.{name}"]]
+                module._parameters[name] = new[kept[f"{prefix}.{name}"]]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)

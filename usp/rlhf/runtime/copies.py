@@ -22,7 +22,8 @@ _BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 class RoleCopies:
     """A model for each role and layout, and the reallocations that fill copies from the trained ones.
 
-    Collective over the world.
+    Weights that training leaves as they are (the base of adapters) are never reallocated: a copy reads them itself, or
+    shares them with the trained copy. Collective over the world.
 
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
@@ -57,8 +58,10 @@ class RoleCopies:
                 if self._trained.get(copy.role, copy) == copy:
                     self._models[copy].fill()
         filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]
-        layouts = {copy: gather_layout(self._weights(copy)) for copy in [*self._trained.values(), *filled]}
-        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts))
+        copies = [*self._trained.values(), *filled]
+        layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
+        frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
+        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
         for copy in filled:
             if copy not in self.aliases:
                 source, target = layouts[self._trained[copy.role]], layouts[copy]
@@ -84,22 +87,31 @@ class RoleCopies:
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
 
-    def _share(self, copy: WeightCopy, layouts: Mapping[WeightCopy, ParamLayout]) -> bool:
-        """Share the memory of the trained copy, if it has the same boxes on every rank of this one."""
-        source = self._trained[copy.role]
+    def _frozen(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         model = self._models.get(copy)
-        same = (
-            copy.layout.zero == 0
-            and layouts[copy].parameters == layouts[source].parameters
-            and all(
-                layouts[source].boxes[name].get(rank) == box
-                for name, boxes in layouts[copy].boxes.items()
-                for rank, box in boxes.items()
-            )
-        )
+        return model.frozen() if isinstance(model, SupportsSharing) else {}
+
+    def _share(
+        self, copy: WeightCopy, layouts: Mapping[WeightCopy, ParamLayout], frozen: Mapping[WeightCopy, ParamLayout]
+    ) -> bool:
+        """Share the memory of the trained copy where that has the same boxes on every rank of this one.
+
+        Returns whether all weights are shared; if not, the frozen ones alone may be.
+        """
+        source, model = self._trained[copy.role], self._models.get(copy)
         supported = model is None or isinstance(model, SupportsSharing)
-        shared = torch.tensor(int(same and supported), device=self._device)
-        dist.all_reduce(shared, dist.ReduceOp.MIN)
-        if shared and isinstance(model, SupportsSharing):
-            model.share(self._models[source].weights())
-        return bool(shared)
+        same_frozen = supported and copy.layout.zero == 0 and _holds(frozen[source], frozen[copy])
+        same = same_frozen and _holds(layouts[source], layouts[copy])
+        agreed = torch.tensor([same_frozen, same], dtype=torch.int64, device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        same_frozen, same = agreed.bool().tolist()
+        if isinstance(model, SupportsSharing) and (same or (same_frozen and frozen[copy].parameters)):
+            model.share({**self._frozen(source), **(self._weights(source) if same else {})})
+        return same
+
+
+def _holds(source: ParamLayout, copy: ParamLayout) -> bool:
+    """Return whether every rank that holds something in `copy` holds the same in `source`."""
+    return copy.parameters == source.parameters and all(
+        source.boxes[name].get(rank) == box for name, boxes in copy.boxes.items() for rank, box in boxes.items()
+    )
