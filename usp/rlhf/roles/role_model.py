@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel import ParallelMesh
 from usp.hf.initialise import fill_buffers
 from usp.hf.models import is_scalar, materialise
+from usp.hf.prune import tied_ends
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.responses import SupportsGenerate, generate_samples
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
@@ -68,8 +69,9 @@ class RoleModel:
         self._generator: SupportsGenerate | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live parameters by transformers' names, with or without memory."""
-        return {name.removeprefix("model."): weight.detach() for name, weight in self.stage.named_parameters()}
+        """Return the live parameters by the names they are stored under, with or without memory."""
+        ends = tied_ends(self.stage.model)
+        return {ends.get(name, name): weight.detach() for name, weight in self.stage.model.named_parameters()}
 
     def allocate(self) -> None:
         """Allocate the weights uninitialized, if they have no memory. Buffers (rotary frequencies) keep theirs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.models import kept_names
+from usp.hf.prune import tied_ends
 
 
 class WeightMemory:
@@ -61,21 +63,22 @@ class WeightMemory:
 
 
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace the parameters of an empty model by views of `weights`, by name; allocate its buffers uninitialized.
+    """Replace an empty model's parameters by views of `weights`, by stored names; allocate its buffers uninitialized.
 
     Raises:
         ValueError: naming parameters for which `weights` has no tensor with this rank's box and dtype.
     """
-    kept = kept_names(model)
+    kept, ends = kept_names(model), tied_ends(model)
+    held = {name: weights.get(ends.get(name, name)) for name, _ in model.named_parameters()}
     mismatched = [
         name
         for name, own in model.named_parameters()
-        if name not in weights or local_box(weights[name]) != local_box(own) or weights[name].dtype != own.dtype
+        if (there := held[name]) is None or local_box(there) != local_box(own) or there.dtype != own.dtype
     ]
     if mismatched:
         raise ValueError(f"the weights to share must have the same boxes and dtype for {', '.join(mismatched[:5])}")
     shared = {  # one per tied parameter, under its first name
-        name: nn.Parameter(_placed_like(own, local_part(weights[name])), requires_grad=False)
+        name: nn.Parameter(_placed_like(own, local_part(cast(Tensor, held[name]))), requires_grad=False)
         for name, own in model.named_parameters()
     }
     for prefix, module in model.named_modules():
