@@ -1,9 +1,9 @@
-"""Norm and clipping of distributed gradients."""
+"""Sums, norm and clipping of distributed gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,41 @@ from .local import local_tensor
 from .mesh import ParallelMesh
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: ParallelMesh) -> float:
+def sum_tied_gradients(held: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
+    """Sum the gradients of the copies of one parameter that the first and the last pipeline stage have, in place.
+
+    Collective over `mesh.ends`, unless one rank has both stages. The copies must be sharded alike.
+
+    Args:
+        held: the copies of this rank: none, one, or two where it has both stages.
+    """
+    grads = [local_tensor(parameter.grad) for parameter in held if parameter.grad is not None]
+    if len(grads) == 2:
+        grads[1].copy_(grads[0].add_(grads[1]))
+    elif grads and grads[0].numel():  # rows that do not divide evenly leave ranks without any, the same at both ends
+        dist.all_reduce(grads[0], group=mesh.ends)
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, mesh: ParallelMesh, copies: Collection[nn.Parameter] = ()
+) -> float:
     """Clip gradients in place to a total 2-norm of at most `max_norm` (inf disables it), and return the norm.
 
     Parameters may be DTensors on different meshes (tp, ep, efsdp), or plain tensors replicated on every rank of a
     pipeline stage; each element counts once. Collective over the mesh. The norm is summed in float64 and is the same
     on every rank.
+
+    copies: those of `parameters` that another stage counts; they are clipped like the others.
     """
     ranks = mesh.size("loss") * mesh.size("tp")
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counted = {id(copy) for copy in copies}
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [parameter.grad for parameter in held if parameter.grad is not None]
     local = [local_tensor(grad) for grad in grads]
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
-    for grad, norm in zip(grads, torch._foreach_norm(local, 2) if local else (), strict=True):
-        total += norm.double().square() / _copies(grad, ranks)
+    for parameter, grad, norm in zip(held, grads, torch._foreach_norm(local, 2) if local else (), strict=True):
+        if id(parameter) not in counted:
+            total += norm.double().square() / _copies(grad, ranks)
     for axis in ("pp", "loss", "tp"):
         if mesh.size(axis) > 1:
             dist.all_reduce(total, group=mesh.group(axis))

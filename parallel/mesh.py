@@ -27,12 +27,16 @@ class ParallelMesh:
     Axes: pp, dp_replicate, dp_shard, ring, ulysses, tp (nesting: `ParallelDims.degrees`). Derived: sp = ring x
     ulysses, batch = dp_replicate x dp_shard, fsdp = dp_shard x sp, loss = batch x sp, and for expert parameters
     efsdp x ep = fsdp x tp.
+
+    Attributes:
+        ends: the group of the first and the last rank of this rank's pp axis; None on the others, and without stages.
     """
 
     dims: ParallelDims
     device_type: str
     ranks: tuple[int, ...]
     views: tuple[DeviceMesh, ...]
+    ends: dist.ProcessGroup | None = None
 
     @staticmethod
     def create(
@@ -59,7 +63,8 @@ class ParallelMesh:
         degrees = {**dims.degrees(), "ep": dims.ep, "efsdp": dims.efsdp, "unsharded": 1}
         groups = ProcessGroups() if groups is None else groups
         built = [_build_view(axes, degrees, ranks, groups, device_type) for axes in (tuple(dims.degrees()), *_VIEWS)]
-        return ParallelMesh(dims, device_type, ranks, tuple(view for view in built if view is not None))
+        ends = _ends(dims, ranks, groups)
+        return ParallelMesh(dims, device_type, ranks, tuple(view for view in built if view is not None), ends)
 
     @property
     def member(self) -> bool:
@@ -104,6 +109,15 @@ class ParallelMesh:
     def agree(self, value: object, what: str, axes: tuple[str, ...] = ("pp", "loss", "tp")) -> None:
         """Raise RanksDisagree on every rank if `repr(value)` differs between ranks of the axes. Collective."""
         agree(value, [self.group(axis) for axis in axes], what, self.device_type)
+
+
+def _ends(dims: ParallelDims, ranks: Sequence[int], groups: ProcessGroups) -> dist.ProcessGroup | None:
+    """Return the group of this rank if it is first or last in its pipeline."""
+    if dims.pp == 1:
+        return None
+    stage = len(ranks) // dims.pp
+    pairs = [groups.get(pair) for pair in zip(ranks[:stage], ranks[-stage:], strict=True)]
+    return next((group for group in pairs if group is not None), None)
 
 
 def _build_view(

@@ -7,7 +7,10 @@ all-gathered and outputs reduce-scattered (Korthikanti et al. 2022, "Reducing Ac
 Transformer Models", section 4.2.2).
 
 Collectives run only at region boundaries, so code inside (attention kernels, a tiled MLP) uses plain tensors, and
-communicates once no matter how often it calls its linears.
+communicates once no matter how often it calls its linears. Linears that gather their output are the exception: what
+follows them, such as a norm over all heads or halves of a fused projection, needs whole vectors, and is computed on
+every rank. The last linear then takes its own columns of them. As every rank computes a part of the region's output,
+all gradients inside are parts as well, of whole vectors and of replicated parameters alike.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,12 +30,18 @@ from .local import local_tensor
 # Style -> the module type it applies to, and the size of it that is divided over ranks.
 _STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
     "colwise": (nn.Linear, "out_features"),
+    "colwise_gather_output": (nn.Linear, "out_features"),  # outputs are whole
     "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
+    "rowwise_split_input": (nn.Linear, "in_features"),  # likewise, of whole inputs
     "colwise_parameter": (nn.Linear, "out_features"),  # never called: its parameters are used elsewhere
     "embedding_rowwise": (nn.Embedding, "num_embeddings"),
     "replicated_with_grad_allreduce": (nn.Module, None),  # replicated, with a partial gradient on each rank
+    "local_params": (nn.Module, None),  # direct parameters: those that the plan calls colwise by name, by their dim 0
     "untouched": (nn.Module, None),  # not parallelized, including its submodules
 }
+
+
+_COLWISE, _ROWWISE = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 
 
 def apply_tensor_parallel(
@@ -45,9 +54,10 @@ def apply_tensor_parallel(
     Parameters shared between modules stay shared. Gradients may be Partial over the mesh, which FSDP2 reduces.
 
     Args:
-        plan: {dotted module name, where * matches one component: style}. Styles are colwise, rowwise,
-            colwise_parameter, embedding_rowwise, replicated_with_grad_allreduce and untouched. Modules without
-            parameters are skipped, so the plan of the whole model works for each pipeline stage.
+        plan: {dotted name, where * matches one component: style}. Styles are colwise, colwise_gather_output, rowwise,
+            rowwise_split_input, colwise_parameter, embedding_rowwise, replicated_with_grad_allreduce, local_params and
+            untouched. Names are of modules, and with colwise of direct parameters of a module with local_params.
+            Modules without parameters are skipped, so the plan of the whole model works for each pipeline stage.
         token_dim: dim of the hidden states that is sharded over the mesh outside of regions; None for replicated.
 
     Raises:
@@ -63,10 +73,12 @@ def apply_tensor_parallel(
     outside: Placement = Replicate() if token_dim is None else Shard(token_dim)
     # A replicated module that sees only this rank's tokens gets a partial gradient.
     rest = "replicated" if token_dim is None else "replicated_with_grad_allreduce"
+    whole = tuple(f"{region}." for region, found in regions.items() if _is_whole(found))
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         if module._parameters and not f"{name}.".startswith(untouched):
-            _place(module, styles.get(name, rest), mesh, outside, placed)
+            other = "replicated_with_grad_allreduce" if f"{name}.".startswith(whole) else rest
+            _place(module, styles.get(name, other), mesh, outside, placed, split_parameters(name, plan))
     for name in regions:
         _convert_at_boundaries(model.get_submodule(name), mesh, outside)
 
@@ -82,6 +94,16 @@ def module_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def split_parameters(name: str, plan: Mapping[str, str]) -> set[str]:
+    """Return the direct parameters of a module that a plan shards by their dim 0."""
+    return {
+        parameter
+        for pattern, style in plan.items()
+        for owner, _, parameter in [pattern.rpartition(".")]
+        if style == "colwise" and re.fullmatch(re.escape(owner).replace(r"\*", r"[^.]+"), name)
+    }
+
+
 def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str) -> None:
     """Place a low-rank update `up(down(x))` that is added to the output of a linear of this style, in place.
 
@@ -92,7 +114,8 @@ def shard_low_rank(down: nn.Linear, up: nn.Linear, mesh: DeviceMesh, style: str)
         ValueError: for a style whose linears are not called, or not sharded.
     """
     whole = "replicated_with_grad_allreduce"
-    styles = {"colwise": (whole, style), "rowwise": (style, whole)} | {s: (s, s) for s in ("replicated", whole)}
+    styles = dict.fromkeys(_COLWISE, (whole, style)) | dict.fromkeys(_ROWWISE, (style, whole))
+    styles |= {unsharded: (unsharded, unsharded) for unsharded in ("replicated", whole)}
     if style not in styles:
         raise ValueError(f"style {style!r} has no low-rank update: use one of {', '.join(styles)}")
     for linear, own in zip((down, up), styles[style], strict=True):
@@ -107,12 +130,17 @@ def gather_output(module: nn.Module, mesh: DeviceMesh, token_dim: int) -> None:
 
 
 def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the modules with colwise or rowwise linears, and which of the two they have."""
+    """Return the modules with colwise or rowwise linears, and their styles."""
     regions: dict[str, set[str]] = defaultdict(set)
     for name, style in styles.items():
-        if style in ("colwise", "rowwise"):
+        if style in (*_COLWISE, *_ROWWISE):
             regions[name.rpartition(".")[0]].add(style)
     return dict(regions)
+
+
+def _is_whole(styles: set[str]) -> bool:
+    """Return whether all that a region computes between its first and its last linears is of whole vectors."""
+    return "colwise" not in styles
 
 
 def _violations(
@@ -128,26 +156,35 @@ def _violations(
             violations.append(f"{name}: {style!r} requires {kind.__name__}, got {type(module).__name__}")
         elif size is not None and getattr(module, size) % ranks:
             violations.append(f"{name}: {ranks} ranks must divide {size}={getattr(module, size)}")
-    for region, halves in regions.items():
-        if len(halves) == 1:
-            violations.append(f"{region}: has only {halves.pop()} linears, but needs both colwise and rowwise ones")
+    for region, found in regions.items():
+        if found <= {*_COLWISE} or found <= {*_ROWWISE}:
+            listed = " and ".join(sorted(found))
+            violations.append(f"{region}: has only {listed} linears, but needs both colwise and rowwise ones")
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
-        inside = any(f"{owner}.".startswith(f"{region}.") for region in regions)
+        inside = any(f"{owner}.".startswith(f"{region}.") and not _is_whole(regions[region]) for region in regions)
         if inside and owner not in styles and not name.startswith(untouched):
             violations.append(f"{name} {tuple(parameter.shape)} is inside a sharded module: the plan must name {owner}")
     return violations
 
 
 def _place(
-    module: nn.Module, style: str, mesh: DeviceMesh, outside: Placement, placed: dict[nn.Parameter, nn.Parameter]
+    module: nn.Module,
+    style: str,
+    mesh: DeviceMesh,
+    outside: Placement,
+    placed: dict[nn.Parameter, nn.Parameter],
+    split: Collection[str] = (),
 ) -> None:
-    """Replace a module's direct parameters by DTensors, and make its forward use their local parts."""
+    """Replace a module's direct parameters by DTensors, and make its forward use their local parts.
+
+    split: parameters that `local_params` shards.
+    """
     gradients: dict[str, Placement] = {}
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        placement = _placement(style, name)
+        placement = Shard(0) if style == "local_params" and name in split else _placement(style, name)
         if parameter not in placed:
             # src_data_rank=None: slice this rank's own values instead of scattering those of rank 0.
             value = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
@@ -158,13 +195,20 @@ def _place(
     if style == "embedding_rowwise":
         _look_up_own_rows(module, mesh, outside)
     elif style != "colwise_parameter":
-        _compute_locally(module, gradients, once={"bias"} if style == "rowwise" else set(), mesh=mesh)
+        _compute_locally(module, gradients, once={"bias"} if style in _ROWWISE else set(), mesh=mesh)
+    if style == "colwise_gather_output":
+        module.register_forward_hook(
+            lambda module, args, y: _convert(y, mesh, Shard(y.dim() - 1), Replicate(), Partial())
+        )
+    if style == "rowwise_split_input":
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        module.register_forward_pre_hook(lambda module, args: (args[0].chunk(ranks, dim=-1)[rank], *args[1:]))
 
 
 def _placement(style: str, parameter: str) -> Placement:
-    if style.startswith("replicated") or (style, parameter) == ("rowwise", "bias"):
+    if style.startswith("replicated") or style == "local_params" or (style in _ROWWISE and parameter == "bias"):
         return Replicate()
-    return Shard(1) if style == "rowwise" else Shard(0)
+    return Shard(1) if style in _ROWWISE else Shard(0)
 
 
 def _compute_locally(module: nn.Module, gradients: Mapping[str, Placement], once: set[str], mesh: DeviceMesh) -> None:

@@ -45,6 +45,7 @@ CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen2-deep": lambda: Qwen2Config(**DEEP, use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
+    "qwen3-tied-deep": lambda: Qwen3Config(**DEEP, head_dim=8, tie_word_embeddings=True),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     "mixtral-deep": lambda: MixtralConfig(**DEEP, num_local_experts=8),
     # its first layer is dense, and its experts choose three of eight

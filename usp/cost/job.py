@@ -88,7 +88,7 @@ class Job:
         return rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
 
     def degree(self, axis: str) -> int:
-        """Return the number of ranks along an axis, derived axes, efsdp and ep included."""
+        """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
         return self._extent(axis)[0]
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
@@ -106,6 +106,9 @@ class Job:
         """Return the degree of an axis, and the distance between neighbours along it."""
         if axis in ("efsdp", "ep"):
             return (self.dims.efsdp, self.dims.ep) if axis == "efsdp" else (self.dims.ep, 1)
+        if axis == "ends":
+            pp, stride = self._extent("pp")
+            return (2, stride * (pp - 1)) if pp > 1 else (1, stride)
         parts, degrees = DERIVED_AXES.get(axis, (axis,)), self.dims.degrees()
         inner = reversed(degrees)  # the parts of a derived axis are adjacent
         stride = math.prod(degrees[other] for other in takewhile(lambda other: other not in parts, inner))

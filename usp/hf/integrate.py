@@ -30,8 +30,8 @@ from usp.sp.batch import document_starts
 from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
 
 from .mixers.sharded_mixers import apply_mixers, sharded_mixers
-from .prune import OtherStagesLayer
-from .structure.probe import NEUTRAL, LayerMask, MaskKind, backbone, structure
+from .prune import OtherStagesLayer, backbone, model_parts
+from .structure.probe import NEUTRAL, LayerMask, MaskKind, structure
 
 NAME = "unified_sp"
 
@@ -108,7 +108,7 @@ def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers of a causal LM, without those of other pipeline stages."""
-    layers = model.base_model.layers
+    layers = getattr(backbone(model), model_parts(model).layers)
     assert isinstance(layers, nn.ModuleList)
     return nn.ModuleList(layer for layer in layers if not isinstance(layer, OtherStagesLayer))
 

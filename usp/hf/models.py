@@ -31,7 +31,8 @@ from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
-from .structure.probe import backbone, structure
+from .prune import model_parts
+from .structure.probe import structure
 
 # Families with formulas of activation memory (`usp.cost`), generation (`usp.rlhf`), and experts that ep shards.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -87,17 +88,18 @@ def training_problems(config: PretrainedConfig) -> str:
     if config.get_text_config() is not config:
         return "its text model is one of several parts: save and use that alone"
     model = empty_model(config, causal=True)
-    base, found = backbone(model), structure(type(model), model.config)
+    found = structure(type(model), model.config)
     problems = list(found.problems)
     if found.mixers:
         layers = ", ".join(found.mixers)
         problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
-    needed = [*((base, name) for name in ("embed_tokens", "layers", "norm")), (model, "lm_head")]
-    missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
-    if missing:
-        problems.append(f"it lacks {', '.join(missing)}, by which a model is divided into stages")
-    if not missing and not found.in_stages:
-        problems.append("it changes hidden states outside of its layers and its norm")
+    try:
+        model_parts(model)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        if not found.in_stages:
+            problems.append("it changes hidden states outside of its layers and its norm")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if buffers := [name for name in model.state_dict() if name not in parameters]:
         problems.append(f"its checkpoints hold buffers, such as {buffers[0]}")

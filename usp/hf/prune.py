@@ -1,13 +1,18 @@
-"""Pruning of a transformers model to the layers of one pipeline stage.
+"""The parts of a transformers model, and its pruning to those of one pipeline stage.
 
 The whole model is built on the meta device, and modules of other stages are removed before memory is allocated.
 Parameters keep their names on every stage, such as "model.layers.7.self_attn.q_proj.weight".
+
+Where the head is tied to the embedding, the first stage has the embedding, and the last a copy of it as its head.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -20,33 +25,124 @@ class OtherStagesLayer(nn.Module):
         return hidden_states
 
 
-def head_name(model: PreTrainedModel) -> str:
-    """Return the name of the output head's module."""
-    return "score" if isinstance(model, GenericForSequenceClassification) else "lm_head"
+class FirstStagesPositions(nn.Module):
+    """Placeholder for learned positions, without parameters; hidden states of the first stage have them already."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts by which a model is divided into stages: names of modules in its backbone, and of its `head`.
+
+    Attributes:
+        embedding: of the ids.
+        positions: learned embeddings of positions, which are added to that of the ids.
+        layers: the list of layers.
+        norm: applied after the layers.
+    """
+
+    embedding: str
+    positions: tuple[str, ...]
+    layers: str
+    norm: str
+    head: str
+
+
+def backbone(model: PreTrainedModel) -> Any:
+    """Return the model below the output head, which returns hidden states."""
+    return model.base_model if model.base_model is not model else model.get_submodule("model")
+
+
+def backbone_name(model: PreTrainedModel) -> str:
+    """Return the name of the backbone in its model."""
+    return next(name for name, module in model.named_modules() if module is backbone(model))
+
+
+def model_parts(model: PreTrainedModel) -> Parts:
+    """Find the parts of a model with an output head, by what they are rather than by their names.
+
+    Raises:
+        ValueError: naming what the model lacks.
+    """
+    known = getattr(model, "parts", None)
+    if isinstance(known, Parts):  # of a stage, which lacks some
+        return known
+    base = backbone(model)
+    names: dict[str, str] = {}
+    for name, module in base.named_children():
+        if module is base.get_input_embeddings():
+            names["an embedding of ids"] = name
+        elif isinstance(module, nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+            names["a list of layers"] = name
+        elif "norm" in type(module).__name__.lower():
+            names["a norm after its layers"] = name  # of several, the last; that it comes last, the probe verifies
+    for name, module in model.named_children():
+        if module is _head(model):
+            names["an output head"] = name
+    wanted = ("an embedding of ids", "a list of layers", "a norm after its layers", "an output head")
+    if missing := [name for name in wanted if name not in names]:
+        raise ValueError(f"{type(model).__name__} lacks {', '.join(missing)}, by which it would be divided into stages")
+    embedding, layers, norm, head = (names[name] for name in wanted)
+    others = ((name, module) for name, module in base.named_children() if name != embedding)
+    positions = tuple(name for name, module in others if isinstance(module, nn.Embedding))
+    return Parts(embedding, positions, layers, norm, head)
 
 
 def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: bool) -> None:
     """Remove the modules of other stages from a model, in place.
 
-    Keeps `layers`, the embedding on the first stage, and the final norm and the head on the last. The other layers are
-    replaced by `OtherStagesLayer` at their index.
+    Keeps `layers`, the embeddings on the first stage, and the final norm and the head on the last. The other layers are
+    replaced by `OtherStagesLayer` at their index. See `tied_ends` for a head that is tied to the embedding.
 
     Raises:
-        ValueError: if the model ties its head to its embedding, or `layers` are not consecutive layers of it.
+        ValueError: if `layers` are not consecutive layers of the model, if it shares other parameters between stages,
+            or has other parts than these.
     """
-    backbone = cast(Any, model.base_model)
-    if model.config.tie_word_embeddings and head_name(model) == "lm_head" and not (first and last):
-        raise ValueError(
-            f"{type(model).__name__} ties its output head to its embedding (tie_word_embeddings), which would be on "
-            f"different stages: use one stage"
-        )
-    if not (0 <= layers.start < layers.stop <= len(backbone.layers) and layers.step == 1):
-        raise ValueError(f"{layers} must be consecutive ones of the model's {len(backbone.layers)} layers")
-    for index in range(len(backbone.layers)):
+    base, parts = backbone(model), model_parts(model)
+    stack = getattr(base, parts.layers)
+    if not (0 <= layers.start < layers.stop <= len(stack) and layers.step == 1):
+        raise ValueError(f"{layers} must be consecutive ones of the model's {len(stack)} layers")
+    aliases: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases[parameter].append(name)
+    tied = aliases[getattr(base, parts.embedding).weight]
+    ends = tied if len(tied) == 2 and f"{parts.head}.weight" in tied else []
+    for index in range(len(stack)):
         if index not in layers:
-            backbone.layers[index] = OtherStagesLayer()
+            stack[index] = OtherStagesLayer()
     if not first:
-        backbone.embed_tokens = None
+        setattr(base, parts.embedding, None)
+        for name in parts.positions:
+            setattr(base, name, FirstStagesPositions())
     if not last:
-        backbone.norm = nn.Identity()
-        setattr(model, head_name(model), None)
+        setattr(base, parts.norm, nn.Identity())
+        setattr(model, parts.head, None)
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parted = [names for names in aliases.values() if names != ends and 0 < len(kept & {*names}) < len(names)]
+    if parted:
+        shared = "; ".join(" and ".join(names) for names in parted)
+        raise ValueError(f"{shared} of {type(model).__name__} are one parameter, but on different stages: use pp=1")
+    model.parts = parts  # type: ignore[assignment]
+    if first != last:
+        model.tied_ends = {name: ends[0] for name in ends if name in kept}  # type: ignore[assignment]
+
+
+def tied_ends(model: nn.Module) -> dict[str, str]:
+    """Return {name: name under which it is stored} of a stage's parameter of which another stage has a copy.
+
+    That is the embedding of the first stage, or the head of the last, stored as that embedding.
+    """
+    return getattr(model, "tied_ends", {})
+
+
+def head_name(model: PreTrainedModel) -> str:
+    """Return the name of the output head's module."""
+    return model_parts(model).head
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    scalar = isinstance(model, GenericForSequenceClassification)
+    head = cast(Any, model).score if scalar else model.get_output_embeddings()
+    return head if isinstance(head, nn.Linear) else None

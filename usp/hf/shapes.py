@@ -12,6 +12,7 @@ from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
 from .expert_parallel import expert_modules
 from .integrate import decoder_layers
 from .models import empty_model
+from .prune import backbone, model_parts
 from .tensor_parallel import tp_plan
 
 
@@ -42,7 +43,7 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         hidden_size=config.hidden_size,
         embedding=shapes(model.get_input_embeddings()),
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
-        norm=shapes(model.base_model.get_submodule("norm")),
+        norm=shapes(getattr(backbone(model), model_parts(model).norm)),
         head=() if facts.tied else shapes(model.get_output_embeddings()),
         experts_per_token=config.num_experts_per_tok if facts.num_experts else 0,
     )

@@ -22,7 +22,7 @@ from usp.losses.output_heads import Head, LastHidden
 from usp.losses.vocabulary import UNCHANGED, LogitTransform
 
 from .balance import RouterBalance
-from .prune import head_name
+from .prune import backbone, head_name
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
 _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
@@ -83,15 +83,16 @@ class CausalLMStage(nn.Module):
         options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
             options["output_router_logits"] = False  # would keep all layers' logits; `balance` uses hooks
-        hidden = self.model.base_model(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
+        hidden = backbone(self.model)(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
-        weight = cast(nn.Linear, getattr(self.model, head_name(self.model))).weight
+        linear = cast(nn.Linear, getattr(self.model, head_name(self.model)))
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
-        wanted = head(LastHidden(hidden, weight, self.loss_chunk, self.tp_group, self.transform), inputs)
+        last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
+        wanted = head(last, inputs)
         if self.balance is None or chosen is None or not self.training:
             return wanted
         return wanted + self.balance.share(chosen)
@@ -100,22 +101,24 @@ class CausalLMStage(nn.Module):
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
     """Measure how a causal LM scales (Cohere, Granite) or caps (Gemma 2) its head's logits; weights are not read.
 
-    Calls the model's own forward around a base model and a head that return known values. The configuration does not
-    tell: of two families with `logits_scaling`, Granite divides by it and HyperCLOVA X multiplies.
+    A scale of the head's input (MiniCPM 3) is one of its logits. Calls the model's own forward around a base model and
+    a head that return known values. The configuration does not tell: of two families with `logits_scaling`, Granite
+    divides by it and HyperCLOVA X multiplies.
 
     Raises:
-        ValueError: for a head with a bias, and for any other transform.
+        ValueError: for any other transform, and if the head is not applied to the last hidden states.
     """
     name = head_name(model)
-    head, base = cast(nn.Linear, getattr(model, name)), model.base_model
+    head, base = cast(nn.Linear, getattr(model, name)), backbone(model)
     kind = type(model).__name__
-    if head.bias is not None:
-        raise ValueError(f"the output head of {kind} has a bias, which the loss does not add: use a model without")
     given = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
-    model._modules[name] = _Known(given)
-    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1))
+    last = torch.linspace(-1.0, 1.0, head.in_features).view(1, 1, -1)
+    model._modules[name] = _Known(given, last, scalable=head.bias is None)
+    base.forward = lambda *args, **kwargs: _LastHiddenOnly(last_hidden_state=last)
     try:
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.flatten().double()
+    except RuntimeError as error:  # of layers between the base model and the head, which are on the meta device
+        raise ValueError(f"{kind} changes its last hidden states before its output head: {error}") from error
     finally:
         model._modules[name] = head
         del base.forward
@@ -131,12 +134,23 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     return transform
 
 
+class _LastHiddenOnly(MoeModelOutputWithPast):
+    """The output of a base model of any class, of which everything else is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _Known(nn.Module):
-    """An output head that returns known logits."""
+    """An output head that returns known logits of known hidden states, and where `scalable` their multiples."""
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, logits: Tensor, hidden: Tensor, scalable: bool) -> None:
         super().__init__()
-        self.logits = logits
+        self.logits, self.hidden, self.scalable = logits, hidden, scalable
 
-    def forward(self, hidden: Any) -> Tensor:
-        return self.logits.clone().view(1, 1, -1)
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = hidden.flatten()[0].item() / self.hidden.flatten()[0].item() if self.scalable else 1.0
+        if hidden.shape != self.hidden.shape or not torch.allclose(hidden, scale * self.hidden):
+            raise RuntimeError("the head takes others than the base model returns")
+        return scale * self.logits.view(1, 1, -1)

@@ -9,10 +9,14 @@ from parallel import ParallelMesh
 from parallel.tensor import apply_tensor_parallel, gather_output
 from usp.model.rules import tp_violations
 
-from .models import model_facts
+from .models import is_scalar, model_facts
+from .prune import backbone, backbone_name, model_parts
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
-_KNOWN = {"colwise", "rowwise", "replicated_with_grad_allreduce", "untouched"}
+_KNOWN = {
+    *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
+    *("replicated_with_grad_allreduce", "local_params", "untouched"),
+}
 
 
 def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool) -> None:
@@ -42,7 +46,7 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         return
     tp_mesh = mesh.parameter_mesh("tp")
     apply_tensor_parallel(model, tp_mesh, tp_plan(model), token_dim=_TOKEN_DIM if sequence_parallel else None)
-    norm = model.base_model.get_submodule("norm")
+    norm = getattr(backbone(model), model_parts(model).norm)
     if sequence_parallel and not isinstance(norm, nn.Identity):
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
@@ -57,9 +61,10 @@ def plan_violations(config: PretrainedConfig) -> list[str]:
 
 def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
-    base = model.base_model_prefix
+    base, parts = backbone_name(model), model_parts(model)
     plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
-    return plan | {f"{base}.embed_tokens": "embedding_rowwise", "lm_head": "colwise_parameter"}
+    plan[f"{base}.{parts.embedding}"] = "embedding_rowwise"
+    return plan if is_scalar(model.config) else plan | {parts.head: "colwise_parameter"}
 
 
 def _family_plan(config: PretrainedConfig) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class LastHidden:
         chunk_tokens: number of tokens whose logits exist at a time.
         group: the tp axis; None without tensor parallelism.
         transform: what the model does to the head's logits.
+        bias: of the output head, sharded like `weight`; None without.
     """
 
     hidden_BSH: Tensor
@@ -36,21 +38,31 @@ class LastHidden:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     transform: LogitTransform = UNCHANGED
+    bias: Tensor | None = None
 
     def loss(self, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
         """Return `vocab_loss` of these hidden states."""
-        return vocab_loss(self.hidden_BSH, self.weight, shift_labels, global_tokens=global_tokens, **self._options)
+        return vocab_loss(*self._factors, shift_labels, global_tokens=global_tokens, **self._options)
 
     def logprobs(self, shift_labels: Tensor, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return `vocab_logprobs` of these hidden states."""
         chosen = {"temperature": temperature, "entropy": entropy, **self._options}
-        return vocab_logprobs(self.hidden_BSH, self.weight, shift_labels, **chosen)
+        return vocab_logprobs(*self._factors, shift_labels, **chosen)
 
     def values(self) -> Tensor:
         """Return the scalar head's outputs (B, S), in fp32 (fp64 for fp64)."""
         weight = local_tensor(self.weight)
         dtype = softmax_dtype(self.hidden_BSH)
         return (self.hidden_BSH.to(dtype) @ weight.to(dtype).T).squeeze(-1)
+
+    @property
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """The hidden states and the weight, with the bias as the weight of one more hidden state, which is 1."""
+        if self.bias is None:
+            return self.hidden_BSH, self.weight
+        ones = self.hidden_BSH.new_ones(*self.hidden_BSH.shape[:-1], 1)
+        columns = local_tensor(self.weight), local_tensor(self.bias).unsqueeze(1)
+        return torch.cat((self.hidden_BSH, ones), dim=-1), torch.cat(columns, dim=1)
 
     @property
     def _options(self) -> dict[str, Any]:

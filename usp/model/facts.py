@@ -62,9 +62,9 @@ class ParameterShape:
     @property
     def tp_dim(self) -> int | None:
         """The dim sharded over tp; None if every tp rank holds the whole parameter."""
-        if self.style in ("colwise", "colwise_parameter", "embedding_rowwise"):
+        if self.style.startswith("colwise") or self.style == "embedding_rowwise":
             return 0
-        return 1 if self.style == "rowwise" and len(self.shape) > 1 else None
+        return 1 if self.style.startswith("rowwise") and len(self.shape) > 1 else None
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` tensor-parallel ranks."""
@@ -106,6 +106,11 @@ class ModelShape:
     norm: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
     experts_per_token: int = 0
+
+    def around_layers(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
+        """Return the parameters of a pipeline stage besides its layers; the last one has a copy of a tied embedding."""
+        head = self.embedding if self.facts.tied and not first else self.head
+        return (self.embedding if first else ()) + (self.norm + head if last else ())
 
     @property
     def expert_size(self) -> int:

@@ -48,15 +48,9 @@ def ep_violations(facts: ModelFacts, ep: int) -> list[str]:
 
 def pp_violations(facts: ModelFacts, stages: int) -> list[str]:
     """Return why the model cannot be cut into `stages` pipeline stages, one message per violation."""
-    violations = []
     if stages > len(facts.windows):
-        violations.append(f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}")
-    if facts.tied and stages > 1:
-        violations.append(
-            f"the embedding and the output head of {facts.name} are one matrix (tie_word_embeddings), but the first "
-            f"pipeline stage would hold one and the last the other: use pp=1"
-        )
-    return violations
+        return [f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"]
+    return []
 
 
 def _listed(numbers: list[int]) -> str:

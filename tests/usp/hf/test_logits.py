@@ -14,6 +14,7 @@ from transformers import (
     GraniteConfig,
     HyperCLOVAXConfig,
     LlamaConfig,
+    MiniCPM3Config,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -35,12 +36,29 @@ FAMILIES: dict[str, tuple[Callable[[], PretrainedConfig], LogitTransform]] = {
     ),
     "granite": (lambda: GraniteConfig(**SIZES, logits_scaling=3.0), LogitTransform(1 / 3)),
     "hyperclovax": (lambda: HyperCLOVAXConfig(**SIZES, logits_scaling=3.0), LogitTransform(3.0)),
+    # scales the input of its head
+    "minicpm3": (
+        lambda: MiniCPM3Config(**SIZES | LATENT, dim_model_base=8, pad_token_id=0),
+        LogitTransform(0.25),
+    ),
+    "phi": (lambda: PhiConfig(**SIZES), LogitTransform()),  # a bias in its head
+}
+LATENT = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
 }
 
 
 def tiny(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES[family][0](), attn_implementation="eager").double()
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][0](), attn_implementation="eager").double()
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model
 
 
 def loss_and_gradients(family: str) -> list[Tensor]:
@@ -83,10 +101,25 @@ def test_a_transform_is_measured_without_weights_and_leaves_the_model_as_it_was(
 
 def test_other_transforms_are_refused() -> None:
     with torch.device("meta"):
-        biased = AutoModelForCausalLM.from_config(PhiConfig(**SIZES))
+        normed = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
         shifted = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
-    with pytest.raises(ValueError, match="the output head of PhiForCausalLM has a bias"):
-        logit_transform(biased)
+    head, forward_of = normed.lm_head, type(normed).forward
+
+    def add(**inputs: object) -> object:
+        inner = normed.model.forward
+
+        def plus_one(**given: object) -> object:
+            out = inner(**given)
+            out.last_hidden_state = out.last_hidden_state + 1
+            return out
+
+        normed.model.forward = plus_one
+        return forward_of(normed, **inputs)
+
+    normed.forward = add
+    with pytest.raises(ValueError, match="LlamaForCausalLM changes its last hidden states before its output head"):
+        logit_transform(normed)
+    assert normed.lm_head is head
     forward = shifted.forward
 
     def shift(*args: object, **kwargs: object) -> object:

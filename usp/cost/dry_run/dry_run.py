@@ -210,6 +210,8 @@ def _by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:
     axes: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for view in mesh.views for name in view.mesh_dim_names or ()):
         axes.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), []).append(name)
+    if mesh.ends is not None:
+        axes.setdefault(tuple(dist.get_process_group_ranks(mesh.ends)), ["ends"])
     found = [
         GroupSent(tuple(axes[ranks]), ranks, collective, nbytes, wire.calls[ranks, collective])
         for (ranks, collective), nbytes in wire.by_group.items()

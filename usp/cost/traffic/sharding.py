@@ -57,7 +57,7 @@ def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model, cuts = job.model, job.stage_layers
     first, last = stage == 0, stage == len(cuts) - 1
-    root = (model.embedding if first else ()) + (model.norm + model.head if last else ())
+    root = model.around_layers(first, last)
     layers = (model.layers[index] for index in cuts[stage])
     return StageUnits(_units(job, root), tuple(_units(job, layer.parameters, layer.experts) for layer in layers))
 
@@ -104,6 +104,17 @@ def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     first = len(units.root)
     for unit, gathers in _gathers(job, rank, stage)[first : first + len(units.layers[0])]:
         yield from _unit_traffic(job, unit, gathers)
+
+
+def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """Yield the sum of the tied embedding's gradient over the first and the last stage, if they are on two ranks."""
+    ends = {0, len(job.stage_layers) - 1}
+    if not job.model.facts.tied or job.dims.pp == 1 or len(ends & {*job.stages(rank)}) != 1:
+        return
+    (rows, columns), (axis, ranks) = job.model.embedding[0].local(job.dims.tp), ("fsdp", job.degree("fsdp"))
+    each, place = (rows, 0) if job.config.zero == 0 else (-(-rows // ranks), job.place(axis, rank))
+    if own := max(0, min(each, rows - place * each)):
+        yield all_reduce("ends", own * columns * FLOAT32, 2)
 
 
 def _unit_traffic(job: Job, unit: Unit, gathers: int) -> Iterator[Sent]:

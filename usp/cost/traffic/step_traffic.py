@@ -18,7 +18,7 @@ from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, Uni
 from usp.cost.job import Job
 
 from .sent import Sent, all_reduce, merged
-from .sharding import FLOAT32, block_fsdp_traffic, fsdp_traffic
+from .sharding import FLOAT32, block_fsdp_traffic, fsdp_traffic, tied_traffic
 
 FLOAT64 = INT64 = 8
 
@@ -26,7 +26,7 @@ FLOAT64 = INT64 = 8
 def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
     # The token count, the gradient norm, and in each forward the document boundaries (`parallel.agree`).
-    parts = [*fsdp_traffic(job, rank), *_sums(job, FLOAT64, "loss", "pp", "loss", "tp")]
+    parts = [*fsdp_traffic(job, rank), *tied_traffic(job, rank), *_sums(job, FLOAT64, "loss", "pp", "loss", "tp")]
     attention = cache(partial(attention_traffic, job, rank))
     for stage in job.stages(rank):
         inside = [*_pipeline_traffic(job, rank, stage), *_sums(job, 2 * INT64, "ulysses", "ring")]

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from usp.hf.mixers.sharded_mixers import sharded_mixers
-from usp.hf.prune import OtherStagesLayer
+from usp.hf.prune import OtherStagesLayer, backbone, model_parts, prune_to_stage
 
 from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
 
@@ -66,8 +66,8 @@ class Structure:
     Attributes:
         masks: of every attention module that a forward calls, by the module's name in the base model, in order.
         problems: why sequence parallelism would not be exact, one message each.
-        in_stages: whether hidden states pass through nothing but the embedding, the layers and once the norm, so that
-            the model can be divided into pipeline stages.
+        in_stages: whether hidden states pass through nothing but the embeddings, the layers and at last the norm, so
+            that the model can be divided into pipeline stages.
         mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
 
@@ -104,11 +104,6 @@ def _structure(kind: Any, known: _ByContent) -> Structure:
     return probe(kind, known.config)
 
 
-def backbone(model: PreTrainedModel) -> Any:
-    """Return the model below the output head, which returns hidden states."""
-    return model.base_model if model.base_model is not model else model.get_submodule("model")
-
-
 def probe(kind: type[PreTrainedModel], config: PretrainedConfig, layers: int | None = None) -> Structure:
     """Find the structure of the models of class `kind` with `config`.
 
@@ -139,9 +134,6 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
     sharded = [base.get_submodule(name) for name in mixers]
     watch = _Watch(base, sharded)
-    norms: list[str] = []
-    if isinstance(norm := getattr(base, "norm", None), nn.Module):
-        norm.register_forward_hook(lambda *_: norms.append("called"))
     calls, different = _run_twice(base, watch, sharded)
     problems: list[str] = []
     if watch.found:
@@ -166,7 +158,7 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
     kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
-    return Structure(masks, tuple(dict.fromkeys(problems)), len(norms) == 2 and _in_stages(base), kinds)
+    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(model), kinds)
 
 
 def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
@@ -214,18 +206,30 @@ def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> t
 
 
 @torch.no_grad()
-def _in_stages(base: Any) -> bool:
-    """Return whether a backbone without its layers and norm returns what it is given; changes it."""
+def _in_stages(model: PreTrainedModel) -> bool:
+    """Return whether a model ends with its norm, and a middle stage without layers changes nothing; prunes it."""
     given = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
+    inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
+    base, normed = backbone(model), list[Tensor]()
+
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        return _attend(q, k, v, attention_mask), None
+
+    AttentionInterface.register(PROBE, attend)
     try:
-        base.norm = nn.Identity()
-        for index in range(len(base.layers)):
-            base.layers[index] = OtherStagesLayer()
-        positions = torch.arange(LENGTH).unsqueeze(0)
-        returned = base(inputs_embeds=given, position_ids=positions, use_cache=False).last_hidden_state
+        parts = model_parts(model)
+        getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))
+        ends = base(input_ids=torch.arange(3, 3 + LENGTH).unsqueeze(0), **inputs).last_hidden_state
+        prune_to_stage(model, range(1), first=False, last=False)
+        getattr(base, parts.layers)[0] = OtherStagesLayer()
+        returned = base(inputs_embeds=given, **inputs).last_hidden_state
     except (AttributeError, RuntimeError, ValueError):  # a backbone that expects more of its layers, or of its inputs
         return False
-    return torch.equal(returned, given)
+    finally:
+        AttentionInterface.register(PROBE, _unprepared)
+    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(returned, given)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

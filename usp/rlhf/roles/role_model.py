@@ -19,6 +19,7 @@ from usp.hf.disk import is_adapter
 from usp.hf.initialise import fill_buffers
 from usp.hf.lora.adapters import adapters_off
 from usp.hf.models import is_scalar, materialise
+from usp.hf.prune import tied_ends
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.responses import SupportsGenerate, generate_samples
 from usp.rlhf.graph.calls import Generate, Inference, TrainStep
@@ -71,7 +72,10 @@ class RoleModel:
         self._generator: SupportsGenerate | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live parameters by transformers' names, with or without memory; of a role with adapters, those."""
+        """Return the live parameters by the names they are stored under, with or without memory.
+
+        Of a role with adapters, those of the adapters.
+        """
         adapted = self.spec.lora is not None
         return {name: weight for name, weight in self._parameters() if is_adapter(name) or not adapted}
 
@@ -207,7 +211,8 @@ class RoleModel:
         self._trained_engine().restore(state)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name.removeprefix("model."), weight.detach()) for name, weight in self.stage.named_parameters())
+        ends = tied_ends(self.stage.model)
+        return ((ends.get(name, name), weight.detach()) for name, weight in self.stage.model.named_parameters())
 
     def _load(self) -> None:
         first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)

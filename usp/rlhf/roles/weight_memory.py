@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.reallocation.boxes import local_box, local_part
 from usp.hf.models import kept_names
+from usp.hf.prune import tied_ends
 
 
 class WeightMemory:
@@ -64,14 +65,15 @@ class WeightMemory:
 
 
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace parameters of an empty model by views of `weights`, by name; allocate the others, and its buffers.
+    """Replace parameters of an empty model by views of `weights`, by stored names; allocate the others, and its buffers.
 
     What is allocated is not initialized.
 
     Raises:
         ValueError: naming parameters of which `weights` has another box or dtype than this rank's model.
     """
-    kept, own_weights = kept_names(model), dict(model.named_parameters())
+    kept, ends = kept_names(model), tied_ends(model)
+    own_weights = {ends.get(name, name): own for name, own in model.named_parameters()}
     mismatched = [
         name
         for name, shared in weights.items()
@@ -89,7 +91,8 @@ def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: to
     for prefix, module in model.named_modules():
         for name, own in module._parameters.items():
             if own is not None:
-                module._parameters[name] = new[kept[f"{prefix}.{name}"]]
+                first = kept[f"{prefix}.{name}"]
+                module._parameters[name] = new[ends.get(first, first)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel import ParallelMesh, before_micro_batch, clip_grad_norm
+from parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
+from parallel.grad_norm import sum_tied_gradients
 from usp.hf.disk import is_adapter
+from usp.hf.prune import tied_ends
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
@@ -42,6 +44,10 @@ class Fsdp2Engine:
         self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
         self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
         self.optimizer = optimizer.over(self.parameters.values())
+        # Of the parameter that the first and the last stage both have: {its name here: the name it is stored under}.
+        ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
+        self._tied = {name: stored for name, stored in ends.items() if name in self.parameters}
+        self._copies = {name: stored for name, stored in self._tied.items() if name != stored}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         if self.pipeline is not None:
@@ -66,7 +72,9 @@ class Fsdp2Engine:
         idle = [name for name, p in self.parameters.items() if p.grad is None and is_adapter(name)]
         if idle:  # a layer that reads the weight of a linear, without calling it, leaves its adapter out
             raise RuntimeError(f"{', '.join(idle)} did not take part in the forward: use other lora_targets")
-        norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh)
+        sum_tied_gradients([self.parameters[name] for name in self._tied], self.mesh)
+        copies = [self.parameters[name] for name in self._copies]
+        norm = clip_grad_norm(self.parameters.values(), max_norm, self.mesh, copies)
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -81,9 +89,18 @@ class Fsdp2Engine:
             if not kept:  # AdamW creates its state in the first step
                 kept.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter.detach()))
                 kept["exp_avg_sq"] = torch.zeros_like(parameter.detach())
-            state[f"model.{name}"] = parameter.detach()
-            state.update({f"optimizer.{name}.{key}": value for key, value in kept.items()})
+            stored = self._copies.get(name, name)
+            if stored != name and stored in self.parameters:  # this rank has both stages
+                continue
+            state[f"model.{stored}"] = parameter.detach()
+            state.update({f"optimizer.{stored}.{key}": value for key, value in kept.items()})
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing: `state()` returns the live tensors."""
+        """Copy the tied parameter to the other stage of this rank; `state()` returns the live tensors of all others."""
+        for name, stored in self._copies.items():
+            if stored in self.parameters:
+                copy, original = self.parameters[name], self.parameters[stored]
+                local_tensor(copy.detach()).copy_(local_tensor(original.detach()))
+                for key, value in self.optimizer.state[original].items():
+                    local_tensor(self.optimizer.state[copy][key]).copy_(local_tensor(value))

@@ -27,6 +27,7 @@ from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
+TIED = "qwen3-tied-deep"
 GroupOp = tuple[tuple[int, ...], str]
 Flags = dict[str, Any]
 
@@ -57,6 +58,12 @@ MIXTURES: list[Flags] = [
     {"dp_replicate": 2, "sp_ulysses": 2, "zero": 2, "micro_batches": 2, "batch_size": 2},
     {"model": "llama-deep", "pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 4, "batch_size": 4},
     {"model": "llama-deep", "pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1},
+    # the head is a copy of the embedding, whose 96 rows do not divide by every number of ranks
+    {"model": TIED, "pp": 4, "sp_ring": 2, "micro_batches": 4, "batch_size": 4},
+    {"model": TIED, "pp": 2, "tp": 2, "dp_replicate": 2, "dp_shard": 1, "micro_batches": 2, "batch_size": 2, "zero": 1},
+    {"model": TIED, "pp": 2, "dp_shard": 4, "zero": 0, "micro_batches": 2, "batch_size": 2},
+    {"model": TIED, "pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 2, "batch_size": 2},
+    {"model": TIED, "pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1},
 ]
 
 
@@ -110,7 +117,7 @@ def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("llama", "llama-deep", "mistral", "qwen2", "qwen3", "mixtral", "mixtral-deep", "qwen3_moe"):
+    for family in ("llama", "llama-deep", "mistral", "qwen2", "qwen3", "mixtral", "mixtral-deep", "qwen3_moe", TIED):
         tiny_model(family).save_pretrained(folder / family)
     return folder
 
