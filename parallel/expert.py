@@ -101,17 +101,25 @@ def combine(rows_GH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Te
     return _all_to_all(rows, plan.receive_splits, plan.send_splits, group, "combine")
 
 
-def grouped_linear(rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
-    """Multiply rows sorted by expert by their expert's matrix: (G, O).
+def grouped_linear(
+    rows_GI: Tensor, weight_EOI: Tensor, rows_of_expert: Sequence[int], bias_EO: Tensor | None = None
+) -> Tensor:
+    """Multiply rows sorted by expert by their expert's matrix, and add its bias: (G, O).
 
-    Uses a grouped matmul if torch supports it, otherwise one matmul per expert. The gradient of an expert without rows
-    is zero.
+    Uses a grouped matmul if torch supports it, otherwise one matmul per expert. The matrices may be a transposed view.
+    The gradient of an expert without rows is zero.
     """
+    rows = list(rows_of_expert)
     if _has_grouped_mm(weight_EOI):
-        ends = torch.tensor(rows_of_expert, device=rows_GI.device).cumsum(0, dtype=torch.int32)
-        return torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=ends)
-    parts = zip(rows_GI.split(list(rows_of_expert)), weight_EOI.unbind(), strict=True)
-    return torch.cat([torch.nn.functional.linear(part, matrix) for part, matrix in parts])
+        ends = torch.tensor(rows, device=rows_GI.device).cumsum(0, dtype=torch.int32)
+        out_GO = torch.nn.functional.grouped_mm(rows_GI, weight_EOI.transpose(1, 2), offs=ends)
+    else:
+        parts = zip(rows_GI.split(rows), weight_EOI.unbind(), strict=True)
+        out_GO = torch.cat([torch.nn.functional.linear(part, matrix) for part, matrix in parts])
+    if bias_EO is None:
+        return out_GO
+    # The backward of an indexed bias would sum in any order.
+    return torch.cat([part + bias for part, bias in zip(out_GO.split(rows), bias_EO.unbind(), strict=True)])
 
 
 def _has_grouped_mm(weight_EOI: Tensor) -> bool:

@@ -81,15 +81,21 @@ def test_expert_parallel_results_match_one_rank(ranks: RankPool, world: int, kin
 
 
 @pytest.mark.parametrize(("rows", "size_in"), [([3, 0, 5], 8), ([0, 0, 0], 8), ([3, 0, 5], 7), ([0, 0, 0], 7)])
-def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: int) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_linear_matches_one_matmul_per_expert(rows: list[int], size_in: int, transposed: bool) -> None:
     x = torch.randn(sum(rows), size_in, requires_grad=True)
-    weight = torch.randn(3, 4, size_in, requires_grad=True)
-    out = grouped_linear(x, weight, rows)
-    wanted = torch.cat([part @ weight[e].T for e, part in enumerate(x.split(rows))])
+    matrices = torch.randn(3, size_in, 4) if transposed else torch.randn(3, 4, size_in)
+    bias = torch.randn(3, 4, requires_grad=True)
+    weight = matrices.requires_grad_().transpose(1, 2) if transposed else matrices.requires_grad_()
+    out = grouped_linear(x, weight, rows, bias)
+    wanted = torch.cat([part @ weight[e].T + bias[e] for e, part in enumerate(x.split(rows))])
     upstream = torch.randn_like(wanted)
     torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(grouped_linear(x, weight, rows), wanted - bias.repeat_interleave(torch.tensor(rows), 0))
     for found, expected in zip(
-        torch.autograd.grad(out, (x, weight), upstream), torch.autograd.grad(wanted, (x, weight), upstream), strict=True
+        torch.autograd.grad(out, (x, matrices, bias), upstream),
+        torch.autograd.grad(wanted, (x, matrices, bias), upstream),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)
 

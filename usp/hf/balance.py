@@ -1,8 +1,8 @@
 """Auxiliary load-balancing loss of mixtures of experts, over tokens sharded over ranks and layers over stages.
 
 Switch Transformers (arXiv 2101.03961, section 2.2), as in transformers' `load_balancing_loss_func`: over all layers
-and tokens, with R = layers x tokens, E experts, counts c_e (how often expert e was chosen) and probability sums p_e
-(of the routers' softmax),
+and tokens, with R = layers x tokens, E experts, counts c_e (how often the highest logits of a token include that of
+expert e) and probability sums p_e (of the routers' softmax),
 
     loss = E * sum_e (c_e / R) * (p_e / R)
 
@@ -27,12 +27,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh, local_tensor
 
-from .expert_parallel import router_modules
+from .models import model_facts
+from .structure.experts import has_balancing_loss, logits_index, router_modules
 
 
 def aux_loss_coefficient(config: PretrainedConfig, asked: float) -> float:
-    """Return the weight of the auxiliary loss: `asked`, or for -1 the configuration's; 0 for a model without one."""
-    return asked if asked != -1 else float(getattr(config, "router_aux_loss_coef", 0.0))
+    """Return the weight of the auxiliary loss: `asked`, or for -1 the configuration's; 0 for a model without one.
+
+    A model has one where transformers defines it: not DeepSeek-V3 and its like, which balance by other means.
+    """
+    if asked != -1:
+        return asked
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if has_balancing_loss(config) else 0.0
 
 
 class RouterBalance:
@@ -60,12 +66,13 @@ class RouterBalance:
         by_micro_batch: bool = False,
     ) -> None:
         self.by_micro_batch = by_micro_batch
-        self.num_experts, self.top_k = model.config.num_experts, model.config.num_experts_per_tok
+        self.num_experts = model_facts(model.config.model_type, model.config).num_experts
+        self.top_k: int = model.config.num_experts_per_tok
         self.coefficient, self.device = coefficient, mesh.device_type
         self.loss_group = mesh.group("loss")
         self.tp_group = mesh.group("tp") if tp_sequence_parallel else None
         self._step_counts: Tensor | None = None
-        self._routers = router_modules(model)
+        self._routers, self._logits_index = router_modules(model), logits_index(model)
         self._incoming: Tensor | None = None
         self._seen: list[tuple[nn.Module, Tensor]] | None = None
         for router in self._routers:
@@ -80,7 +87,7 @@ class RouterBalance:
         assert self._seen is not None, "close() without open()"
         seen, self._seen = self._seen, None
         silent = len({id(router) for router in self._routers} - {id(router) for router, _ in seen})
-        cut_off = any(router.weight.requires_grad and not rows.requires_grad for router, rows in seen)
+        cut_off = any(_is_trained(router) and not rows.requires_grad for router, rows in seen)
         if silent or (cut_off and torch.is_grad_enabled()):
             raise RuntimeError(
                 f"of {len(self._routers)} routers {silent} did not run in this forward"
@@ -123,10 +130,15 @@ class RouterBalance:
             dist.all_reduce(counts, group=group)
         return counts
 
-    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
-        logits, _, chosen = map(local_tensor, output)
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32).sum(dim=0)
+        probabilities = torch.softmax(local_tensor(output[self._logits_index]), dim=-1, dtype=torch.float32)
+        # As transformers does: a router that chooses by other scores is balanced by these all the same.
+        chosen = probabilities.topk(self.top_k, dim=-1).indices
         counts = torch.bincount(chosen.flatten(), minlength=self.num_experts).to(torch.float32)
         if self._seen is not None:
-            self._seen.append((router, torch.stack((counts, probabilities))))
+            self._seen.append((router, torch.stack((counts, probabilities.sum(dim=0)))))
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

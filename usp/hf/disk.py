@@ -1,10 +1,7 @@
-"""Layout of a model's parameters in transformers' safetensors files.
+"""Files of a model's weights: which tensors there are, under which names, and what they are part of.
 
-Most parameters are one tensor of the same name. Experts are one parameter for all experts of a layer in memory, and one
-tensor per expert and projection on disk:
-
-    experts.gate_up_proj (E, 2I, H)    experts.N.gate_proj.weight (I, H), experts.N.up_proj.weight (I, H)
-    experts.down_proj    (E, H, I)     experts.N.down_proj.weight (H, I)
+A model's tensors are its parameters and its persistent buffers, such as the biases by which DeepSeek-V3's routers
+choose experts: saved and loaded like parameters, in a dtype of their own, and not trained.
 
 A linear with an adapter of peft has its weight in a submodule, base_layer, which files do not name.
 """
@@ -12,35 +9,24 @@ A linear with an adapter of peft has its weight in a submodule, base_layer, whic
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import Box
 
 from .models import kept_names
+from .structure.conversion import DiskTensor, disk_layout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
-# Names on disk of the feed-forward block, and of an expert's gate, up and down projections.
-_COMMON = ("mlp", "gate_proj", "up_proj", "down_proj")
-_RENAMED = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-
-
-@dataclass(frozen=True)
-class DiskTensor:
-    """Tensor `name` in a file: the part `box` of a parameter, without its leading dims of size 1."""
-
-    name: str
-    parameter: str
-    box: Box
-    shape: tuple[int, ...]
 
 
 def is_adapter(name: str) -> bool:
@@ -55,21 +41,22 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name.replace(".base_layer.", "."), parameter
 
 
-def disk_tensors(model_type: str, parameter: str, shape: Sequence[int]) -> list[DiskTensor]:
-    """Return the tensors on disk that make up a parameter of a transformers model."""
-    block, gate, up, down = _RENAMED.get(model_type, _COMMON)
-    name = parameter.replace(".mlp.", f".{block}.")
-    prefix, _, last = name.rpartition(".")
-    if not prefix.endswith(".experts"):
-        return [_same(name, parameter, shape)]
-    experts, rows, columns = shape
-    projections = [down] if last == "down_proj" else [gate, up]
-    size = (rows // len(projections), columns)
-    return [
-        DiskTensor(f"{prefix}.{n}.{projection}.weight", parameter, Box((n, half * size[0], 0), (1, *size)), size)
-        for n in range(experts)
-        for half, projection in enumerate(projections)
-    ]
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are part of checkpoints, by their names without adapters."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".replace(".base_layer.", "."), buffer
+
+
+def stored_tensors(whole: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that files of a `whole` model hold: its parameters, tied ones once, and persistent buffers."""
+    return dict(whole.named_parameters()) | dict(persistent_buffers(whole))
+
+
+def stored_names(model: nn.Module) -> dict[str, str]:
+    """Map each tensor's name to the name it is stored under; see `kept_names`."""
+    return kept_names(model) | {name: name for name, _ in persistent_buffers(model)}
 
 
 def read_headers(folder: Path) -> dict[str, Any]:
@@ -94,33 +81,34 @@ def read_headers(folder: Path) -> dict[str, Any]:
 
 
 def choose_tensors(
-    whole: nn.Module, model_type: str, found: Mapping[str, Any], folder: Path
+    whole: PreTrainedModel, found: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, list[DiskTensor]], list[tuple[DiskTensor, DiskTensor]]]:
-    """Find the tensors of the `whole` model's parameters. Experts may also be stored in their layout in memory.
+    """Find the tensors of the `whole` model. Each may also be stored under its name and in its layout in memory.
 
     Returns:
-        The tensors that make up each parameter, by the name it is stored under, and pairs of tensors that must be
+        The tensors in files that make up each one, by the name it is stored under, and pairs of tensors that must be
         equal: a tied parameter saved under two names.
 
     Raises:
         ValueError: naming every missing or unexpected tensor, and every one of the wrong shape.
     """
     names: dict[str, list[str]] = defaultdict(list)
-    for name, first in kept_names(whole).items():
+    for name, first in stored_names(whole).items():
         names[first].append(name)
+    tensors_of = stored_tensors(whole)
+    saved = disk_layout(whole, {name: tensors_of[first].shape for first in names for name in names[first]})
     chosen: dict[str, list[DiskTensor]] = {}
     copies: list[tuple[DiskTensor, DiskTensor]] = []
     for first, aliases in names.items():
-        shape = whole.get_parameter(first).shape
-        options = [
-            [_same(name, name, shape)] if name in found else disk_tensors(model_type, name, shape) for name in aliases
-        ]
+        shape = tensors_of[first].shape
+        options = [[_same(name, shape)] if name in found else saved[name] for name in aliases]
         present = [tensors for tensors in options if all(tensor.name in found for tensor in tensors)]
         chosen[first] = tensors = (present or options)[0]
         copies.extend((tensors[0], other[0]) for other in present[1:])
     wanted = [*chain.from_iterable(chosen.values()), *(copy for _, copy in copies)]
     violations = _violations(whole, wanted, found)
     if violations:
+        model_type = whole.config.model_type
         raise ValueError(f"{folder} does not contain the weights of the {model_type} in its config.json: {violations}")
     return chosen, copies
 
@@ -147,17 +135,23 @@ def file_names(number: int) -> list[str]:
     return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
 
 
-def _same(name: str, parameter: str, shape: Sequence[int]) -> DiskTensor:
-    return DiskTensor(name, parameter, Box.whole(tuple(shape)), tuple(shape))
+def _same(name: str, shape: Sequence[int]) -> DiskTensor:
+    return DiskTensor(name, name, Box.whole(tuple(shape)), tuple(shape))
 
 
-def _violations(whole: nn.Module, wanted: Sequence[DiskTensor], found: Mapping[str, Any]) -> str:
+def _violations(whole: PreTrainedModel, wanted: Sequence[DiskTensor], found: Mapping[str, Any]) -> str:
     expected = {tensor.name: tensor.shape for tensor in wanted}
     shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
     buffers = tuple(name.removeprefix("model.") for name, _ in whole.named_buffers())  # in old files, per layer
+    # layers for predicting further tokens, which transformers does not build either
+    ignored = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
     parts = {
         "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in expected and not name.endswith(buffers)],
+        "unexpected": [
+            name
+            for name in found
+            if name not in expected and not name.endswith(buffers) and not any(rule.search(name) for rule in ignored)
+        ],
         "wrong shape": [
             f"{name} has shape {shape}, expected {expected[name]}"
             for name, shape in shapes.items()

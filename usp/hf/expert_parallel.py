@@ -1,8 +1,11 @@
 """Expert parallelism for unmodified transformers models.
 
 Registers an experts implementation with transformers' `ExpertsInterface`, which the model's configuration selects by
-name. An experts module keeps its parameters gate_up_proj (E, 2I, H) and down_proj (E, H, I): with ep > 1 they become
-DTensors sharded over ep in dim 0.
+name. An experts module keeps its parameters, whose dim 0 counts experts: with ep > 1 they become DTensors sharded over
+ep in that dim. Its attributes say how they are laid out:
+
+    gate_up_proj (E, 2I, H), or without a gate up_proj (E, I, H); down_proj (E, H, I); transposed: the last two dims
+    gate_up_proj_bias (E, 2I), or up_proj_bias (E, I); down_proj_bias (E, H)
 
 T tokens of this rank, K experts per token, H hidden size, I an expert's intermediate size, E experts.
 """
@@ -10,22 +13,21 @@ T tokens of this rank, K experts per token, H hidden size, I an expert's interme
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from parallel import ParallelMesh, local_tensor
 from parallel.expert import grouped_linear, mix_experts
 from usp.model.rules import ep_violations
 
 from .models import model_facts
+from .structure.experts import expert_modules
 
 NAME = "expert_parallel"
-PARAMETERS = ("gate_up_proj", "down_proj")
 
 
 def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
@@ -48,37 +50,33 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
         module.ep_group = experts_mesh.get_group()  # type: ignore[assignment]
         if experts_mesh.size() == 1:
             continue
-        for name in PARAMETERS:
-            whole = getattr(module, name)
+        for name, whole in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(whole.detach(), experts_mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
     if modules:
         model.set_experts_implementation(NAME)
 
 
-def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold experts, which FSDP shards over (dp_replicate, efsdp) instead of fsdp."""
-    return [module for module in model.modules() if isinstance(module, (MixtralExperts, Qwen3MoeExperts))]
+def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run the experts of a layer on (T, H), (T, K), (T, K); registered with `ExpertsInterface`."""
 
-
-def router_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the routers, one per layer; they output logits (T, E), weights (T, K) and chosen experts (T, K)."""
-    return [module for module in model.modules() if isinstance(module, (MixtralTopKRouter, Qwen3MoeTopKRouter))]
-
-
-def _experts_forward(module: nn.Module, hidden_TH: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-    """Run the experts of a layer; registered with `ExpertsInterface`."""
-    gate_up_proj, down_proj = (local_tensor(getattr(module, name)) for name in PARAMETERS)
+    def linear(name: str, rows_GX: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+        weight = local_tensor(getattr(module, name))
+        bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
+        return grouped_linear(rows_GX, weight.transpose(1, 2) if module.is_transposed else weight, rows_of_expert, bias)
 
     def experts(rows_GH: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
-        gated_GI = module._apply_gate(grouped_linear(rows_GH, gate_up_proj, rows_of_expert))  # type: ignore[operator]
-        return grouped_linear(gated_GI, down_proj, rows_of_expert)
+        if module.has_gate:
+            inner_GI = module._apply_gate(linear("gate_up_proj", rows_GH, rows_of_expert))
+        else:
+            inner_GI = module.act_fn(linear("up_proj", rows_GH, rows_of_expert))
+        return linear("down_proj", inner_GI, rows_of_expert)
 
     return mix_experts(
-        hidden_TH,
-        top_k_index_TK,
-        top_k_weights_TK,
-        num_experts=module.num_experts,  # type: ignore[arg-type]
-        group=module.ep_group,  # type: ignore[arg-type]
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        num_experts=module.num_experts,
+        group=module.ep_group,
         experts=experts,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import INDEX
+from .disk import INDEX, persistent_buffers
 from .export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
 from .models import empty_model
 
@@ -53,11 +53,12 @@ def save_weights(
     remains of a failed export. It exists when any rank returns. Without torch.distributed, one process holds all.
 
     Args:
-        weights: of this rank's pipeline stages, by their names in the transformers model; plain tensors (whole) or
-            DTensors. Of tied parameters, the first in the model is saved.
+        weights: of this rank's pipeline stages, by their names in the transformers model, with persistent buffers;
+            plain tensors (whole) or DTensors. Of tied parameters, the first in the model is saved.
         folder: on a file system shared by all ranks.
         generation_config: default: derived from `config` by transformers.
-        dtype: of the written weights, which are cast before they are sent; None for the dtypes of `weights`.
+        dtype: of the written weights, which are cast before they are sent, but buffers keep theirs; None for the
+            dtypes of `weights`.
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
 
@@ -74,6 +75,7 @@ def save_weights(
         plan=lambda holders: plan_export(whole, holders, max_shard_bytes),
         describe=lambda rounds, partial: _describe(whole, rounds, partial),
         dtype=dtype,
+        uncast={name for name, _ in persistent_buffers(whole)},
         group=group,
     )
 
@@ -88,6 +90,7 @@ def write_folder(
     describe: Callable[[Sequence[Sequence[FilePlan]], Path], None],
     marker: str = CONFIG,
     dtype: torch.dtype | None = None,
+    uncast: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a directory of safetensors files, whole or not at all. See `save_weights`, also for what is raised.
@@ -96,11 +99,12 @@ def write_folder(
         check: what is wrong with what all ranks hold; plan: the rounds, from the same.
         describe: write the other files to this directory, on rank 0.
         marker: the file by which an existing directory is known to be one that may be replaced.
+        uncast: names of weights that are not cast to `dtype`.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     partial = folder.with_name(folder.name + PARTIAL)
     refusal = _prepare(folder, partial, marker) if rank == 0 else ""
-    held, unknown = _held(weights, dtype)
+    held, unknown = _held(weights, dtype, uncast)
     refusals, holders = zip(*_all_gather((refusal or unknown, held), group), strict=True)
     violations = [*dict.fromkeys(filter(None, refusals)), *check(holders)]
     if violations:
@@ -114,12 +118,15 @@ def write_folder(
     _raise_failures(failure, group)
 
 
-def _held(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[dict[str, Held], str]:
+def _held(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None, uncast: Collection[str]
+) -> tuple[dict[str, Held], str]:
     """Describe this rank's weights as `dtype`; also return an error message, as raising here would hang other ranks."""
     held, unknown = {}, []
     for name, weight in weights.items():
         try:
-            held[name] = Held(local_box(weight), tuple(weight.shape), dtype or weight.dtype)
+            kept = weight.dtype if dtype is None or name in uncast else dtype
+            held[name] = Held(local_box(weight), tuple(weight.shape), kept)
         except ValueError as error:
             unknown.append(f"{name}: {error}")
     return held, "; ".join(unknown)

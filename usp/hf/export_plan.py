@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 from transformers import PreTrainedModel
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Holding, holdings
 
-from .disk import DiskTensor, disk_tensors, file_names, plan_files
-from .models import kept_names
+from .disk import file_names, plan_files, stored_names, stored_tensors
+from .structure.conversion import DiskTensor, disk_layout
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class FilePlan:
 
 def holder_violations(whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]]) -> list[str]:
     """Return why the ranks' weights are not exactly those of the `whole` model, one message per violation."""
-    kept = kept_names(whole)
-    shapes = {name: tuple(whole.get_parameter(name).shape) for name in dict.fromkeys(kept.values())}
-    return part_violations(shapes, holders, kept, f"the configured {whole.config.model_type} model")
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}
+    return part_violations(shapes, holders, stored_names(whole), f"the configured {whole.config.model_type} model")
 
 
 def part_violations(
@@ -83,12 +82,8 @@ def plan_export(
     whole: PreTrainedModel, holders: Sequence[Mapping[str, Held]], max_shard_bytes: int
 ) -> list[list[FilePlan]]:
     """Return the rounds: lists of files with different writers."""
-    tensors = [
-        tensor
-        for name in dict.fromkeys(kept_names(whole).values())
-        for tensor in disk_tensors(whole.config.model_type, name, whole.get_parameter(name).shape)
-    ]
-    return plan_tensors(tensors, holders, max_shard_bytes, file_names)
+    layout = disk_layout(whole, {name: tensor.shape for name, tensor in stored_tensors(whole).items()})
+    return plan_tensors([*chain.from_iterable(layout.values())], holders, max_shard_bytes, file_names)
 
 
 def plan_tensors(

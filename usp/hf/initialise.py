@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import base_parameters
+from .disk import base_parameters, persistent_buffers
 from .models import empty_model, kept_names
 
 _UNSET = -12345  # of integers, which have no nan
@@ -50,22 +50,25 @@ def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
                 local_part(target).copy_(values[name][local_box(target).slices()])
         del values
         module.to_empty(device="meta", recurse=False)
-    fill_buffers(model, whole)
+    fill_buffers(model, whole, persistent=True)
 
 
 @torch.no_grad()
-def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None) -> None:
-    """Compute buffers, which no checkpoint contains, such as rotary frequencies.
+def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None, persistent: bool = False) -> None:
+    """Compute buffers that no checkpoint contains, such as rotary frequencies.
 
     whole: `empty_model` of the model's configuration, if the caller has one.
+    persistent: also give those that checkpoints contain their first values.
 
     Raises:
         ValueError: naming a module whose buffers transformers does not initialize.
     """
     whole = empty_model(model.config) if whole is None else whole
-    modules = {name.rpartition(".")[0] for name, _ in model.named_buffers()}
+    kept = {id(buffer) for _, buffer in persistent_buffers(model)}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if persistent or id(buffer) not in kept}
+    modules = {name.rpartition(".")[0] for name in buffers}
     values = {f"{prefix}.{name}": value for prefix in modules for name, value in _drawn(whole, prefix, 0).items()}
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers.items():
         buffer.copy_(values[name])
 
 

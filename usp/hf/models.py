@@ -32,14 +32,16 @@ from usp.presets import PRESETS
 from usp.run.failures import nearest
 
 from .prune import model_parts
+from .structure.conversion import disk_layout
+from .structure.experts import expert_problems, has_balancing_loss
 from .structure.probe import structure
 
-# Families with formulas of activation memory (`usp.cost`), generation (`usp.rlhf`), and experts that ep shards.
+# Families with formulas of activation memory (`usp.cost`) and generation (`usp.rlhf`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
-EXPERTS = ("mixtral", "qwen3_moe")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -100,15 +102,16 @@ def training_problems(config: PretrainedConfig) -> str:
     else:
         if not found.in_stages:
             problems.append("it changes hidden states outside of its layers and its norm")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if buffers := [name for name in model.state_dict() if name not in parameters]:
-        problems.append(f"its checkpoints hold buffers, such as {buffers[0]}")
     try:
-        model_facts("", config)
+        disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        facts = model_facts("", config)
     except Exception as error:  # of any kind: it is transformers' code that runs
         problems.append(f"its configuration does not give one size for all layers: {error}")
-    if any("expert" in name for name, _ in model.named_modules()):
-        problems.append(f"its experts are not among those that are known ({', '.join(EXPERTS)})")
+    else:
+        problems += expert_problems(model, facts.num_experts)
     return "; ".join(problems)
 
 
@@ -232,8 +235,9 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-    dense_layers = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) > 1
+    num_experts = next((found for name in _NUM_EXPERTS if (found := getattr(config, name, None))), 0)
+    if not isinstance(num_experts, int):
+        raise ValueError(f"num_experts={num_experts} differs between layers")
     return ModelFacts(
         name=model,
         num_heads=heads,
@@ -244,11 +248,24 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-        intermediate_size=config.intermediate_size if dense_layers or not num_experts else 0,
+        intermediate_size=config.intermediate_size if _has_dense_mlps(config) or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
+        balancing_loss=has_balancing_loss(config),
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
+    )
+
+
+def _has_dense_mlps(config: PretrainedConfig) -> bool:
+    """Return whether some layers of a mixture of experts are dense, which families say in different fields."""
+    return bool(
+        getattr(config, "mlp_only_layers", None)
+        or getattr(config, "decoder_sparse_step", 1) > 1
+        or "dense" in (getattr(config, "mlp_layer_types", None) or ())
+        or any(getattr(config, name, None) for name in ("first_k_dense_replace", "num_dense_layers"))
+        or (getattr(config, "moe_layer_start_index", None) or 0) > 0
+        or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
 
 

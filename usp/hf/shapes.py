@@ -9,10 +9,10 @@ from transformers import PretrainedConfig
 
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
 
-from .expert_parallel import expert_modules
 from .integrate import decoder_layers
 from .models import empty_model
 from .prune import backbone, model_parts
+from .structure.experts import expert_modules
 from .tensor_parallel import tp_plan
 
 

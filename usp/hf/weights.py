@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import DiskTensor, base_parameters, choose_tensors, read_headers
+from .disk import base_parameters, choose_tensors, persistent_buffers, read_headers, stored_names
 from .initialise import fill_buffers, initialise
-from .models import empty_model, kept_names, load_generation_config
+from .models import empty_model, load_generation_config
 from .prune import head_name
+from .structure.conversion import DiskTensor
 
 _ROWS_AT_A_TIME = 4096
 
@@ -25,7 +27,8 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
     """Load a model or a pipeline stage from a directory written by `save_pretrained`, after `materialise`.
 
     Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
-    Buffers are computed, and the model gets the directory's generation configuration, if any. Adapters are left alone.
+    Buffers that no file holds are computed, and the model gets the directory's generation configuration, if any.
+    Adapters are left alone.
 
     head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
@@ -34,16 +37,16 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
             unexpected, or of the wrong shape.
     """
     whole = empty_model(model.config, causal=head_seed is not None)
-    kept = kept_names(whole)
+    stored = stored_names(whole)
     found = read_headers(folder)
-    chosen, copies = choose_tensors(whole, model.config.model_type, found, folder)
+    chosen, copies = choose_tensors(whole, found, folder)
     for first, copy in copies:
         _check_equal(found, first, copy)
-    for name, parameter in base_parameters(model):
+    for name, parameter in chain(base_parameters(model), persistent_buffers(model)):
         if head_seed is not None and name.startswith(f"{head_name(model)}."):
             continue
         held, values = local_box(parameter), local_part(parameter)
-        for tensor in chosen[kept[name]]:
+        for tensor in chosen[stored[name]]:
             part = held.overlap(tensor.box)
             if part is not None:
                 loaded = _read(found, tensor, part.slices(tensor.box))

@@ -24,6 +24,7 @@ class ModelFacts:
         intermediate_size: of the dense MLPs; 0 where every layer has experts.
         num_experts: per mixture-of-experts layer; 0 for a dense model.
         router_jitter: width of the random factor on the router's input in training; 0 if disabled.
+        balancing_loss: whether transformers defines a load-balancing loss for its experts.
         tied: whether the output head shares the embedding's weight.
         v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
     """
@@ -37,6 +38,7 @@ class ModelFacts:
     intermediate_size: int = 0
     num_experts: int = 0
     router_jitter: float = 0.0
+    balancing_loss: bool = True
     tied: bool = False
     v_head_dim: int = 0
 

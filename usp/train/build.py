@@ -17,13 +17,14 @@ import torch
 from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
 from usp.config import RunConfig, TrainConfig
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
-from usp.hf.expert_parallel import apply_ep, expert_modules
+from usp.hf.expert_parallel import apply_ep
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
-from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise
+from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
+from usp.hf.structure.experts import expert_modules
 from usp.hf.structure.probe import structure
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import load_weights
@@ -141,7 +142,7 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
             recipe.model.hidden_size,
             recipe.dtype,
             token_parts=mesh.size("tp") if recipe.tp_sequence_parallel else 1,
-            num_experts=recipe.model.num_experts if recipe.balance else 0,
+            num_experts=model_facts("", recipe.model).num_experts if recipe.balance else 0,
         )
     return Fsdp2Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline)
 

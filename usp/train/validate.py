@@ -285,6 +285,11 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         yield (
             f"router_aux_loss_coef={config.router_aux_loss_coef} balances experts, and {facts.name} has none: remove it"
         )
+    if config.router_aux_loss_coef > 0 and facts.num_experts and not facts.balancing_loss:
+        yield (
+            f"router_aux_loss_coef={config.router_aux_loss_coef} weights a load-balancing loss, and transformers "
+            f"defines none for {facts.name}: remove it"
+        )
     if config.router_balance != "step" and not facts.num_experts:
         yield f"router_balance={config.router_balance} balances experts, and {facts.name} has none: remove it"
     if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:

@@ -15,9 +15,9 @@ from parallel.memory import track_memory
 from parallel.wire import count_sent_bytes
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import blank_batch
-from usp.hf.expert_parallel import router_modules
 from usp.hf.models import load_model_config
 from usp.hf.stage import CausalLMStage
+from usp.hf.structure.experts import router_modules
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.step import train_step
 from usp.train.validate import parallel_dims

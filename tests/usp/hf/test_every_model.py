@@ -41,9 +41,9 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() < 2:  # biases and sinks are zero, and scales are one
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for tensor in model.state_dict().values():
+            if tensor.dim() < 2 and tensor.is_floating_point():  # biases and sinks are zero, and scales are one
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -15,14 +17,18 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from parallel.testing import RankPool
+from tests.usp.hf.test_every_model import reason, relative, tiny_config
+from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
 from tests.usp.tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch, tiny_model, train_alone
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
-from usp.hf.expert_parallel import apply_ep, expert_modules, router_modules
+from usp.hf.expert_parallel import apply_ep
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
+from usp.hf.structure.experts import expert_modules, expert_problems, has_balancing_loss, router_modules
+from usp.hf.structure.verdict import causal_lm_types
 from usp.hf.tensor_parallel import apply_tp
 from usp.losses import causal_lm_loss, global_token_count
 
@@ -101,6 +107,69 @@ def test_loss_and_gradients_match_a_single_process(ranks: RankPool, family: str,
         assert found.keys() == wanted.keys()
         errors = torch.stack([(found[n] - g).norm() / g.norm().clamp(min=1e-6) for n, g in wanted.items()])
         assert bool((errors <= 1e-5).all()), dict(zip(wanted, errors.tolist(), strict=True))
+
+
+# Every kind of experts that transformers has under its interface
+
+
+def experts_error(model_type: str, broken: str = "") -> float:
+    """Return the largest relative error of a layer's experts over ep=2, forward and gradients; ranks route alone."""
+    mesh = ParallelMesh.create(ParallelDims(ep=2))
+    model = any_tiny_model(model_type)
+    whole = copy.deepcopy(expert_modules(model)[0])
+    whole.config._experts_implementation = "eager"
+    apply_ep(model, mesh)
+    own = expert_modules(model)[0]
+    with torch.no_grad():
+        if broken == "bias":
+            own.down_proj_bias.to_local().zero_()
+        elif broken == "order":
+            own.down_proj.to_local().copy_(own.down_proj.to_local().roll(1, 0))
+    draws = torch.Generator().manual_seed(0)
+    rank, hidden = dist.get_rank(), model.config.get_text_config().hidden_size
+    tokens = torch.randn(2, 7, hidden, generator=draws).requires_grad_()
+    chosen = torch.rand(2, 7, whole.num_experts, generator=draws).topk(2).indices
+    weights = torch.rand(2, 7, 2, generator=draws).requires_grad_()
+    upstream = torch.randn(2, 7, hidden, generator=draws)
+    expected = whole(tokens.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(tokens)
+    wanted = torch.autograd.grad(expected, (tokens, weights, *whole.parameters()), upstream)
+    out = own(tokens[rank], chosen[rank], weights[rank])
+    found = torch.autograd.grad(out, (tokens, weights, *own.parameters()), upstream[rank])
+    pairs = [(out, expected[rank]), (found[0][rank], wanted[0][rank]), (found[1][rank], wanted[1][rank])]
+    pairs += [(part.to_local(), all_.chunk(2)[rank]) for part, all_ in zip(found[2:], wanted[2:], strict=True)]
+    return max(((a - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in pairs)
+
+
+def experts_errors(model_types: list[str]) -> dict[str, float]:
+    return {model_type: experts_error(model_type) for model_type in model_types}
+
+
+def types_with_experts() -> list[str]:
+    found = []
+    for model_type in causal_lm_types():
+        with suppress(Exception):  # of a type without a tiny copy
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+            experts = expert_modules(model)
+            if experts and not expert_problems(model, experts[0].num_experts):
+                found.append(model_type)
+    return found
+
+
+# transposed and interleaved with biases and a clamped gate; without a gate; another clamped gate
+KINDS = ["gpt_oss", "nemotron_h", "deepseek_v4"]
+
+
+def test_experts_of_every_kind_are_exact(ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    kinds = types_with_experts() if request.config.getoption("--exhaustive") else KINDS
+    assert set(kinds) >= set(KINDS)
+    for found in ranks.run(experts_errors, 2, kinds, timeout=240):
+        assert {kind: error for kind, error in found.items() if not error <= 2e-6} == {}
+
+
+@pytest.mark.parametrize("broken", ["bias", "order"])
+def test_broken_experts_are_detected(ranks: RankPool, broken: str) -> None:
+    assert min(ranks.run(experts_error, 2, "gpt_oss", broken)) > 1e-2
 
 
 # Ten steps
@@ -245,6 +314,34 @@ def test_coefficient_defaults_to_that_of_the_configuration(asked: float, logits:
     config.output_router_logits = logits
     assert aux_loss_coefficient(config, asked) == used
     assert aux_loss_coefficient(load_model_config("tiny"), -1) == 0.0
+
+
+def balance_errors(model_types: list[str]) -> dict[str, tuple[float, float]]:
+    """Return the relative errors of loss and gradients of the auxiliary loss against the model's own, by type."""
+    mesh, errors = ParallelMesh.create(ParallelDims()), {}
+    ids = torch.arange(2 * 24).view(2, 24) * 7 % 90 + 3
+    for model_type in model_types:
+        model = any_tiny_model(model_type)
+        wanted = model(input_ids=ids, output_router_logits=True, use_cache=False).aux_loss
+        routers = [parameter for router in router_modules(model) for parameter in router.parameters()]
+        expected = torch.autograd.grad(wanted, routers)
+        balance = RouterBalance(model, mesh, 1.0)
+        balance.open()
+        model(input_ids=ids, use_cache=False)
+        share = balance.share(balance.close())
+        found = torch.autograd.grad(share, routers)
+        gradients = max(relative(a, b) for a, b in zip(found, expected, strict=True))
+        errors[model_type] = (relative(share, wanted), gradients)
+    return errors
+
+
+def test_auxiliary_loss_is_that_of_each_family(ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    chosen = ["gpt_oss", "minimax_m2"]  # softmax of chosen logits; sigmoid scores with a bias
+    if request.config.getoption("--exhaustive"):
+        chosen = [name for name in types_with_experts() if has_balancing_loss(tiny_config(name)) and not reason(name)]
+        assert len(chosen) > 12
+    (found,) = ranks.run(balance_errors, 1, chosen, timeout=240)
+    assert {name: errors for name, errors in found.items() if not max(errors) <= 1e-5} == {}
 
 
 # What apply_ep does to a model, and what it refuses

@@ -27,16 +27,23 @@ from transformers import (
     Qwen3Config,
 )
 
+from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.reallocation.boxes import Box, local_box, local_part
 from parallel.testing import RankPool
+from tests.usp.hf.test_every_model import tiny_config
+from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
+from tests.usp.hf.test_expert_parallel import types_with_experts
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
 from usp.hf import export, weights
 from usp.hf import initialise as initialise_module
-from usp.hf.disk import INDEX, read_headers
+from usp.hf.disk import INDEX, read_headers, stored_tensors
+from usp.hf.expert_parallel import apply_ep
 from usp.hf.export import save_weights
 from usp.hf.export_plan import Held, holder_violations, plan_export
 from usp.hf.initialise import initialise
-from usp.hf.models import empty_model, materialise
+from usp.hf.integrate import decoder_layers
+from usp.hf.models import empty_model, materialise, training_problems
+from usp.hf.structure.experts import expert_modules
 from usp.hf.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -248,6 +255,49 @@ def test_sharded_model_is_drawn_loaded_and_saved(ranks: RankPool, tmp_path: Path
     assert configs[0] == configs[1]
     generation = [json.loads((folder / "generation_config.json").read_text()) for folder in (source, target)]
     assert generation[0] == generation[1]
+
+
+# Families whose files hold experts otherwise than their modules, over ep and FSDP2
+
+EXPERTS = ["gpt_oss", "deepseek_v3", "ernie4_5_moe"]
+
+
+def experts_travel(model_types: list[str], folder: Path) -> None:
+    for model_type in model_types:
+        source, target = folder / model_type, folder / f"{model_type}-saved"
+        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        mesh = ParallelMesh.create(ParallelDims(ep=2))
+        model = empty_model(theirs.config)
+        apply_ep(model, mesh)
+        apply_fsdp(model, mesh, decoder_layers(model), experts=expert_modules(model))
+        materialise(model, CPU)
+        initialise(model, 5)
+        assert_equal(model, drawn_model(theirs.config, 5))
+        with pytest.MonkeyPatch.context() as patch:
+            read = watch(patch, weights, "_read", lambda tensor, *_: tensor.nbytes)
+            load_weights(model, source)
+        own = sum(local_part(tensor).nbytes for tensor in stored_tensors(model).values())
+        assert own <= sum(read) <= own * (2 if theirs.config.tie_word_embeddings else 1), model_type
+        assert_equal(model, theirs)
+        for dtype in (torch.float32, torch.bfloat16):
+            save_weights(stored_tensors(model), target, config=model.config, dtype=dtype, max_shard_bytes=200_000)
+            assert_equal(AutoModelForCausalLM.from_pretrained(target, dtype=dtype), theirs.to(dtype))
+            assert all(
+                not name.endswith("correction_bias") or part.get_dtype() == "F32"
+                for name, part in read_headers(target).items()
+            )
+
+
+def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    types = types_with_experts() if request.config.getoption("--exhaustive") else EXPERTS
+    trained = [name for name in types if not training_problems(tiny_config(name))]
+    assert set(trained) >= set(EXPERTS)
+    for model_type in trained:
+        any_tiny_model(model_type).save_pretrained(tmp_path / model_type, max_shard_size="200KB")
+    ranks.run(experts_travel, 4, trained, tmp_path, timeout=240)
+    for model_type in trained:
+        theirs, ours = (read_headers(tmp_path / f"{model_type}{suffix}") for suffix in ("", "-saved"))
+        assert theirs.keys() == ours.keys(), model_type
 
 
 # Import

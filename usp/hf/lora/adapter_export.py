@@ -14,9 +14,10 @@ from transformers import PretrainedConfig
 
 from parallel.reallocation.boxes import Box, local_box, local_part
 
-from ..disk import DiskTensor, base_parameters
+from ..disk import base_parameters, persistent_buffers
 from ..export import CONFIG, write_folder
 from ..export_plan import FilePlan, Held, part_violations, plan_tensors
+from ..structure.conversion import DiskTensor
 from .adapters import ADAPTER, Lora, adapter_parameters, lora_config
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -91,6 +92,7 @@ class MergedWeights(Mapping[str, Tensor]):
                 if id(parameter) in ids:
                     ids.discard(id(parameter))
                     self._weights[name] = parameter.detach()
+            self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 whole = parameter.detach()
                 self._factors[name] = whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -1,4 +1,4 @@
 """What a model does with a sequence, found by running a tiny copy of it. Each file imports only earlier ones:
 
-shrink, probe, verdict.
+shrink, experts, conversion, probe, verdict.
 """

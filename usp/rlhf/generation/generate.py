@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
-from usp.hf.expert_parallel import expert_modules
 from usp.hf.integrate import decode_stage
+from usp.hf.structure.experts import expert_modules
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph.calls import Generate
 from usp.sp.sp_attention import UnifiedSPAttention

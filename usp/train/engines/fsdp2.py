@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
 from parallel.grad_norm import sum_tied_gradients
-from usp.hf.disk import is_adapter
+from usp.hf.disk import is_adapter, stored_tensors
 from usp.hf.prune import tied_ends
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
@@ -43,6 +43,11 @@ class Fsdp2Engine:
     ) -> None:
         self.stages, self.mesh, self.zero, self.pipeline = stages, mesh, zero, pipeline
         self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
+        self.untrained: dict[str, Tensor] = {}
+        if not any(is_adapter(name) for name in self.parameters):  # with adapters, a checkpoint holds nothing else
+            for model in (stage.model for stage in stages):
+                stored = stored_tensors(model).items()
+                self.untrained |= {name: x.detach() for name, x in stored if name not in self.parameters}
         self.optimizer = optimizer.over(self.parameters.values())
         # Of the parameter that the first and the last stage both have: {its name here: the name it is stored under}.
         ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
@@ -83,7 +88,7 @@ class Fsdp2Engine:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
+        state = {f"model.{name}": value for name, value in self.untrained.items()}
         for name, parameter in self.parameters.items():
             kept = self.optimizer.state[parameter]
             if not kept:  # AdamW creates its state in the first step

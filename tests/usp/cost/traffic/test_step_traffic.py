@@ -21,8 +21,8 @@ from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.traffic.sent import Sent, merged
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
-from usp.hf.expert_parallel import router_modules
 from usp.hf.models import load_model_config
+from usp.hf.structure.experts import router_modules
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.step import train_step
 from usp.train.validate import parallel_dims
