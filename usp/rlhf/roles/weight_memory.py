@@ -65,7 +65,7 @@ class WeightMemory:
 
 
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Replace parameters of an empty model by views of `weights`, by stored names; allocate the others, and its buffers.
+    """Replace parameters of an empty model by views of `weights`, by stored names; allocate its buffers and the others.
 
     What is allocated is not initialized.
 
