@@ -5,6 +5,7 @@ Depends only on torch; process groups, sequence layouts and kernels are passed i
 intervals, spec, layout, bands, schedule, heads, accumulate, kernels, comm, keep, ring, ulysses, unified, decode.
 """
 
+from .accumulate import accumulate_dtype
 from .bands import Task, band_pairs, block_tasks, rank_pieces
 from .comm import Channel
 from .decode import DecodeStep, KVCache, Prefill
@@ -16,4 +17,4 @@ from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram
 from .schedule import Message, RingSchedule, ring_schedule
 from .spec import AttentionSpec
-from .unified import UnifiedPlan, WireBytes, unified_attention
+from .unified import UnifiedPlan, WireBytes, unified_attention, unified_backward, unified_forward

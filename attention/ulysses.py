@@ -30,12 +30,7 @@ class SeqToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: HeadPlan, channel: Channel, keep: Keep):
         ctx.plan, ctx.channel, ctx.batch = plan, channel, q.shape[0]
-        ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
-
-        def exchange() -> tuple[Tensor, ...]:
-            return _scatter_heads((q, k, v), ranges, channel)
-
-        return keep(("sequence to heads", q.shape, k.shape, v.shape), exchange)
+        return separated_heads(seq_to_heads(q, k, v, plan, channel, keep), plan, channel.rank, q.shape[-1], v.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -72,17 +67,29 @@ class HeadsToSeq(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        (scattered,) = _scatter_heads((dout,), [(heads,) for heads in ctx.plan.q_ranges], ctx.channel)
-        return scattered, None, None, None, None
+        scattered = _scatter_heads((dout,), [(heads,) for heads in ctx.plan.q_ranges], ctx.channel)
+        return scattered.unflatten(1, (-1, dout.shape[-1])), None, None, None, None
 
 
-def _scatter_heads(
-    tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], channel: Channel
-) -> tuple[Tensor, ...]:
+def seq_to_heads(q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, channel: Channel, keep: Keep) -> Tensor:
+    """Exchange q, k and v of this rank's tokens for those of its heads: (T, X), for `separated_heads`."""
+    ranges = [(heads, kv, kv) for heads, kv in zip(plan.q_ranges, plan.kv_ranges, strict=True)]
+    step = ("sequence to heads", q.shape, k.shape, v.shape)
+    (qkv,) = keep(step, lambda: (_scatter_heads((q, k, v), ranges, channel),))
+    return qkv
+
+
+def separated_heads(qkv_TX: Tensor, plan: HeadPlan, rank: int, head_dim: int, v_head_dim: int) -> tuple[Tensor, ...]:
+    """Return the q_TwH, k_TwH and v_TwV in a result of `seq_to_heads`, as views."""
+    kv = plan.kv_width(rank)
+    return _separated(qkv_TX, [(plan.q_width(rank), head_dim), (kv, head_dim), (kv, v_head_dim)])
+
+
+def _scatter_heads(tensors: Sequence[Tensor], ranges: Sequence[Sequence[Range]], channel: Channel) -> Tensor:
     """Send to each rank its range of heads of each tensor (B, S, heads, head dim), in one message.
 
     Returns:
-        (T, w, head dim) of each tensor: all tokens of this rank's heads.
+        (T, X): all tokens of this rank's heads, one tensor after the other.
     """
     batch, tokens = tensors[0].shape[:2]
     shapes = [
@@ -98,7 +105,7 @@ def _scatter_heads(
     with record_function("ulysses all-to-all: seq to heads"):
         received = channel.all_to_all(sent, [batch * tokens * x for x in features], [per_rank] * channel.size)
     by_source = received.view(channel.size, batch, tokens, own)
-    return _separated(by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own), shapes[channel.rank])
+    return by_source.transpose(0, 1).reshape(batch * channel.size * tokens, own)
 
 
 def _gather_heads(

@@ -14,7 +14,10 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ from .layout import SequenceLayout
 from .ring import RingAttention, RingProgram
 from .schedule import RingSchedule, ring_schedule
 from .spec import AttentionSpec
-from .ulysses import HeadsToSeq, SeqToHeads
+from .ulysses import HeadsToSeq, SeqToHeads, separated_heads, seq_to_heads
 
 
 @dataclass(frozen=True)
@@ -121,20 +124,114 @@ def unified_attention(
     activation checkpointing (keep.py).
     """
     batch = q_BSNH.shape[0]
-    # Fused kernels assume without checking that the head dim is contiguous.
-    q_BSNH, k_BSKH, v_BSKV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKV))
+    q_BSNH, k_BSKH, v_BSKV = _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
     if ulysses.size > 1:
         q, k, v = SeqToHeads.apply(q_BSNH, k_BSKH, v_BSKV, plan.heads, ulysses, keep)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
-    own_sinks = None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
+    own_sinks = _own_sinks(sinks, plan)
     if plan.heads.q_width(plan.ulysses_rank) == 0:  # there are more ulysses ranks than query heads
         # Adding the empty sum of sinks gives every rank a gradient of them and a backward in which to exchange heads.
         out = v if own_sinks is None else v + own_sinks.sum().to(v.dtype)
     else:
-        index = plan.heads.kv_index(plan.ulysses_rank)
-        kv_index = None if index is None else torch.tensor(index, device=q.device)
-        out = RingAttention.apply(q, k, v, own_sinks, program, ring, kv_index, keep)
+        out = RingAttention.apply(q, k, v, own_sinks, program, ring, _kv_index(plan, q.device), keep)
     if ulysses.size > 1:
         return HeadsToSeq.apply(out, plan.heads, batch, ulysses, keep)
     return out.unflatten(0, (batch, -1))
+
+
+@torch.no_grad()
+def unified_forward(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKV: Tensor,
+    *,
+    plan: UnifiedPlan,
+    program: RingProgram,
+    ulysses: Channel,
+    ring: Channel,
+    sinks: Tensor | None = None,
+    keep: Keep = compute_now,
+) -> list[Tensor]:
+    """Compute `unified_attention` for a caller that saves tensors itself, as the operator of a compiled graph does.
+
+    The arguments are those of `unified_attention`; every ulysses rank must have a query head.
+
+    Returns:
+        out (B, S, N, V) and lse (T, w) for w heads of this rank; with ulysses also its q, k and v (T, X), and its part
+        of out (T, w, V). All are contiguous, and none shares memory with another or with the arguments.
+    """
+    batch, head_dims = q_BSNH.shape[0], (q_BSNH.shape[-1], v_BSKV.shape[-1])
+    q_BSNH, k_BSKH, v_BSKV = _heads_contiguous(q_BSNH, k_BSKH, v_BSKV)
+    if ulysses.size > 1:
+        qkv = seq_to_heads(q_BSNH, k_BSKH, v_BSKV, plan.heads, ulysses, keep)
+        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, *head_dims)
+    else:
+        q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKV))
+    context = _Context()
+    sinks, kv_index = _own_sinks(sinks, plan), _kv_index(plan, q.device)
+    out = RingAttention.forward(context, q, k, v, sinks, program, ring, kv_index, keep).contiguous()
+    lse = context.saved_tensors[4].contiguous()
+    if ulysses.size > 1:
+        return [HeadsToSeq.forward(_Context(), out, plan.heads, batch, ulysses, keep), lse, qkv, out]
+    return [out.unflatten(0, (batch, -1)), lse]
+
+
+@torch.no_grad()
+def unified_backward(
+    dout_BSNV: Tensor,
+    saved: Sequence[Tensor],
+    head_dim: int,
+    *,
+    plan: UnifiedPlan,
+    program: RingProgram,
+    ulysses: Channel,
+    ring: Channel,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v and, if given, of sinks; contiguous, and without shared memory.
+
+    saved: with ulysses the last three results of `unified_forward`, else both results and its arguments q, k and v.
+    """
+    batch, v_head_dim = dout_BSNV.shape[0], dout_BSNV.shape[-1]
+    exchange = _Context(plan=plan.heads, channel=ulysses, batch=batch)
+    if ulysses.size > 1:
+        lse, qkv, out = saved
+        q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, head_dim, v_head_dim)
+        dout = HeadsToSeq.backward(exchange, dout_BSNV)[0]
+    else:
+        out, lse, *qkv = saved
+        q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*qkv), out, dout_BSNV))
+    saved = (q, k, v, out, lse, _own_sinks(sinks, plan))
+    context = _Context(saved_tensors=saved, program=program, channel=ring, kv_index=_kv_index(plan, q.device))
+    *grads, own_dsinks = RingAttention.backward(context, dout)[:4]
+    if ulysses.size > 1:
+        grads = SeqToHeads.backward(exchange, *grads)[:3]
+    else:
+        grads = [x.unflatten(0, (batch, -1)) for x in grads]
+    if sinks is None:
+        return [x.contiguous() for x in grads]
+    dsinks = torch.zeros_like(sinks)
+    dsinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])] = own_dsinks
+    return [*(x.contiguous() for x in grads), dsinks]
+
+
+class _Context(SimpleNamespace):
+    """Stands in for autograd's context."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+def _heads_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Make head dims contiguous, which fused kernels assume without checking."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _own_sinks(sinks: Tensor | None, plan: UnifiedPlan) -> Tensor | None:
+    return None if sinks is None else sinks[slice(*plan.heads.q_ranges[plan.ulysses_rank])]
+
+
+def _kv_index(plan: UnifiedPlan, device: torch.device) -> Tensor | None:
+    index = plan.heads.kv_index(plan.ulysses_rank)
+    return None if index is None else torch.tensor(index, device=device)

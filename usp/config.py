@@ -186,6 +186,9 @@ class _Training:
     """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
     ac_offload: bool = False
     """Offload checkpointed activations to host memory."""
+    compile: bool = False
+    """Compile each layer with torch.compile; attention is one operator of its graph. Experts and recurrent layers stay
+    eager."""
     loss_chunk: int = 2048
     """Tokens per rank whose logits are materialized at a time."""
     mlp_tile: int = 0

@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -268,15 +267,6 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
-def _chunks(cu_seqlens: Tensor | None, seq_len: int, width: int) -> Tensor:
-    """Return the boundaries of the documents' chunks of `width` tokens: attention within them is chunked attention."""
-    whole = torch.tensor([0, seq_len], dtype=torch.int32)
-    rows = torch.atleast_2d(whole if cu_seqlens is None else cu_seqlens).tolist()
-    cut = [[at for a, b in pairwise(row) for at in range(a, b, width)] + row[-1:] for row in rows]
-    longest = max(map(len, cut))
-    return torch.tensor([row + row[-1:] * (longest - len(row)) for row in cut], dtype=torch.int32)
-
-
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Build no mask: causal, window and cu_seqlens define it."""
 
@@ -316,15 +306,12 @@ def _attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    layer = module.layer_idx
     if isinstance(kv_cache, DecodeStep):
         window = mask.width if mask.kind == "sliding" else None
         options: Any = {"scale": scaling, "window": window, "softcap": softcap, "sinks": s_aux}
-        return kv_cache.attend(layer, q, k, v, **options), None  # type: ignore[arg-type]
+        return kv_cache.attend(module.layer_idx, q, k, v, **options), None  # type: ignore[arg-type]
     if kv_cache is not None:
-        kv_cache.store(layer, k, v)  # type: ignore[arg-type]
-    if mask.kind == "chunked":
-        cu_seqlens = _chunks(cu_seqlens, q.shape[1] * attention.ranks, mask.width)
+        kv_cache.store(module.layer_idx, k, v)  # type: ignore[arg-type]
     out = attention(
         q,
         k,
@@ -335,5 +322,6 @@ def _attention_forward(
         softcap=softcap,
         cu_seqlens=cu_seqlens,
         sinks=s_aux,
+        chunk=mask.width if mask.kind == "chunked" else None,
     )
     return out, None

@@ -56,7 +56,7 @@ def apply_activation_checkpointing(
         violations.append("mode='attention-saved' needs attention, the layer that all layers share")
     if mode == "none" and offload:
         violations.append("offload=True requires activation checkpointing, but mode='none' disables it: use 'full'")
-    if any("forward" in vars(layer) for layer in layers):
+    if any(getattr(layer.forward, "recomputes", False) for layer in layers):
         violations.append("a layer's forward is already replaced: apply activation checkpointing only once")
     if violations:
         raise ValueError("; ".join(violations))
@@ -81,6 +81,7 @@ def _checkpointed(
         with host or nullcontext():
             return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
+    run.recomputes = True  # type: ignore[attr-defined]
     return run
 
 
@@ -98,9 +99,10 @@ class _Replay:
         self.context.__exit__(*error)
 
 
-def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
+def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str = "") -> None:
     """Run each layer's `mlp` on tiles of `tile_tokens` tokens per row, in place, so that only one tile's intermediate
     activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
+    With a `backend` of torch.compile, the computation of a tile is a graph; `compile_layers` must leave `mlp` eager.
 
     Each tile is recomputed in the backward. Inside a checkpointed layer, the MLP's forward runs three times, and still
     only one tile's intermediates exist.
@@ -121,7 +123,8 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int) -> None:
     if violations:
         raise ValueError("; ".join(violations))
     for mlp in mlps:
-        mlp.forward = _tiled(mlp.forward, tile_tokens)
+        forward = torch.compile(mlp.forward, backend=backend) if backend else mlp.forward
+        mlp.forward = _tiled(forward, tile_tokens)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[Tensor], Tensor]:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,17 +24,22 @@ from attention import (
     Channel,
     HeadPlan,
     Keep,
+    KeepResults,
     RingProgram,
     UnifiedPlan,
     WireBytes,
+    accumulate_dtype,
     check_kernel_name,
     compute_now,
     select_kernel,
     unified_attention,
+    unified_backward,
+    unified_forward,
 )
 from parallel import ParallelMesh
 
 from .axes import SpAxes
+from .operator import Handle, attend
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +49,7 @@ class UnifiedSPAttention(nn.Module):
 
     Ulysses exchanges tokens for heads over the ulysses axis, ring attention passes keys and values around the ring axis
     (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
-    else raises an error.
+    else raises an error. Under torch.compile, a call is one operator of the graph (`usp.sp.operator`).
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
@@ -66,6 +72,7 @@ class UnifiedSPAttention(nn.Module):
         self._logged: set[str] = set()
         self.calls = 0
         self._keep: Keep = compute_now
+        self._handle = Handle(self)
 
     def forward(
         self,
@@ -79,6 +86,7 @@ class UnifiedSPAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         sinks: Tensor | None = None,
         prefix: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence. Collective over both axes.
 
@@ -98,6 +106,7 @@ class UnifiedSPAttention(nn.Module):
             prefix: for a prefix-LM mask, the number of leading tokens of each document that attend to each other in
                 both directions (within `window`): integers (documents,) for all rows or (B, documents), one document
                 without cu_seqlens. Needs causal=True.
+            chunk: tokens attend within their chunk of this many tokens, counted from the document's first token.
 
         Returns:
             (B, S, N, V) in q's dtype.
@@ -108,15 +117,46 @@ class UnifiedSPAttention(nn.Module):
             RanksDisagree: on every rank, if the ranks' calls differ and are new to all of them. Repeated calls are not
                 compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
-        _check_tensors(q, k, v, sinks)
-        spec = AttentionSpec(causal, _window(window), scale, softcap, documents_of(cu_seqlens), _prefixes_of(prefix))
-        heads = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses)
-        seq_len = q.shape[1] * self.axes.ring * self.axes.ulysses
-        self.calls += 1
-        call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
-        plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
+        options = (cu_seqlens, prefix, causal, scale, list(_window(window)), softcap, chunk or 0)
+        if torch.compiler.is_compiling():
+            return attend(self._handle, q, k, v, sinks, *options)[0]
+        call = self._call(q, k, v, sinks, *options)
+        return unified_attention(q, k, v, **call, sinks=sinks, keep=self._keep)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> list[Tensor]:
+        """Compute the operator of `forward` in a compiled graph: the results of `unified_forward`."""
+        results = unified_forward(q, k, v, **self._call(q, k, v, sinks, *options), sinks=sinks, keep=self._keep)
+        # The graph may write over what the operator returns.
+        return [x.clone() for x in results] if isinstance(self._keep, KeepResults) else results
+
+    def gradients(
+        self,
+        dout: Tensor,
+        saved: list[Tensor],
+        head_dim: int,
+        kv_heads: int,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor | None,
+        prefix: Tensor | None,
+        *options: Any,
+    ) -> list[Tensor]:
+        """Compute the operator of its backward: the results of `unified_backward`."""
+        batch, tokens, num_heads, v_head_dim = dout.shape
+        seq_len, heads = tokens * self.ranks, HeadPlan(num_heads, kv_heads, self.axes.ulysses)
+        spec = _spec(seq_len, cu_seqlens, prefix, *options)
+        plan, program = self._prepare(spec, heads, batch, seq_len, head_dim, v_head_dim, dout.dtype, dout.device)
         channels = {"ulysses": self._ulysses, "ring": self._ring}
-        return unified_attention(q, k, v, plan=plan, program=program, **channels, sinks=sinks, keep=self._keep)
+        return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
+
+    def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shapes and dtypes of the results of `compute`."""
+        heads, rank = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), self.axes.ulysses_rank
+        own, tokens = heads.q_width(rank), q.shape[0] * q.shape[1] * self.axes.ulysses
+        found = [((*q.shape[:3], v.shape[3]), q.dtype), ((tokens, own), accumulate_dtype(q.dtype))]
+        if self.axes.ulysses > 1:
+            found.append(((tokens, heads.elements(rank, q.shape[3], v.shape[3])), q.dtype))
+            found.append(((tokens, own, v.shape[3]), q.dtype))
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
@@ -167,6 +207,25 @@ class UnifiedSPAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
+
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor | None,
+        prefix: Tensor | None,
+        *options: Any,
+    ) -> dict[str, Any]:
+        """Check a call and count it; return its plan, its program, and the channels."""
+        _check_tensors(q, k, v, sinks)
+        heads, seq_len = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), q.shape[1] * self.ranks
+        spec = _spec(seq_len, cu_seqlens, prefix, *options)
+        self.calls += 1
+        call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
+        plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
+        return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
     def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
         layout = self.axes.layout(self.layout, seq_len)
@@ -226,6 +285,25 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
             f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
         )
         raise ValueError(f"{'; '.join(violations)}; got {shapes}")
+
+
+def _spec(
+    seq_len: int,
+    cu_seqlens: Tensor | None,
+    prefix: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: Sequence[int],
+    softcap: float | None,
+    chunk: int,
+) -> AttentionSpec:
+    documents = documents_of(cu_seqlens)
+    if chunk:  # attention within chunks is attention within documents
+        rows = documents or ((0, seq_len),)
+        cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
+        longest = max(map(len, cut))
+        documents = tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut)
+    return AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, _prefixes_of(prefix))
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:

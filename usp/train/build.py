@@ -1,18 +1,19 @@
 """Build the engine that trains a model on a mesh.
 
 on the meta device   empty model -> its stage's layers -> unified SP -> experts -> tensor parallel -> adapters
-                     -> recomputation
+                     -> compilation -> recomputation
 then                 stage with the loss -> FSDP2 -> memory -> weights, each rank its own part
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
 from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
 from usp.config import RunConfig, TrainConfig
@@ -21,6 +22,7 @@ from usp.hf.expert_parallel import apply_ep
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
+from usp.hf.mixers.sharded_mixers import sharded_mixers
 from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
@@ -29,6 +31,7 @@ from usp.hf.structure.probe import structure
 from usp.hf.tensor_parallel import apply_tp
 from usp.hf.weights import load_weights
 from usp.losses.vocabulary import UNCHANGED
+from usp.model.compilation import compile_layers
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 from usp.presets import PRESETS
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -50,6 +53,7 @@ class EngineRecipe:
         balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
         weights_dtype: of the parameters. Adapters that are trained are float32.
         lora: the adapters that are trained instead of these parameters.
+        compile: torch.compile's backend for the layers; empty for eager layers.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
@@ -72,6 +76,7 @@ class EngineRecipe:
     micro_batches: int = 1
     weights_dtype: torch.dtype = torch.float32
     lora: Lora | None = None
+    compile: str = ""
 
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
@@ -89,6 +94,7 @@ class EngineRecipe:
             micro_batches=config.micro_batches,
             weights_dtype=dtype if lora else torch.float32,  # frozen weights need no float32 copy
             lora=lora,
+            compile="inductor" if config.compile else "",
             **{name: getattr(config, name) for name in names},
         )
 
@@ -194,7 +200,9 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         adapters_dtype = recipe.weights_dtype if recipe.optimizer is None else torch.float32
         apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel, adapters_dtype)
     if recipe.mlp_tile:
-        apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile)
+        apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
+    if recipe.compile:
+        compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe))
     attention = cast(UnifiedSPAttention, model.unified_sp)
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload)
     balance = None
@@ -206,3 +214,12 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     return CausalLMStage(
         model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance, transform=transform
     )
+
+
+def _eager_modules(model: nn.Module, recipe: EngineRecipe) -> Iterator[nn.Module]:
+    """Yield the modules that compilation leaves eager."""
+    experts, mixers = set(expert_modules(model)), sharded_mixers(model)
+    for name, module in model.named_modules():
+        # The block around experts holds their router too, whose hooks collect statistics.
+        if name in mixers or experts.intersection(module.children()) or (recipe.mlp_tile and name.endswith(".mlp")):
+            yield module
