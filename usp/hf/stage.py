@@ -100,8 +100,9 @@ class CausalLMStage(nn.Module):
 def logit_transform(model: PreTrainedModel) -> LogitTransform:
     """Measure how a causal LM scales (Cohere, Granite) or caps (Gemma 2) its head's logits; weights are not read.
 
-    Calls the model's own forward around a base model and a head that return known values. The configuration does not
-    tell: of two families with `logits_scaling`, Granite divides by it and HyperCLOVA X multiplies.
+    A scale of the head's input (MiniCPM3) is one of its logits. Calls the model's own forward around a base model and a
+    head that return known values. The configuration does not tell: of two families with `logits_scaling`, Granite
+    divides by it and HyperCLOVA X multiplies.
 
     Raises:
         ValueError: for a head with a bias, and for any other transform.
@@ -112,13 +113,16 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
     if head.bias is not None:
         raise ValueError(f"the output head of {kind} has a bias, which the loss does not add: use a model without")
     given = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
-    model._modules[name] = _Known(given)
-    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1))
+    hidden = torch.linspace(1, 2, head.weight.shape[1]).view(1, 1, -1)
+    model._modules[name] = known = _Known(hidden, given)
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
     try:
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.flatten().double()
     finally:
         model._modules[name] = head
         del base.forward
+    if not known.proportional:
+        raise ValueError(f"{kind} changes hidden states before its output head, which the loss does not know")
     scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
     transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
     expected = given.clone()
@@ -132,11 +136,14 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
 
 class _Known(nn.Module):
-    """An output head that returns known logits."""
+    """An output head that returns known logits for known hidden states, and scaled ones for scaled ones."""
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, hidden: Tensor, logits: Tensor) -> None:
         super().__init__()
-        self.logits = logits
+        self.hidden, self.logits, self.proportional = hidden, logits, False
 
-    def forward(self, hidden: Any) -> Tensor:
-        return self.logits.clone().view(1, 1, -1)
+    def forward(self, hidden: Tensor) -> Tensor:
+        same = hidden.shape == self.hidden.shape and not hidden.is_meta
+        factors = (hidden / self.hidden).double() if same else torch.full((1, 1, 1), torch.nan, dtype=torch.float64)
+        self.proportional = torch.allclose(factors, factors[..., :1], rtol=1e-6)
+        return self.logits * factors[..., :1]

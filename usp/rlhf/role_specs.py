@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelHead, formula_violation, load_model_config, model_facts
+from usp.hf.integrate import rotary_switch
+from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
 from usp.presets import PRESETS
+from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
@@ -21,6 +24,8 @@ from .config import RlhfConfig
 
 def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> dict[str, RoleSpec]:
     """Return the model of every role that a graph of `algorithm` may have, computing in `dtype`.
+
+    Without a critic if that would be the actor with a scalar head, and transformers has none; see `no_critic`.
 
     Raises:
         ValueError: naming what cannot be loaded.
@@ -33,8 +38,6 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
             model = load_model_config(source, head, new_head)
-            if violation := formula_violation(source, model):
-                raise ValueError(violation)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
         return RoleSpec(
@@ -56,8 +59,32 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     reward = "model" if algorithm.model_role == "reward" else "reward_model"
     if getattr(config, reward):
         roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
-    roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
+    if config.critic or config.reward_model or not scalar_violation(roles["actor"].config):
+        roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
     return roles
+
+
+def no_critic(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator[str]:
+    """Yield why a graph's critic has no model."""
+    if "critic" in graph.roles and "critic" not in specs:
+        actor = specs["actor"]
+        yield (
+            f"--model = {actor.source} cannot be the critic's initial model: {scalar_violation(actor.config)}; name "
+            f"another with --critic, or use an algorithm without a critic"
+        )
+
+
+def generation_violations(specs: dict[str, RoleSpec]) -> Iterator[str]:
+    """Yield why the actor cannot generate."""
+    actor = specs["actor"]
+    if problems := generation_problems(actor.config):
+        yield f"--model = {actor.source} has model_type={actor.config.model_type!r}, which cannot generate: {problems}"
+
+
+def context(spec: RoleSpec, sampled: bool) -> int:
+    """Return the maximum tokens of a role's sequences; sampled: they are generated."""
+    switch = rotary_switch(spec.config) if sampled else None
+    return min(spec.config.max_position_embeddings, switch or sys.maxsize)
 
 
 def _is_reward_model(directory: str) -> bool:
