@@ -23,6 +23,7 @@ from usp.losses.vocabulary import UNCHANGED, LogitTransform
 
 from .balance import RouterBalance
 from .prune import head_name
+from .structure.probe import backbone
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
 _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
@@ -108,7 +109,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
         ValueError: for a head with a bias, and for any other transform.
     """
     name = head_name(model)
-    head, base = cast(nn.Linear, getattr(model, name)), model.base_model
+    head, base = cast(nn.Linear, getattr(model, name)), backbone(model)
     kind = type(model).__name__
     if head.bias is not None:
         raise ValueError(f"the output head of {kind} has a bias, which the loss does not add: use a model without")

@@ -111,7 +111,7 @@ def prepare(
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     if algorithm.data == "prompts":
-        problems += attempt(lambda: list(generation_violations(specs))) or ()
+        problems += attempt(partial(generation_violations, specs)) or ()
     examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
     saved = attempt(partial(_read_state, start, config, sft_steps, strict)) if start.checkpoint else None
     problems.check()

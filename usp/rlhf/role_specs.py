@@ -74,11 +74,11 @@ def no_critic(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator[str]
         )
 
 
-def generation_violations(specs: dict[str, RoleSpec]) -> Iterator[str]:
-    """Yield why the actor cannot generate."""
+def generation_violations(specs: dict[str, RoleSpec]) -> list[str]:
+    """Return why the actor cannot generate."""
     actor = specs["actor"]
-    if problems := generation_problems(actor.config):
-        yield f"--model = {actor.source} has model_type={actor.config.model_type!r}, which cannot generate: {problems}"
+    problems, kind = generation_problems(actor.config), actor.config.model_type
+    return [f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {problems}"] if problems else []
 
 
 def context(spec: RoleSpec, sampled: bool) -> int:

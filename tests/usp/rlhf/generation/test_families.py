@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import attention.decode
-import usp.hf.integrate
-from attention import KVCache
 from parallel import ParallelDims, ParallelMesh, stage_layers
 from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
@@ -25,7 +21,6 @@ from usp.hf.tensor_parallel import apply_tp
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.calls import Generate
-from usp.sp.recurrent_cache import DecodeCall
 
 LENGTHS = (37, 1, 2, 20, 9, 33, 5)  # more than slots, so that these are used again
 GREEDY = Generate(max_new_tokens=8, temperature=0)
