@@ -15,7 +15,9 @@ H head dim, V head dim of the values; C capacity of a rank in tokens per sequenc
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -31,14 +33,18 @@ _FREE = torch.iinfo(torch.int64).max  # position of an empty entry: after every 
 class KVCache:
     """KV cache of one rank. Layers may differ in their KV heads and head dims.
 
+    Layers without keys keep a state of fixed size per sequence, in `states`.
+
     Attributes:
         positions: (B, C) global positions of the tokens, in any order; empty entries have the largest int64.
         layers: keys (B, K, C, H) and values (B, K, C, V) of each layer that has stored any: heads before tokens, so
             that any range of tokens is a batch of matrices.
+        states: (B, ...) by whatever names them; zero for a sequence without tokens.
     """
 
     positions: Tensor
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    states: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def allocate(slots: int, capacity: int, device: torch.device) -> KVCache:
@@ -54,14 +60,24 @@ class KVCache:
             self.layers[layer] = keys, values
         return self.layers[layer]
 
+    def state(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a state (B, *shape); the first call makes it, zero."""
+        if name not in self.states:
+            slots = len(self.positions)
+            self.states[name] = torch.zeros(slots, *shape, dtype=dtype, device=self.positions.device)
+        return self.states[name]
+
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(x.nbytes for pair in self.layers.values() for x in pair)
+        """Bytes of keys, values and states."""
+        kept = [x for pair in self.layers.values() for x in pair]
+        return sum(x.nbytes for x in (*kept, *self.states.values()))
 
     def clear(self, slots: Tensor) -> None:
         """Drop the sequences in these slots."""
         self.positions[slots] = _FREE
+        for state in self.states.values():
+            state[slots] = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +100,12 @@ class Prefill:
         real = self.positions < self.lengths.unsqueeze(1)
         self.cache.positions[self.slots, : self.positions.numel()] = self.positions.where(real, _FREE)
 
+    @cached_property
+    def row_lengths(self) -> Tensor:
+        """Length over all ranks of the sequence in each row, (R,)."""
+        rows = int(self.rows.max()) + 1
+        return self.lengths.new_zeros(rows).index_copy_(0, self.rows, self.lengths)
+
     def store(self, layer: int, k_RSKH: Tensor, v_RSKV: Tensor) -> None:
         """Cache a layer's keys and values, with rotary embedding already applied."""
         for cached, x in zip(self.cache.layer(layer, k_RSKH, v_RSKV), (k_RSKH, v_RSKV), strict=True):
@@ -99,6 +121,9 @@ class DecodeStep:
         own: (B,) bool, the tokens that this rank does cache; None for all.
         length: number of entries of C to read; entries beyond must be empty in every slot.
         group: the ranks that share the sequences; None for a single rank.
+
+    Attributes:
+        attended: the layers that have attended.
     """
 
     def __init__(
@@ -111,10 +136,10 @@ class DecodeStep:
         length: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._cache, self._positions, self._length, self._group = cache, positions, length, group
-        self._places, self._own = places, own
+        self.cache, self.group, self.attended = cache, group, 0
+        self._positions, self._length, self._places, self._own = positions, length, places, own
         self._entries: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
         at_B1 = places.unsqueeze(1)
         cached = positions if own is None else positions.where(own, cache.positions.gather(1, at_B1).squeeze(1))
         cache.positions.scatter_(1, at_B1, cached.unsqueeze(1))
@@ -128,6 +153,7 @@ class DecodeStep:
         *,
         scale: float | None,
         window: int | None,
+        chunk: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -136,24 +162,26 @@ class DecodeStep:
         Args:
             scale: factor on the scores; None for 1 / sqrt(H).
             window: a token attends to itself and the window - 1 tokens before it; None for no limit.
+            chunk: a token attends to the tokens of its chunk of so many, counted from position 0; None for no chunks.
             softcap: scores become softcap * tanh(scores / softcap); None disables it.
             sinks: (N,) logits that join each softmax without a value, the same on every rank.
 
         Returns:
             (B, 1, N, V) in q's dtype, bitwise identical on every rank; zero for an empty slot.
         """
+        self.attended += 1
         slots, _, heads, head_dim = q_B1NH.shape
-        keys, values = self._cache.layer(layer, k_B1KH, v_B1KV)
+        keys, values = self.cache.layer(layer, k_B1KH, v_B1KV)
         for cached, new in ((keys, k_B1KH), (values, v_B1KV)):
             self._store(cached, new)
         k_BKLH, v_BKLV = keys[:, :, : self._length], values[:, :, : self._length]
         # The queries of one KV head form one matrix, so no key is repeated.
         q_BKGH = q_B1NH.reshape(slots, k_B1KH.shape[2], -1, head_dim)
-        mask = self._mask(window, q_B1NH.dtype)
-        if self._group is None and softcap is None and sinks is None:
+        mask = self._mask(window, chunk, q_B1NH.dtype)
+        if self.group is None and softcap is None and sinks is None:
             out = scaled_dot_product_attention(q_BKGH, k_BKLH, v_BKLV, attn_mask=mask, scale=scale)
         else:
-            parts = _gather(*partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap), self._group)
+            parts = _gather(*partial_attention(q_BKGH, k_BKLH, v_BKLV, mask, scale, softcap), self.group)
             out = merge_parts(*parts, None if sinks is None else sinks.reshape(q_BKGH.shape[1:3]))
         return out.reshape(slots, 1, heads, -1).to(q_B1NH.dtype)
 
@@ -167,23 +195,25 @@ class DecodeStep:
     def _flat_entries(self, kv_heads: int) -> tuple[Tensor, Tensor | None]:
         """Return, for the flattened (B * K * C) entries of layers with `kv_heads`, the new tokens' and `own`."""
         if kv_heads not in self._entries:
-            slots, capacity = self._cache.positions.shape
+            slots, capacity = self.cache.positions.shape
             starts = torch.arange(0, slots * kv_heads * capacity, capacity, device=self._places.device)
             entries = starts + self._places.repeat_interleave(kv_heads)
             own = None if self._own is None else self._own.repeat_interleave(kv_heads).unsqueeze(1)
             self._entries[kv_heads] = entries, own
         return self._entries[kv_heads]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return (B, 1, 1, L), 0 for visible keys and -inf for others, cached for all layers with this window."""
-        if window not in self._masks:
-            at, query = self._cache.positions[:, : self._length], self._positions.unsqueeze(1)
+    def _mask(self, window: int | None, chunk: int | None, dtype: torch.dtype) -> Tensor:
+        """Return (B, 1, 1, L), 0 for visible keys and -inf for others, cached for all layers with this mask."""
+        if (window, chunk) not in self._masks:
+            at, query = self.cache.positions[:, : self._length], self._positions.unsqueeze(1)
             seen = at <= query
             if window is not None:
                 seen &= at > query - window
+            if chunk is not None:
+                seen &= at >= query - query % chunk
             mask = torch.where(seen, 0.0, float("-inf")).to(dtype)
-            self._masks[window] = mask.view(len(at), 1, 1, -1)
-        return self._masks[window]
+            self._masks[window, chunk] = mask.view(len(at), 1, 1, -1)
+        return self._masks[window, chunk]
 
 
 def partial_attention(

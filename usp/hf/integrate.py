@@ -91,18 +91,29 @@ def apply_unified_sp(
     return model
 
 
-def decode_stage(model: PreTrainedModel, x: Tensor, position_ids: Tensor, step: DecodeStep) -> Tensor:
-    """Run a stage's decoding step: ids (B, 1), or hidden states after the first stage, to hidden states (B, 1, H).
+def run_cached(
+    model: PreTrainedModel, x: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep, *, first: bool
+) -> Tensor:
+    """Run a stage on prompts or on one token of each sequence, with a cache, after `apply_unified_sp`.
 
-    The model's own forward also builds a mask and searches for packed documents, which takes longer than the layers of
-    a small model. Supports models of `usp.hf.models.FAMILIES` after `apply_unified_sp`.
+    Args:
+        x: ids (B, S) on the first stage, else hidden states (B, S, H): of this rank's tokens of prompts, or S = 1.
+
+    Returns:
+        hidden states (B, S, H).
     """
-    base: Any = model.base_model
-    hidden = x if base.embed_tokens is None else base.embed_tokens(x)
-    rotary = base.rotary_emb(hidden, position_ids=position_ids)
-    for layer in base.layers:
-        hidden = layer(hidden, position_embeddings=rotary, kv_cache=step)
-    return base.norm(hidden)
+    options: dict[str, Any] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+    if hasattr(model.config, "output_router_logits"):
+        options["output_router_logits"] = False
+    return backbone(model)(**options, position_ids=position_ids, kv_cache=kv_cache).last_hidden_state
+
+
+def rotary_switch(config: PretrainedConfig) -> int | None:
+    """Return the length from which on all of a sequence's tokens rotate differently (longrope); None if none."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    lengths = [part["original_max_position_embeddings"] for part in by_layer if part.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -144,13 +155,25 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
-    """Let a rotary embedding see the last position of the whole sequence besides its own tokens' positions."""
+    """Let a rotary embedding see the last position of the whole sequence besides its own tokens' positions.
+
+    With a cache, each row is a sequence of its own length: of a prompt, up to the last token, which is decoded later.
+    """
     forward = rotary.forward
 
+    def turned(x: Tensor, positions: Tensor, last: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        # Padding after the last token must not make the sequence longer.
+        parts = forward(x, torch.cat((positions.minimum(last), last), dim=-1), *args, **kwargs)
+        return tuple(part[..., :-1, :] for part in parts)
+
     def whole_length(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        last = torch.full_like(position_ids[..., :1], guard.seq_len - 1)
-        turned = forward(x, torch.cat((position_ids, last), dim=-1), *args, **kwargs)
-        return tuple(part[..., :-1, :] for part in turned)
+        cache = guard.cache
+        if cache is None:
+            return turned(x, position_ids, torch.full_like(position_ids[..., :1], guard.seq_len - 1), *args, **kwargs)
+        last = cache.row_lengths.unsqueeze(1) if isinstance(cache, Prefill) else position_ids
+        rows = zip(x.split(1), position_ids.split(1), last.split(1), strict=True)
+        parts = [turned(*row, *args, **kwargs) for row in rows]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     rotary.forward = whole_length
 
@@ -173,6 +196,7 @@ class _ForwardGuard:
     def __init__(self, attention: UnifiedSPAttention, layers: int) -> None:
         self.attention, self.layers, self.calls_before, self.compared = attention, layers, 0, False
         self.seq_len = 1  # of the current forward, over all ranks
+        self.cache: Prefill | DecodeStep | None = None  # of the current forward
 
     def check_labels(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if type(module).__name__.endswith("ForSequenceClassification"):
@@ -188,6 +212,9 @@ class _ForwardGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         named = _named(module, args, kwargs)
+        self.cache = named.get("kv_cache")
+        if isinstance(self.cache, DecodeStep) and not torch.is_grad_enabled():
+            return  # its tokens are on all ranks
         try:
             violations = self._violations(named)
         except ValueError as error:  # invalid cu_seqlens
@@ -207,8 +234,6 @@ class _ForwardGuard:
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
             violations.append("a KV cache (use_cache, past_key_values) is not supported: leave it out")
         cache = kwargs.get("kv_cache")
-        if isinstance(cache, DecodeStep):
-            violations.append("the tokens of a DecodeStep are not sharded over the sequence: call decode_stage")
         if cache is not None and torch.is_grad_enabled():
             violations.append("kv_cache does not support gradients: call the model under torch.no_grad()")
         if cache is not None and kwargs.get("cu_seqlens") is not None:
@@ -252,7 +277,8 @@ class _ForwardGuard:
         ]
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        calls = self.attention.calls - self.calls_before
+        cache, self.cache = self.cache, None
+        calls = cache.attended if isinstance(cache, DecodeStep) else self.attention.calls - self.calls_before
         if calls != self.layers:
             raise RuntimeError(
                 f"only {calls} of {self.layers} attention layers used unified sequence parallelism; the others "
@@ -298,8 +324,8 @@ def _attention_forward(
     attention, mask = module.unified_sp, module.unified_sp_mask
     assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
     causal = mask.kind != "bidirectional"
-    if kv_cache is not None and mask.kind not in ("causal", "sliding"):
-        violations.append(f"kv_cache supports only causal attention and sliding windows, not {mask.kind} attention")
+    if kv_cache is not None and not causal:
+        violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
@@ -307,8 +333,8 @@ def _attention_forward(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(kv_cache, DecodeStep):
-        window = mask.width if mask.kind == "sliding" else None
-        options: Any = {"scale": scaling, "window": window, "softcap": softcap, "sinks": s_aux}
+        window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
+        options: Any = {"scale": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
         return kv_cache.attend(module.layer_idx, q, k, v, **options), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(module.layer_idx, k, v)  # type: ignore[arg-type]

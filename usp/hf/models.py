@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import logging
 
 from usp.model.facts import ModelFacts
@@ -150,6 +151,8 @@ def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: 
                 f"model={model} is a causal LM without a scalar head: request a new head, or use the directory of a "
                 f"model that has one"
             )
+        if violation := scalar_violation(config):
+            raise ValueError(f"model={model} cannot have a scalar head: {violation}")
         return scalar_config(config)
     return config
 
@@ -159,8 +162,22 @@ def is_scalar(config: PretrainedConfig) -> bool:
     return any(name.endswith(_SCALAR) for name in config.architectures or ())
 
 
+def scalar_violation(config: PretrainedConfig) -> str | None:
+    """Return why the model of `config` cannot have a scalar head; None if it can."""
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is not None and issubclass(cast(type, kind), GenericForSequenceClassification):
+        return None
+    return f"transformers has no {_SCALAR} with a linear head for model_type={config.model_type!r}"
+
+
 def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the same model with a scalar head instead of a causal LM's."""
+    """Return the configuration of the same model with a scalar head instead of a causal LM's.
+
+    Raises:
+        ValueError: for a model type without one.
+    """
+    if violation := scalar_violation(config):
+        raise ValueError(violation)
     config = copy.deepcopy(config)
     config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
     config.num_labels = 1

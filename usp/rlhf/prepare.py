@@ -39,7 +39,15 @@ from .algorithms.registry import ALGORITHMS, build_graph
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, sft_violations
 from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
-from .role_specs import kernel_choice, role_specs, unused_models, vocabulary_violations
+from .role_specs import (
+    context,
+    generation_violations,
+    kernel_choice,
+    no_critic,
+    role_specs,
+    unused_models,
+    vocabulary_violations,
+)
 from .validate import violations
 
 SFT = "sft"  # the directory of a run's supervised steps
@@ -109,6 +117,8 @@ def prepare(
     assert device is not None and tokenizer is not None and specs is not None
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
+    if algorithm.data == "prompts":
+        problems += attempt(partial(generation_violations, specs)) or ()
     examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
     saved = attempt(partial(_read_state, start, config, sft_steps, strict)) if start.checkpoint else None
     problems.check()
@@ -120,8 +130,9 @@ def prepare(
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += unused_models(config, algorithm, graph)
+    problems += no_critic(specs, graph)
     problems += _step_violations(config, algorithm, options, graph)
-    used = {role: specs[role] for role in graph.roles}
+    used = {role: specs[role] for role in graph.roles if role in specs}
     plan = attempt(partial(_plan, config, sft_steps, graph, used, launch))
     problems.check()
     assert plan is not None and kernel is not None
@@ -191,8 +202,8 @@ def _read_state(start: Start, config: RlhfConfig, sft_steps: int, strict: bool) 
 def _open_examples(
     config: RlhfConfig, algorithm: Algorithm, sft_steps: int, specs: dict[str, RoleSpec], tokenizer: Tokenizer
 ) -> Examples:
-    context = min(spec.config.max_position_embeddings for spec in specs.values())
     sampled = algorithm.data == "prompts"
+    longest = min(context(spec, sampled) for spec in specs.values())
     scored_by_answer = sampled and not config.reward_model
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
@@ -202,7 +213,7 @@ def _open_examples(
         keys,
         tokenizer,
         prompt_tokens=config.prompt_tokens,
-        longest=context - config.max_new_tokens if sampled else context,
+        longest=longest - config.max_new_tokens if sampled else longest,
         seed=config.seed,
         wrong_answers=config.wrong_answers,
         whole=not sampled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ import torch
 from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import ModelHead, formula_violation, load_model_config, model_facts
+from usp.hf.integrate import rotary_switch
+from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
 from usp.presets import PRESETS
+from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
@@ -25,7 +28,8 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     """Return the model of every role that a graph of `algorithm` may have, computing in `dtype`.
 
     Adapters are those of the actor. A critic trains all of its weights: its scalar head, which is new in most runs, is
-    no linear that gets an adapter.
+    no linear that gets an adapter. There is no critic if it would be the actor with a scalar head, and transformers has
+    none; see `no_critic`.
 
     Raises:
         ValueError: naming what cannot be loaded, and what cannot have adapters.
@@ -38,8 +42,6 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
             model = load_model_config(source, head, new_head)
-            if violation := formula_violation(source, model):
-                raise ValueError(violation)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
         return RoleSpec(
@@ -64,8 +66,32 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     reward = "model" if algorithm.model_role == "reward" else "reward_model"
     if getattr(config, reward):
         roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
-    roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
+    if config.critic or config.reward_model or not scalar_violation(roles["actor"].config):
+        roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
     return roles
+
+
+def no_critic(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator[str]:
+    """Yield why a graph's critic has no model."""
+    if "critic" in graph.roles and "critic" not in specs:
+        actor = specs["actor"]
+        yield (
+            f"--model = {actor.source} cannot be the critic's initial model: {scalar_violation(actor.config)}; name "
+            f"another with --critic, or use an algorithm without a critic"
+        )
+
+
+def generation_violations(specs: dict[str, RoleSpec]) -> list[str]:
+    """Return why the actor cannot generate."""
+    actor = specs["actor"]
+    problems, kind = generation_problems(actor.config), actor.config.model_type
+    return [f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {problems}"] if problems else []
+
+
+def context(spec: RoleSpec, sampled: bool) -> int:
+    """Return the maximum tokens of a role's sequences; sampled: they are generated."""
+    switch = rotary_switch(spec.config) if sampled else None
+    return min(spec.config.max_position_embeddings, switch or sys.maxsize)
 
 
 def _is_reward_model(directory: str) -> bool:

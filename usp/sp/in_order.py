@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,14 @@ from .reshard import Reshard, ReshardPlan
 from .scan import Recurrence, ScanProgram, scan
 from .sp_attention import documents_of
 from .spans import HaloPlan, SpanPlan
+
+
+class LayerCall(Protocol):
+    """One call of a layer: what convolves and scans its tokens over the whole sequence."""
+
+    def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor: ...
+
+    def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Recurrence(Protocol):
 
     Attributes:
         mixing: transitions are matrices, not factors.
-        state: the shape of a state.
+        state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
     """
 
     @property
@@ -65,6 +65,10 @@ class Recurrence(Protocol):
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         """Compute segments (n, L, ...), each from a zero state; `carried`: with transition and read."""
+        ...
+
+    def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        """Compute one token, inputs (n, ...), of the heads `own` from their state; return their outputs and state."""
         ...
 
 
@@ -194,6 +198,13 @@ def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recur
     Returns:
         (T, ...).
     """
+    return scan_with_states(inputs, program, channel, recurrence, ())[0]
+
+
+def scan_with_states(
+    inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recurrence: Recurrence, kept: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Run `scan`; return also the states after the last token of this rank's segments `kept`, without gradients."""
     ran = [recurrence([_pick(x, bucket) for x in inputs], bucket.carried) for bucket in program.buckets]
     final = _rows(program, [part.final for part in ran], program.finals)
     transition = _rows(program, [part.transition for part in ran], program.passed)
@@ -202,12 +213,29 @@ def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recur
         final = local.new_zeros(0, *recurrence.state, dtype=ran[0].final.dtype)
     # The outputs pass through the exchange, so that its backward runs on ranks that receive no state.
     local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing)
+    states = _kept_states(program, ran, incoming, kept, recurrence)
     out = local
     for bucket, part in zip(program.buckets, ran, strict=True):
         if part.read is not None:
-            states = incoming.index_select(0, _places(program.incoming, bucket.segments, incoming.device))
-            out = out.index_add(0, bucket.tokens, part.read(states).flatten(0, 1)[bucket.outputs].to(out.dtype))
-    return out
+            came = incoming.index_select(0, _places(program.incoming, bucket.segments, incoming.device))
+            out = out.index_add(0, bucket.tokens, part.read(came).flatten(0, 1)[bucket.outputs].to(out.dtype))
+    return out, states
+
+
+@torch.no_grad()
+def _kept_states(
+    program: ScanProgram, ran: Sequence[FromZero], incoming: Tensor, kept: tuple[int, ...], recurrence: Recurrence
+) -> Tensor:
+    states = _rows(program, [part.final for part in ran], kept)
+    if states is None:
+        return incoming.new_zeros(0, *recurrence.state)
+    carried = tuple(number for number in kept if program.plan.segments[number].before)
+    transition = _rows(program, [part.transition for part in ran], carried)
+    if transition is not None:
+        came = incoming.index_select(0, _places(program.incoming, carried, incoming.device))
+        through = _advance(transition, came, recurrence.mixing)
+        states = states.index_add(0, _places(kept, carried, states.device), through.to(states.dtype))
+    return states
 
 
 def _pick(x: Tensor, bucket: Bucket) -> Tensor:

@@ -31,6 +31,7 @@ class DeltaRule:
     """
 
     kernel: Kernel
+    token_kernel: Kernel  # the same, for single tokens
     state: tuple[int, ...]
     options: Mapping[str, Any]
     mixing: bool = True
@@ -55,6 +56,12 @@ class DeltaRule:
             return torch.einsum("nlhk,nhkv->nlhv", reads.to(states.dtype), states)
 
         return FromZero(out, final, transition, read)
+
+    def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = (_per_head(x, self.state[0])[:, own].unsqueeze(1) for x in inputs)
+        options = {"initial_state": state, "output_final_state": True, **self.options}
+        out, after = self.token_kernel(q, k, v, g=g, beta=beta, **options)
+        return out.squeeze(1), after
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,15 @@ class StateSpace:
 
         return FromZero(out, final, decay[:, -1].exp()[..., None, None], read)
 
+    def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (_per_head(part, self.state[0])[:, own].float() for part in inputs)
+        decay = (dt * self.A[own]).exp()[..., None, None]
+        after = state * decay + (dt.unsqueeze(-1) * x).unsqueeze(-1) * B.unsqueeze(2)
+        out = (after @ C.unsqueeze(-1)).squeeze(-1)
+        if self.D is not None:
+            out = out + self.D[own].unsqueeze(-1) * x
+        return out, after
+
 
 @dataclass(frozen=True)
 class SelectiveScan:
@@ -113,3 +129,15 @@ class SelectiveScan:
             return (decayed @ inputs[3].to(states.dtype).unsqueeze(-1)).squeeze(-1)
 
         return FromZero(out, final, (decay[:, -1].unsqueeze(-1) * self.A).exp(), read)
+
+    def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (part.float() for part in inputs)
+        x, dt = x[:, own], dt[:, own]
+        after = state * (dt.unsqueeze(-1) * self.A[own]).exp() + (dt * x).unsqueeze(-1) * B.unsqueeze(1)
+        out = (after @ C.unsqueeze(-1)).squeeze(-1)
+        return (out if self.D is None else out + self.D[own] * x).to(inputs[0].dtype), after
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat the groups of (n, groups, ...) for each of their heads."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)

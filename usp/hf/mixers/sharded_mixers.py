@@ -3,7 +3,8 @@
 transformers sends every convolution and recurrence over tokens through a few functions that the model's file names at
 module level, because each may be replaced by a kernel of another package (`use_kernel_func_from_hub_with_fallback`). A
 layer's own forward is run here with functions of the same names that work over the whole sharded sequence and call the
-original ones on a rank's tokens. What a layer does to each token alone stays as it is.
+original ones on a rank's tokens. What a layer does to each token alone stays as it is. With a `kv_cache`, the functions
+also keep the states of prompts (`Prefill`), or work on one token from these states (`DecodeStep`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
-from usp.sp.in_order import OrderedCall, SequenceOrder
+from usp.sp.in_order import LayerCall, OrderedCall, SequenceOrder
+from usp.sp.recurrent_cache import DecodeCall, PrefillCall, prompt_documents
 
 from .recurrences import DeltaRule, Kernel, SelectiveScan, StateSpace
 
@@ -34,7 +37,12 @@ KINDS = {
 }
 # A whole layer in one kernel, from zero states; layers go on without it where it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-CACHES = ("cache_params", "past_key_values", "kv_cache")
+# The kernels for single tokens of those that have one.
+TOKEN_KERNELS = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+CACHES = ("cache_params", "past_key_values")
 LAYER_TYPE = "linear_attention"  # transformers' name in masks by layer type
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # of this rank's tokens only, where `cu_seqlens` is global
 
@@ -85,7 +93,7 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
     guard = _DocumentGuard(len(mixers), any(mixer.kind == KINDS["mamba_selective_scan"] for mixer in mixers.values()))
     for name in mixers:
         module = model.get_submodule(name)
-        module.forward = ShardedForward(module, order, guard)
+        module.forward = ShardedForward(name, module, order, guard)
     model.base_model.register_forward_pre_hook(guard.before, with_kwargs=True)
     model.base_model.register_forward_hook(guard.after, with_kwargs=True)
     return order
@@ -94,8 +102,8 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
 class ShardedForward:
     """The forward of a mixer on this rank's tokens of a sharded sequence."""
 
-    def __init__(self, mixer: nn.Module, order: SequenceOrder, guard: _DocumentGuard) -> None:
-        self.mixer, self.order, self.guard = mixer, order, guard
+    def __init__(self, name: str, mixer: nn.Module, order: SequenceOrder, guard: _DocumentGuard) -> None:
+        self.name, self.mixer, self.order, self.guard = name, mixer, order, guard
 
     def __call__(
         self,
@@ -118,19 +126,34 @@ class ShardedForward:
         if violations:
             raise ValueError("; ".join(violations))
         self.guard.count(cu_seqlens)
+        kwargs.pop("kv_cache", None)  # of layers that pass on all they get
+        cache = self.guard.cache
 
-        def layer(x: Tensor, call: OrderedCall) -> Tensor:
+        def layer(x: Tensor, call: LayerCall) -> Tensor:
             return _with_functions(self.mixer, call)(self.mixer, x, **kwargs)
 
-        return self.order.run(hidden_states, cu_seqlens, layer)
+        def prefill(x: Tensor, call: OrderedCall) -> Tensor:
+            assert isinstance(cache, Prefill)
+            return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
+
+        if isinstance(cache, DecodeStep):
+            return layer(hidden_states, DecodeCall(cache, self.name))
+        if cache is None:
+            return self.order.run(hidden_states, cu_seqlens, layer)
+        padded = hidden_states.shape[1] * self.order.axes.ring * self.order.axes.ulysses
+        return self.order.run(hidden_states, prompt_documents(cache, padded), prefill)
 
 
 class _DocumentGuard:
-    """Forward hooks that check that a forward's documents reach its mixers; if `in_mask`, in place of a mask."""
+    """Forward hooks that check that a forward's documents reach its mixers; if `in_mask`, in place of a mask.
+
+    cache: of the current forward, since not every layer passes keyword arguments on.
+    """
 
     def __init__(self, mixers: int, in_mask: bool) -> None:
         self.mixers, self.in_mask = mixers, in_mask
         self.calls, self.with_documents, self.before_calls = 0, 0, (0, 0)
+        self.cache: Prefill | DecodeStep | None = None
 
     def count(self, cu_seqlens: Tensor | None) -> None:
         self.calls += 1
@@ -138,6 +161,7 @@ class _DocumentGuard:
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.before_calls = (self.calls, self.with_documents)
+        self.cache = kwargs.get("kv_cache")
         if not self.in_mask:
             return args, kwargs
         mask = kwargs.get("attention_mask")
@@ -150,6 +174,7 @@ class _DocumentGuard:
         }
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self.cache = None
         calls, with_documents = self.calls - self.before_calls[0], self.with_documents - self.before_calls[1]
         if calls != self.mixers:
             raise RuntimeError(f"only {calls} of {self.mixers} recurrent layers ran over the sharded sequence")
@@ -171,14 +196,14 @@ def _original(module: nn.Module) -> FunctionType:
     return inspect.unwrap(type(module).forward)
 
 
-def _with_functions(module: nn.Module, call: OrderedCall) -> FunctionType:
+def _with_functions(module: nn.Module, call: LayerCall) -> FunctionType:
     """Return the module's own forward, in which functions over the sequence are those of the call."""
     forward = _original(module)
     names = {**dict.fromkeys(FUSED, _no_fused_kernel)}
     known = forward.__globals__
     for name, sharded in SHARDED.items():
         if name in known:
-            names[name] = sharded(known[name], call)
+            names[name] = sharded(known[name], call, known.get(TOKEN_KERNELS.get(name, ""), known[name]))
     bound = FunctionType(
         forward.__code__, {**known, **names}, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -190,7 +215,7 @@ def _no_fused_kernel(*args: Any, **kwargs: Any) -> None:
     """Make the layer take the path of separate kernels."""
 
 
-def _convolution(kernel: Kernel, call: OrderedCall) -> Kernel:
+def _convolution(kernel: Kernel, call: LayerCall, _: Kernel) -> Kernel:
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
@@ -199,7 +224,7 @@ def _convolution(kernel: Kernel, call: OrderedCall) -> Kernel:
     return causal_conv1d_fn
 
 
-def _delta_rule(kernel: Kernel, call: OrderedCall) -> Kernel:
+def _delta_rule(kernel: Kernel, call: LayerCall, token_kernel: Kernel) -> Kernel:
     def chunk_delta_rule(
         query: Tensor,
         key: Tensor,
@@ -211,12 +236,12 @@ def _delta_rule(kernel: Kernel, call: OrderedCall) -> Kernel:
         **options: Any,
     ) -> tuple[Tensor, None]:
         state = (value.shape[2], key.shape[3], value.shape[3])
-        return call.scan((query, key, value, g, beta), DeltaRule(kernel, state, options)), None
+        return call.scan((query, key, value, g, beta), DeltaRule(kernel, token_kernel, state, options)), None
 
     return chunk_delta_rule
 
 
-def _state_space(kernel: Kernel, call: OrderedCall) -> Kernel:
+def _state_space(kernel: Kernel, call: LayerCall, _: Kernel) -> Kernel:
     def mamba2_chunk_scan(
         hidden_states: Tensor,
         dt: Tensor,
@@ -239,7 +264,7 @@ def _state_space(kernel: Kernel, call: OrderedCall) -> Kernel:
     return mamba2_chunk_scan
 
 
-def _selective_scan(kernel: Kernel, call: OrderedCall) -> Kernel:
+def _selective_scan(kernel: Kernel, call: LayerCall, _: Kernel) -> Kernel:
     def mamba_selective_scan(
         hidden_states: Tensor,
         dt: Tensor,
@@ -263,7 +288,7 @@ def _selective_scan(kernel: Kernel, call: OrderedCall) -> Kernel:
     return mamba_selective_scan
 
 
-SHARDED: Mapping[str, Callable[[Kernel, OrderedCall], Kernel]] = {
+SHARDED: Mapping[str, Callable[[Kernel, LayerCall, Kernel], Kernel]] = {
     CONVOLUTION: _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,

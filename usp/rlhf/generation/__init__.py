@@ -1,4 +1,4 @@
 """Sampling responses with continuous batching. Each file imports only earlier ones:
 
-responses, sampling, batching, generate.
+support, responses, sampling, batching, generate.
 """

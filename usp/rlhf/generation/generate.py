@@ -8,6 +8,7 @@ decode     one token per slot, replicated over sp: hidden states pass along the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
-from usp.hf.integrate import decode_stage
+from usp.hf.integrate import Mask, rotary_switch, run_cached
 from usp.hf.structure.experts import expert_modules
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
 from usp.rlhf.graph.calls import Generate
@@ -27,6 +28,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .batching import PrefillGroup, Rollout, Slots, capacity
 from .responses import GeneratedResponse
 from .sampling import noise, sample, work_violations
+from .support import cache_problems
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
@@ -71,6 +73,8 @@ class Generator:
         self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
+        self._context = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
+        self._switch = rotary_switch(self._model.config)
         self._sp, self._sp_rank = mesh.size("sp"), mesh.rank("sp")
         self._groups = {axis: mesh.group(axis) for axis in ("tp", "sp", "pp") if mesh.size(axis) > 1}
         self._samples = last and self._sp_rank == 0 and mesh.rank("tp") == 0
@@ -96,13 +100,14 @@ class Generator:
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
-        context = self._model.config.max_position_embeddings
-        violations = work_violations(work) + _prompt_violations(prompts, context)
+        violations = work_violations(work) + _prompt_violations(prompts, self._context)
+        if not violations:
+            limits = [min(work.max_new_tokens, self._context - len(prompt)) for prompt in prompts]
+            violations = _switch_violations(prompts, limits, self._switch)
         if violations:
             raise ValueError("; ".join(violations))
         rollouts = [
-            Rollout(prompt.tolist(), seed, min(work.max_new_tokens, context - len(prompt)))
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Rollout(prompt.tolist(), seed, limit) for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         ]
         arguments = (len(rollouts), work, self._slots, [(r.prompt, r.seed) for r in rollouts])
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
@@ -178,14 +183,7 @@ class Generator:
         if not self._first:
             x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
             dist.recv(x, group=pp, group_src=dist.get_rank(pp) - 1)
-        if isinstance(kv_cache, DecodeStep):
-            hidden = decode_stage(self._model, x, position_ids, kv_cache)
-        else:
-            inputs: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": x, "use_cache": False}
-            if hasattr(self._model.config, "output_router_logits"):
-                inputs["output_router_logits"] = False
-            stage = self._model.base_model
-            hidden = stage(**inputs, position_ids=position_ids, kv_cache=kv_cache).last_hidden_state
+        hidden = run_cached(self._model, x, position_ids, kv_cache, first=self._first)
         if not self._last:
             dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
         return hidden
@@ -217,10 +215,26 @@ def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
     return violations
 
 
+def _switch_violations(prompts: Sequence[Tensor], limits: Sequence[int], switch: int | None) -> list[str]:
+    """Return which sequences would grow past a length at which cached keys become wrong."""
+    return [
+        f"prompt {index} has {len(prompt)} tokens and its response up to {limit}: beyond {switch} tokens "
+        f"rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: use fewer new tokens"
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        if switch is not None and len(prompt) <= switch < len(prompt) + limit
+    ]
+
+
+def _mask_of(module: nn.Module) -> Mask | None:
+    return cast(Any, getattr(module, "unified_sp_mask", None))
+
+
 def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     violations = []
     if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
         violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
+    else:
+        violations += cache_problems({mask.kind for module in model.modules() if (mask := _mask_of(module))})
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         violations.append("the weights are sharded with FSDP, which gathers them for every token: leave it out")
     if mesh.dims.ep > 1:
@@ -229,7 +243,4 @@ def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
         )
     if mesh.size("tp") > 1 and expert_modules(model):
         violations.append(f"tp={mesh.size('tp')} shards expert tokens, but decoding has one per sequence: use tp=1")
-    rope = (getattr(getattr(model, "config", None), "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
-        violations.append(f"rope_type={rope!r} depends on the sequence length, so cached keys would be wrong")
     return violations

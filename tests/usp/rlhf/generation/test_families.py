@@ -1,0 +1,160 @@
+"""Every kind of model generates on sharded ranks what transformers generates alone, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from parallel import ParallelDims, ParallelMesh, stage_layers
+from parallel.testing import RankPool
+from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
+from usp.hf.integrate import apply_unified_sp, decoder_layers
+from usp.hf.prune import prune_to_stage
+from usp.hf.stage import logit_transform
+from usp.hf.structure.shrink import VOCAB
+from usp.hf.tensor_parallel import apply_tp
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.generation.support import generation_problems
+from usp.rlhf.graph.calls import Generate
+
+LENGTHS = (37, 1, 2, 20, 9, 33, 5)  # more than slots, so that these are used again
+GREEDY = Generate(max_new_tokens=8, temperature=0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    dims: ParallelDims
+    layout: str = "zigzag"
+
+
+GRIDS = {
+    "alone": Grid(ParallelDims()),
+    "u2": Grid(ParallelDims(ulysses=2), "contiguous"),
+    "r2": Grid(ParallelDims(ring=2), "striped"),
+    "u2 r2": Grid(ParallelDims(ulysses=2, ring=2)),
+    "tp2": Grid(ParallelDims(tp=2)),
+    "tp2 r2": Grid(ParallelDims(tp=2, ring=2)),
+    "pp2": Grid(ParallelDims(pp=2)),
+    "pp2 u2": Grid(ParallelDims(pp=2, ulysses=2), "contiguous"),
+}
+CHOSEN = {
+    "gemma2": ["tp2 r2"],  # softcap, windows, capped logits
+    "gemma3_text": ["u2"],  # windows with rotary frequencies of their own
+    "gpt_oss": ["u2 r2"],  # sinks
+    "deepseek_v3": ["r2"],  # values with a head dim of their own
+    "llama4_text": ["u2"],  # chunks
+    "cohere2": ["u2 r2"],  # layers without rotary positions
+    "granite": ["pp2 u2"],  # scaled logits
+    "qwen3_next": ["u2 r2", "r2"],  # gated delta rule
+    "falcon_h1": ["u2 r2"],  # Mamba-2 beside attention
+    "lfm2": ["r2"],  # convolutions
+}
+# Why a mesh is refused for a family.
+REFUSALS = (
+    "tensor-parallel plan of model_type=",
+    "tie_word_embeddings",
+    "in its tensor-parallel plan",
+    "shards experts' tokens",
+)
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB - 4, (length,), generator=generator) for length in LENGTHS]
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    """A model whose tokens depend on those far before: as drawn, most models repeat a token, and states decay fast."""
+    model = tiny_model(model_type).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                parameter.copy_(0.5 * drawn - 3 if parameter.dim() == 1 else parameter)
+            elif parameter.dim() >= 2:
+                parameter.copy_(drawn * (0.5 if "embed" in name else parameter[0].numel() ** -0.5))
+    return model
+
+
+def built(model_type: str, grid: Grid, mesh: ParallelMesh) -> Generator:
+    """This rank's part of `model_of(model_type)`, with fewer slots than prompts."""
+    model = model_of(model_type)
+    transform = logit_transform(model)
+    stages, stage = mesh.size("pp"), mesh.rank("pp")
+    first, last = stage == 0, stage == stages - 1
+    if stages > 1:
+        prune_to_stage(model, stage_layers(len(decoder_layers(model)), stages)[stage], first, last)
+    apply_unified_sp(model, mesh, grid.layout)
+    apply_tp(model, mesh, sequence_parallel=False)
+    return Generator(model, mesh, first=first, last=last, slots=3, transform=transform)
+
+
+Responses = list[tuple[list[int], Tensor]]
+
+
+def responses(model_type: str, name: str, mesh: ParallelMesh) -> Responses | str:
+    """Tokens and log-probabilities by prompt, or why the grid is refused."""
+    try:
+        generator = built(model_type, GRIDS[name], mesh)
+    except ValueError as error:
+        return str(error)
+    found = generator.generate(prompts(), GREEDY, [0] * len(LENGTHS))
+    return [(response.tokens.tolist(), response.logprobs) for response in found]
+
+
+def on_ranks(cases: Sequence[tuple[str, str]]) -> list[Responses | str]:
+    meshes: dict[str, ParallelMesh] = {}
+    for _, name in cases:
+        if name not in meshes:
+            meshes[name] = ParallelMesh.create(GRIDS[name].dims)
+    return [responses(model_type, name, meshes[name]) for model_type, name in cases]
+
+
+def expected(model_type: str) -> Responses:
+    """What transformers generates with its own cache, and log-probabilities by a forward over the whole sequence."""
+    model, found = model_of(model_type), []
+    for prompt in prompts():
+        ids = prompt.unsqueeze(0)
+        options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+        whole = model.generate(ids, max_new_tokens=GREEDY.max_new_tokens, **options)
+        with torch.no_grad():
+            logits = model(whole, use_cache=False).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
+        found.append((whole[0, len(prompt) :].tolist(), logprobs[len(prompt) - 1 :]))
+    return found
+
+
+def difference(found: Responses, wanted: Responses) -> float:
+    """The largest error of a log-probability; infinite if a token differs."""
+    if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
+        return float("inf")
+    return max(float((own - whole).abs().max()) for (_, own), (_, whole) in zip(found, wanted, strict=True))
+
+
+def generated(model_type: str) -> bool:
+    return not reason(model_type) and not generation_problems(tiny_config(model_type))
+
+
+def test_tokens_are_those_of_transformers(ranks: RankPool, exhaustive: bool) -> None:
+    chosen = {name: list(GRIDS) for name in TYPES if generated(name)} if exhaustive else CHOSEN
+    wrong: dict[tuple[str, str], Any] = {}
+    for model_types in [[name] for name in chosen] if exhaustive else [list(chosen)]:
+        cases = [(name, grid) for name in model_types for grid in chosen[name]]
+        per_rank = ranks.run(on_ranks, 4, cases, timeout=600)
+        wanted = {name: expected(name) for name in model_types}
+        for (name, grid), *found in zip(cases, *per_rank, strict=True):
+            if isinstance(found[0], str):
+                if not (exhaustive and any(part in found[0] for part in REFUSALS)):
+                    wrong[name, grid] = found[0]
+                continue
+            worst = max(difference(of_rank, wanted[name]) for of_rank in found)
+            if not worst <= 1e-5:
+                wrong[name, grid] = worst
+    assert not wrong
+    assert not exhaustive or len(chosen) >= 90
