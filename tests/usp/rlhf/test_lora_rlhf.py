@@ -162,7 +162,10 @@ def run(
             told.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
     actor, models = trained.get("actor"), made._context.copies._models
     filled = made._context.copies._reallocations
-    held = [model.weights() for copy, model in models.items() if copy in filled and copy.role == "actor"]
+    copies = [model for copy, model in models.items() if copy in filled and copy.role == "actor"]
+    held: list[Any] = [model.weights() for model in copies]
+    assert not any(in_memory(weights) for weights in held), "released adapters are in memory"
+    assert all(in_memory(model.frozen()) for model in copies if isinstance(model, RoleModel)), "the base was dropped"
     return Run(
         told,
         {name: whole(weight) for name, weight in actor.weights().items()} if actor else {},
@@ -181,6 +184,10 @@ def counted(move: Callable[..., None], wire: Counter[str]) -> Callable[..., None
         wire["bytes"] += sent.total
 
     return run
+
+
+def in_memory(weights: Mapping[str, Tensor]) -> bool:
+    return any(local_tensor(weight).untyped_storage().nbytes() for weight in weights.values())
 
 
 def in_one_memory(model: Any, trained: RoleModel) -> bool:

@@ -13,19 +13,20 @@ from .plan import CallLayout, ExecutionPlan
 def policy_as_reference(graph: DataflowGraph, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
     """Let the actor, with its adapters off, make the calls of the role "ref" wherever it has weights in their layout.
 
-    For an actor that trains adapters of the weights that "ref" begins with. Calls in other layouts keep the role.
+    For an actor that trains adapters of the weights that "ref" has. Calls in other layouts keep the role.
     """
     layouts = {plan[call.name] for call in graph.calls if call.role == "actor"}
     train_call = graph.train_call("actor")
-    # In a layout with the same degrees, without ZeRO, the actor's copy shares the memory of the trained one.
-    in_place = {(at.ranks, at.dims) for at in [plan[train_call.name]] if not at.zero} if train_call else set()
+    trained = plan[train_call.name] if train_call else None
 
-    def shared(layout: CallLayout) -> bool:
-        return layout in layouts or (not layout.zero and (layout.ranks, layout.dims) in in_place)
+    def has_weights(layout: CallLayout) -> bool:
+        # Without ZeRO, another layout with the degrees of the trained copy is in the same memory.
+        alike = trained is not None and (trained.ranks, trained.dims, trained.zero) == (layout.ranks, layout.dims, 0)
+        return layout in layouts or (alike and layout.zero == 0)
 
     calls = tuple(
         replace(call, role="actor", work=replace(call.work, adapters=False))
-        if call.role == "ref" and isinstance(call.work, Inference) and shared(plan[call.name])
+        if call.role == "ref" and isinstance(call.work, Inference) and has_weights(plan[call.name])
         else call
         for call in graph.calls
     )
