@@ -206,7 +206,9 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
 
 def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
     """Change the rotary parameters of `config`, or where they differ by layer type those of full attention."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        raise ValueError(f"rope_scaling={scaling}: the model has no rotary positions; use seq_len={limit} or less")
     rope = rope.get("full_attention", rope)
     present = rope.get("rope_type", "default")
     if scaling == "ntk":
@@ -244,12 +246,19 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-        intermediate_size=config.intermediate_size if dense_layers or not num_experts else 0,
+        intermediate_size=_dense_width(config) if dense_layers or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
     )
+
+
+def _dense_width(config: PretrainedConfig) -> int:
+    """Return the intermediate size of the dense MLPs; raises AttributeError for a configuration without one."""
+    if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
+        return config.n_inner or 4 * config.hidden_size
+    return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:
