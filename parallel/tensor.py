@@ -30,8 +30,8 @@ from .local import local_tensor
 # Style -> the module type it applies to, and the size of it that is divided over ranks.
 _STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {
     "colwise": (nn.Linear, "out_features"),
-    "colwise_gather_output": (nn.Linear, "out_features"),  # outputs are whole
     "rowwise": (nn.Linear, "in_features"),  # outputs are partial sums
+    "colwise_gather_output": (nn.Linear, "out_features"),  # outputs are whole
     "rowwise_split_input": (nn.Linear, "in_features"),  # likewise, of whole inputs
     "colwise_parameter": (nn.Linear, "out_features"),  # never called: its parameters are used elsewhere
     "embedding_rowwise": (nn.Embedding, "num_embeddings"),

@@ -11,6 +11,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -46,6 +48,8 @@ CONFIGS = {
     "qwen2-deep": lambda: Qwen2Config(**DEEP, use_sliding_window=True, sliding_window=9, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "qwen3-tied-deep": lambda: Qwen3Config(**DEEP, head_dim=8, tie_word_embeddings=True),
+    "olmo2": lambda: Olmo2Config(**SIZES, initializer_range=0.2),
+    "phi3": lambda: Phi3Config(**SIZES, pad_token_id=0, initializer_range=0.2),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8),
     "mixtral-deep": lambda: MixtralConfig(**DEEP, num_local_experts=8),
     # its first layer is dense, and its experts choose three of eight

@@ -226,7 +226,9 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
 
 def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
     """Change the rotary parameters of `config`, or where they differ by layer type those of full attention."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        raise ValueError(f"rope_scaling={scaling}: the model has no rotary positions; use seq_len={limit} or less")
     rope = rope.get("full_attention", rope)
     present = rope.get("rope_type", "default")
     if scaling == "ntk":
@@ -265,7 +267,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-        intermediate_size=config.intermediate_size if _has_dense_mlps(config) or not num_experts else 0,
+        intermediate_size=_dense_width(config) if _has_dense_mlps(config) or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
@@ -284,6 +286,13 @@ def _has_dense_mlps(config: PretrainedConfig) -> bool:
         or (getattr(config, "moe_layer_start_index", None) or 0) > 0
         or (getattr(config, "moe_layer_interval", None) or 1) > 1
     )
+
+
+def _dense_width(config: PretrainedConfig) -> int:
+    """Return the intermediate size of the dense MLPs; raises AttributeError for a configuration without one."""
+    if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
+        return config.n_inner or 4 * config.hidden_size
+    return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -13,9 +16,10 @@ from .models import is_scalar, model_facts
 from .prune import backbone, backbone_name, model_parts
 
 _TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
+_PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 _KNOWN = {
     *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
-    *("replicated_with_grad_allreduce", "local_params", "untouched"),
+    *(_PARTIAL, _LATENT, "local_params", "untouched"),
 }
 
 
@@ -63,8 +67,21 @@ def tp_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of each sharded module of a causal LM by dotted name, in which * matches one component."""
     base, parts = backbone_name(model), model_parts(model)
     plan = {f"{base}.{name}": style for name, style in _family_plan(model.config).items()}
+    plan |= dict.fromkeys(_latent_modules(model, plan), _PARTIAL)
     plan[f"{base}.{parts.embedding}"] = "embedding_rowwise"
     return plan if is_scalar(model.config) else plan | {parts.head: "colwise_parameter"}
+
+
+def _latent_modules(model: PreTrainedModel, plan: Mapping[str, str]) -> Iterator[str]:
+    """Yield the modules of latent attention that every rank has whole: the plan names one of them in each layer."""
+    for latent in [name for name, style in plan.items() if style == _LATENT]:
+        yield latent
+        attention = latent.rpartition(".")[0]
+        pattern = re.compile(re.escape(attention).replace(r"\*", r"[^.]+"))
+        for name, module in model.named_modules():
+            within, _, part = name.rpartition(".")
+            if pattern.fullmatch(within) and module._parameters and f"{attention}.{part}" not in plan:
+                yield f"{attention}.{part}"
 
 
 def _family_plan(config: PretrainedConfig) -> dict[str, str]:

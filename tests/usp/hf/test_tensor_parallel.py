@@ -29,6 +29,7 @@ from tests.usp.tiny import (
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
+from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp, plan_violations
 from usp.losses import causal_lm_loss, global_token_count
 
@@ -52,6 +53,9 @@ CASES = [
     Case("qwen3", ParallelDims(tp=2, dp_replicate=2), zero=0),
     Case("mistral", ParallelDims(tp=2, ulysses=2, ring=2)),
     Case("llama-tied", ParallelDims(tp=4, dp_shard=2)),
+    # outputs that are gathered: norms over all heads, and fused projections
+    Case("olmo2", ParallelDims(tp=2, ring=2), sequence_parallel=False),
+    Case("phi3", ParallelDims(tp=2, ulysses=2)),
 ]
 
 
@@ -106,9 +110,10 @@ def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Ca
     assert largest_difference(found, alone[case.family]) <= 1e-5
 
 
-def test_missing_gradient_reduction_is_detected(ranks: RankPool, alone: dict) -> None:
-    case = Case("qwen3", ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
-    assert largest_difference(ranks.run(train, 2, case), alone["qwen3"]) > 1e-4
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_missing_gradient_reduction_is_detected(ranks: RankPool, alone: dict, family: str) -> None:
+    case = Case(family, ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
+    assert largest_difference(ranks.run(train, 2, case), alone[family]) > 1e-4
 
 
 def bytes_of_a_layer() -> dict[str, int]:
@@ -135,16 +140,15 @@ def error_of_a_middle_stage() -> float:
     mesh = ParallelMesh.create(ParallelDims(tp=2))
     model, whole = (apply_unified_sp(tiny_model("qwen3"), mesh, "zigzag") for _ in range(2))
     base = model.base_model
-    base.embed_tokens, base.layers[0], base.norm, model.lm_head = None, nn.Identity(), nn.Identity(), None
-    base.layers[0].forward = lambda hidden, **kwargs: hidden  # type: ignore[method-assign]
+    prune_to_stage(model, range(1, 2), first=False, last=False)
     base._forward_hooks.clear()  # the guard that counts layers
     apply_tp(model, mesh, sequence_parallel=True)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     inputs = shard_batch(packed_batch(0), mesh, "zigzag")
     inputs.pop("shift_labels")
-    whole.base_model.norm = nn.Identity()
     first: list[Tensor] = []
     decoder_layers(whole)[1].register_forward_pre_hook(lambda module, args: first.append(args[0]))
+    whole.base_model.norm = nn.Identity()
     wanted = whole.base_model(**inputs).last_hidden_state.chunk(2, 1)[mesh.rank("tp")]
     inputs["inputs_embeds"] = first[0].chunk(2, 1)[mesh.rank("tp")]
     del inputs["input_ids"]
@@ -216,7 +220,7 @@ def test_meta_device_and_tied_weights_are_preserved(ranks: RankPool) -> None:
 def test_unsupported_plans_are_rejected() -> None:
     config = LlamaConfig()
     assert plan_violations(config) == plan_violations(MixtralConfig()) == plan_violations(Qwen3MoeConfig()) == []
-    config.base_model_tp_plan = {"layers.*.self_attn.kv_a": "mla_kv_a_proj"}
-    assert "'mla_kv_a_proj' of layers.*.self_attn.kv_a is not supported" in plan_violations(config)[0]
+    config.base_model_tp_plan = {"layers.*.self_attn.kv_a": "packed_colwise"}
+    assert "'packed_colwise' of layers.*.self_attn.kv_a is not supported" in plan_violations(config)[0]
     config.base_model_tp_plan = None
     assert "model_type='llama': transformers ships none; use tp=1" in plan_violations(config)[0]
