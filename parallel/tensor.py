@@ -58,7 +58,8 @@ def apply_tensor_parallel(
             rowwise_split_input, colwise_parameter, embedding_rowwise, replicated_with_grad_allreduce, local_params and
             untouched. Names are of modules, and with colwise of direct parameters of a module with local_params.
             Modules without parameters are skipped, so the plan of the whole model works for each pipeline stage.
-        token_dim: dim of the hidden states that is sharded over the mesh outside of regions; None for replicated.
+        token_dim: dim of the hidden states that is sharded over the mesh outside of regions, from the end if
+            negative; None for replicated.
 
     Raises:
         ValueError: listing every style that is unknown or does not fit its module, sizes that are not divisible,
@@ -293,5 +294,8 @@ def _convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, 
             f"tp={mesh.size()} must divide the {x.shape[target.dim]} tokens that each rank of ring x ulysses has, to "
             f"shard them further: use a sequence length that is a multiple of tp x ring x ulysses"
         )
+    source, target, gradient = (
+        Shard(p.dim % x.ndim) if isinstance(p, Shard) else p for p in (source, target, gradient)
+    )
     converted = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
     return converted.to_local(grad_placements=[gradient])

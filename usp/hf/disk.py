@@ -54,6 +54,13 @@ def stored_tensors(whole: nn.Module) -> dict[str, Tensor]:
     return dict(whole.named_parameters()) | dict(persistent_buffers(whole))
 
 
+def uncast_names(whole: PreTrainedModel) -> set[str]:
+    """Return the tensors that keep their dtype in files of another: buffers, and what transformers loads in float32."""
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in whole._keep_in_fp32_modules_strict or ()]
+    kept = {name for name, _ in whole.named_parameters() if any(pattern.search(name) for pattern in patterns)}
+    return kept | {name for name, _ in persistent_buffers(whole)}
+
+
 def stored_names(model: nn.Module) -> dict[str, str]:
     """Map each tensor's name to the name it is stored under; see `kept_names`."""
     return kept_names(model) | {name: name for name, _ in persistent_buffers(model)}

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import INDEX, persistent_buffers
+from .disk import INDEX, uncast_names
 from .export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
 from .models import empty_model
 
@@ -57,8 +57,8 @@ def save_weights(
             plain tensors (whole) or DTensors. Of tied parameters, the first in the model is saved.
         folder: on a file system shared by all ranks.
         generation_config: default: derived from `config` by transformers.
-        dtype: of the written weights, which are cast before they are sent, but buffers keep theirs; None for the
-            dtypes of `weights`.
+        dtype: of the written weights, which are cast before they are sent, except `uncast_names`; None for the dtypes
+            of `weights`.
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
 
@@ -75,7 +75,7 @@ def save_weights(
         plan=lambda holders: plan_export(whole, holders, max_shard_bytes),
         describe=lambda rounds, partial: _describe(whole, rounds, partial),
         dtype=dtype,
-        uncast={name for name, _ in persistent_buffers(whole)},
+        uncast=uncast_names(whole),
         group=group,
     )
 

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.tensor import apply_tensor_parallel, gather_output
+from parallel.tensor import apply_tensor_parallel, gather_output, module_styles
 from usp.model.rules import tp_violations
 
 from .models import is_scalar, model_facts
 from .prune import backbone, backbone_name, model_parts
 
-_TOKEN_DIM = 1  # of hidden states (batch, tokens, hidden)
+_TOKEN_DIM = -2  # of hidden states (batch, tokens, hidden), which some shared experts get as (tokens, hidden)
 _PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 _KNOWN = {
     *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"),
@@ -44,6 +44,11 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     if tp > 1 and sequence_parallel and facts.value_dim != facts.head_dim:
         violations.append("latent attention is not supported with tp_sequence_parallel: leave it out")
     violations += plan_violations(config) if tp > 1 else []
+    if tp > 1 and sequence_parallel and (kinds := _undivided_attention(model)):
+        violations.append(
+            f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
+            f"tp_sequence_parallel would give only a part of the tokens; use tp=1"
+        )
     if violations:
         raise ValueError("; ".join(violations))
     if tp == 1:
@@ -53,6 +58,13 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     norm = getattr(backbone(model), model_parts(model).norm)
     if sequence_parallel and not isinstance(norm, nn.Identity):
         gather_output(norm, tp_mesh, _TOKEN_DIM)
+
+
+def _undivided_attention(model: PreTrainedModel) -> list[str]:
+    """Return the kinds of attention that the plan leaves whole on every rank."""
+    divided = {name.rpartition(".")[0] for name in module_styles(model, tp_plan(model))}
+    attention = {name: module for name, module in model.named_modules() if hasattr(module, "unified_sp_mask")}
+    return sorted({type(module).__name__ for name, module in attention.items() if name not in divided})
 
 
 def plan_violations(config: PretrainedConfig) -> list[str]:

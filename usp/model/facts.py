@@ -85,7 +85,7 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Parameters of a decoder layer; `experts` are (experts, rows, columns) each, empty in a dense layer."""
+    """Parameters of a decoder layer; `experts` have the experts in dim 0, and are empty in a dense layer."""
 
     parameters: tuple[ParameterShape, ...]
     experts: tuple[ParameterShape, ...] = ()

@@ -41,8 +41,9 @@ def tiny_model(model_type: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager")
     with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dim() < 2 and tensor.is_floating_point():  # biases and sinks are zero, and scales are one
+        for name, tensor in model.state_dict().items():
+            # biases, of experts too, and sinks are zero, and scales are one
+            if (tensor.dim() < 2 or name.endswith("bias")) and tensor.is_floating_point():
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     return model
 

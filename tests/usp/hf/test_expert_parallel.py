@@ -150,8 +150,7 @@ def types_with_experts() -> list[str]:
         with suppress(Exception):  # of a type without a tiny copy
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(tiny_config(model_type))
-            experts = expert_modules(model)
-            if experts and not expert_problems(model, experts[0].num_experts):
+            if expert_modules(model) and not expert_problems(model, model_facts("", model.config).num_experts):
                 found.append(model_type)
     return found
 
@@ -323,7 +322,7 @@ def balance_errors(model_types: list[str]) -> dict[str, tuple[float, float]]:
     for model_type in model_types:
         model = any_tiny_model(model_type)
         wanted = model(input_ids=ids, output_router_logits=True, use_cache=False).aux_loss
-        routers = [parameter for router in router_modules(model) for parameter in router.parameters()]
+        routers = [p for router in router_modules(model) for p in router.parameters() if p.requires_grad]
         expected = torch.autograd.grad(wanted, routers)
         balance = RouterBalance(model, mesh, 1.0)
         balance.open()
