@@ -200,10 +200,10 @@ def unified_backward(
         q, k, v = separated_heads(qkv, plan.heads, ulysses.rank, head_dim, v_head_dim)
         dout = HeadsToSeq.backward(exchange, dout_BSNV)[0]
     else:
-        out, lse, *qkv = saved
-        q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*qkv), out, dout_BSNV))
-    saved = (q, k, v, out, lse, _own_sinks(sinks, plan))
-    context = _Context(saved_tensors=saved, program=program, channel=ring, kv_index=_kv_index(plan, q.device))
+        out, lse, *inputs = saved
+        q, k, v, out, dout = (x.flatten(0, 1) for x in (*_heads_contiguous(*inputs), out, dout_BSNV))
+    kept = (q, k, v, out, lse, _own_sinks(sinks, plan))
+    context = _Context(saved_tensors=kept, program=program, channel=ring, kv_index=_kv_index(plan, q.device))
     *grads, own_dsinks = RingAttention.backward(context, dout)[:4]
     if ulysses.size > 1:
         grads = SeqToHeads.backward(exchange, *grads)[:3]

@@ -3,7 +3,7 @@
 All systems train the same llama on the same global batch with AdamW and clipping, on the same ranks in one run,
 alternating step by step. Plain transformers cannot shard a sequence and gets one sequence per rank, as does `ours, dp4`
 for comparison; ALST and the others shard every sequence over all ranks. The table also compares every system's loss and
-gradient norm of the first step.
+gradient norm of the first step. `--compile` adds our steps with compiled layers; they compile before the timed steps.
 
     python -m benchmarks.throughput
 """
@@ -35,6 +35,7 @@ from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
+from usp.model.compilation import compile_layers
 from usp.train.engines.base import AdamW
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
@@ -47,6 +48,7 @@ OURS = {
     "ours, u2 r2": ParallelDims(ulysses=2, ring=2),
     "ours, r4": ParallelDims(ring=4),
 }
+COMPILED = ", compiled"
 COLUMNS = (
     "tokens",
     "system",
@@ -91,9 +93,11 @@ def model_of(size: Size) -> Any:
     return AutoModelForCausalLM.from_config(llama(size.seq_len), attn_implementation=PLAIN_SDPA)
 
 
-def ours(size: Size, dims: ParallelDims) -> Step:
+def ours(size: Size, dims: ParallelDims, compiled: bool = False) -> Step:
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(model_of(size), mesh, layout="zigzag")
+    if compiled:
+        compile_layers(decoder_layers(model), "inductor")
     stage = CausalLMStage(model, mesh, loss_chunk=2048)
     apply_fsdp(stage, mesh, decoder_layers(model), zero=ZERO)
     optimizer = AdamW(DECAY, (0.9, 0.999))
@@ -132,9 +136,11 @@ def plain(size: Size) -> Step:
     return step
 
 
-def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
+def run(size: Size, rounds: int, compiled: bool = False) -> dict[str, tuple[float, float, list[float]]]:
     """Return by system the loss and gradient norm of the first step, and the seconds of every timed step."""
     steps: dict[str, Step] = {name: ours(size, dims) for name, dims in OURS.items()}
+    if compiled:
+        steps |= {f"{name}{COMPILED}": ours(size, dims, compiled=True) for name, dims in OURS.items()}
     steps[PLAIN] = plain(size)
     torch.manual_seed(0)
     steps[ALST] = deepspeed_alst.build(llama(size.seq_len), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)
@@ -153,12 +159,13 @@ def run(size: Size, rounds: int) -> dict[str, tuple[float, float, list[float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training steps against plain transformers + FSDP2, and ALST.")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system")
+    parser.add_argument("--compile", action="store_true", help="also our steps with compiled layers")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     data = []
     for size in (Size(4, 1024), Size(4, 4096)):
         with RankPool() as ranks:  # DeepSpeed never destroys its process groups
-            found = ranks.run(run, RANKS, size, args.rounds, timeout=900)[0]
+            found = ranks.run(run, RANKS, size, args.rounds, args.compile, timeout=1800)[0]
         for name, (loss, norm, seconds) in found.items():
             median = statistics.median(seconds)
             data.append({**asdict(size), "system": name, "seconds": median, "loss": loss, "norm": norm})
@@ -173,6 +180,7 @@ def main() -> None:
             *(f"ALST, {name}: {reason}." for name, reason in deepspeed_alst.PATCHES.items()),
         ),
         data,
+        command="python -m benchmarks.throughput" + " --compile" * args.compile,
     )
     finish(record, args.output)
 

@@ -122,6 +122,12 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             2,
             ["at least 2 x 2 - 1 = 3, not 2: use 3", "--zero = 3 frees", "use --zero 1", "use --ac none"],
         ),
+        (
+            {"pp": 2, "pp_schedule": "zero-bubble", "compile": True, "micro_batches": 4, "batch_size": 4, "zero": 1},
+            2,
+            ["--compile makes the backward of a layer one graph", "use --pp-schedule interleaved-1f1b"],
+        ),
+        ({"engine": "deepspeed", "compile": True}, 1, ["--compile is not supported by --engine deepspeed"]),
         ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf disables clipping"]),
     ],
 )

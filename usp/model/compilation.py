@@ -26,13 +26,16 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn
     """
     for module in eager:
         module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
+    layers = [layer for layer in layers if next(layer.parameters(), None) is not None]  # of this pipeline stage
+    # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
+    limit = torch._dynamo.config.recompile_limit * len(layers)
     for layer in layers:
-        if next(layer.parameters(), None) is not None:  # of this pipeline stage
-            layer.forward = _compiled(layer.forward, backend)
+        layer.forward = _compiled(layer.forward, backend, limit)
 
 
-def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    compiled = torch.compile(forward, backend=backend)
+def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable[..., Any]:
+    options: Any = {"backend": backend, "recompile_limit": limit}
+    compiled = torch.compile(forward, **options)
 
     def run(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
         if cu_seqlens is not None:  # another number of documents shall not need another graph

@@ -24,17 +24,26 @@ class AttentionLayer(Protocol):
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]: ...
 
-    def gradients(self, dout: Tensor, saved: list[Tensor], head_dim: int, kv_heads: int, *options: Any) -> list[Tensor]: ...
+    def gradients(
+        self, dout: Tensor, saved: list[Tensor], head_dim: int, kv_heads: int, *options: Any
+    ) -> list[Tensor]: ...
 
 
 class Handle(OpaqueBase):
     """An attention layer as an argument of the operators: graphs take it as an input, so layers share a graph.
 
-    A graph has no reference to a handle, and a handle lives as long as its layer.
+    A handle lives as long as its layer: graphs have no reference to it.
+
+    Args:
+        shape_facts: what the shapes of `AttentionLayer.shapes` depend on besides the tensors'.
     """
 
-    def __init__(self, layer: AttentionLayer) -> None:
-        self.layer = layer
+    def __init__(self, layer: AttentionLayer, shape_facts: tuple[int, ...]) -> None:
+        self.layer, self.shape_facts = layer, shape_facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a part of the key under which inductor stores graphs; it is never loaded."""
+        return Handle, (None, self.shape_facts)
 
 
 register_opaque_type(Handle, typ="reference")
@@ -60,7 +69,7 @@ def attend(
 
 
 @attend.register_fake
-def _(handle, q, k, v, *options):  # type: ignore[no-untyped-def]
+def _(handle, q, k, v, *options):
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in _layer(handle).shapes(q, k, v)]
 
 
@@ -86,14 +95,14 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):  # type: ignore[no-untyped-def]
+def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):
     rows, tokens, heads, v_head_dim = dout.shape
     shapes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim)]
     grads = [dout.new_empty(rows, tokens, *shape) for shape in shapes]
     return grads if sinks is None else [*grads, torch.empty_like(sinks)]
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output):
     handle, q, k, v, sinks, cu_seqlens, prefix, *ctx.options = inputs
     ctx.handle, ctx.sizes = handle, (q.shape[-1], k.shape[2])
     out, lse, *exchanged = output
@@ -101,11 +110,9 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(sinks, cu_seqlens, prefix, *saved)
 
 
-def _backward(ctx, grads):  # type: ignore[no-untyped-def]
+def _backward(ctx, grads):
     sinks, cu_seqlens, prefix, *saved = ctx.saved_tensors
-    found = attend_backward(
-        ctx.handle, grads[0], saved, *ctx.sizes, sinks, cu_seqlens, prefix, *ctx.options
-    )
+    found = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, sinks, cu_seqlens, prefix, *ctx.options)
     dq, dk, dv, *dsinks = found
     return None, dq, dk, dv, *(dsinks or [None]), *[None] * 7
 

@@ -72,7 +72,7 @@ class UnifiedSPAttention(nn.Module):
         self._logged: set[str] = set()
         self.calls = 0
         self._keep: Keep = compute_now
-        self._handle = Handle(self)
+        self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
     def forward(
         self,

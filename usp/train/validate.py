@@ -255,6 +255,11 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--lora-rank = {config.lora_rank} is not supported by --engine deepspeed, whose states of frozen weights "
             f"are not exported: use --engine fsdp2"
         )
+    if config.compile:
+        yield (
+            "--compile is not supported by --engine deepspeed, whose hooks on the modules of a layer would divide its "
+            "graph: remove it, or use --engine fsdp2"
+        )
     for name in ("tp", "pp", "ep", "dp_replicate"):
         if getattr(config, name) > 1:
             yield (

@@ -69,11 +69,46 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def difference(ranks: RankPool, folder: str, backend: str, flags: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the largest relative difference of a loss or norm from eager layers, and the compiled run of rank 0."""
-    eager, compiled = (ranks.run(train, 4, folder, b, flags, timeout=500) for b in ("", backend))
-    found, wanted = (
-        torch.tensor([rank["history"] for rank in run], dtype=torch.float64) for run in (compiled, eager)
-    )
-    assert [rank["names"] for rank in compiled] == [rank["names"] for rank in eager]
-    return float((found / wanted - 1).abs().max()), compiled[0]
+def compare(ranks: RankPool, folder: Path, model_type: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Assert that losses and gradient norms are those of eager layers, and that no step compiles after the first."""
+    if not folder.exists():
+        tiny_model(model_type).save_pretrained(folder)
+    eager, compiled = (ranks.run(train, 4, str(folder), b, SP | flags, timeout=500) for b in ("", backend))
+    found, wanted = (torch.tensor([rank["history"] for rank in run], dtype=torch.float64) for run in (compiled, eager))
+    assert float((found / wanted - 1).abs().max()) <= 1e-5
+    assert compiled[0]["names"] == eager[0]["names"]
+    for rank in compiled:
+        assert rank["graphs"] == rank["graphs"][:1] * STEPS and rank["graphs"][0] > 0
+    assert eager[0]["graphs"] == [0] * STEPS
+    return compiled[0]
+
+
+def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
+    full_and_windowed = compare(ranks, tmp_path / "gemma3_text", "gemma3_text", "aot_eager", {"ac": "attention-saved"})
+    assert (full_and_windowed["graphs"][0], full_and_windowed["breaks"]) == (2, [])
+
+
+MIXTURES: dict[str, tuple[str, str, Mapping[str, Any], int, int]] = {
+    # model type, backend, flags, graphs, graph breaks
+    "llama": ("llama", "inductor", {}, 1, 0),
+    "gemma3_text": ("gemma3_text", "inductor", {}, 2, 0),
+    "qwen3_moe": ("qwen3_moe", "inductor", {"ep": 2}, 2, 1),
+    "full": ("llama", "aot_eager", {"ac": "full"}, 1, 0),
+    "offload": ("llama", "inductor", {"ac": "attention-saved", "ac_offload": True}, 1, 0),
+    "tile": ("llama", "aot_eager", {"mlp_tile": 3}, 4, 1),
+    "tp": ("llama", "inductor", {"sp_ulysses": 1, "tp": 2}, 4, 0),
+    "tokens": ("llama", "aot_eager", {"sp_ulysses": 1, "tp": 2, "tp_sequence_parallel": True}, 4, 0),
+    "pp": ("llama", "aot_eager", {"sp_ulysses": 1, "pp": 2, "micro_batches": 2}, 1, 0),
+    "zero 1": ("llama", "aot_eager", {"sp_ulysses": 1, "dp_shard": 2, "zero": 1, "micro_batches": 2}, 1, 0),
+    "zero 2": ("llama", "aot_eager", {"sp_ring": 1, "dp_replicate": 2, "zero": 2}, 1, 0),
+    "lora": ("llama", "inductor", {"lora_rank": 2, "lora_targets": "gate_proj", "ac": "attention-saved"}, 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(ranks: RankPool, tmp_path: Path, name: str, exhaustive: bool) -> None:
+    if not exhaustive:
+        pytest.skip("--exhaustive")
+    model_type, backend, flags, graphs, breaks = MIXTURES[name]
+    found = compare(ranks, tmp_path / model_type, model_type, backend, flags)
+    assert (found["graphs"][0], len(found["breaks"])) == (graphs, breaks)

@@ -221,6 +221,7 @@ def test_the_command_line_reads_a_file_and_flags(tmp_path: Path, capsys: pytest.
         (["--world-size", "4", "--model", "tinny"], "did you mean 'tiny'"),
         (["--world-size", "4", "--sp-ring", "3"], "must divide the world size 4"),
         (["--world-size", "4", "--engine", "deepspeed"], "use --engine fsdp2"),
+        (["--world-size", "4", "--compile"], "--compile has no dry run"),
         (["--world-size", "4", "--device", "cpu", "--attention-kernel", "cudnn"], "runs on cuda"),
         (["--world-siz", "4"], "--world-size"),
         (["nowhere.yaml", "--world-size", "4"], "no such file"),

@@ -1,0 +1,76 @@
+"""Attention as an operator of a compiled graph is the attention of eager code, with every option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool, count_sent_bytes
+from usp import UnifiedSPAttention
+
+B, S, H, V = 2, 24, 8, 4  # of one rank
+CU_SEQLENS = torch.tensor([[0, 17, 50, 96], [0, 40, 96, 96]])
+CASES: list[dict[str, Any]] = [
+    {},
+    {"causal": False, "softcap": 3.0, "scale": 0.7},
+    {"window": (12, 0), "sinks": True, "cu_seqlens": CU_SEQLENS},
+    {"chunk": 16, "cu_seqlens": CU_SEQLENS},
+    {"chunk": 40},
+    {"prefix": torch.tensor([[9, 0, 5], [30, 1, 0]]), "cu_seqlens": CU_SEQLENS},
+]
+
+
+def inputs(heads: int, kv_heads: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(B, heads, S, H), (B, kv_heads, S, H), (B, kv_heads, S, V), (heads,)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+class Layer(nn.Module):
+    """A layer around attention, with inputs that are not contiguous."""
+
+    def __init__(self, attention: UnifiedSPAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor, sinks: bool = False, **options: Any) -> Tensor:
+        q, k, v = ((x * 2).transpose(1, 2) for x in (q, k, v))
+        return self.attention(q, k, v, sinks=logits if sinks else None, **options).tanh()
+
+
+def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[float, int, int, int]]:
+    """Return for each case the largest difference of output or gradients, graphs, graph breaks and excess bytes."""
+    from torch._dynamo.utils import counters
+
+    mesh = ParallelMesh.create(dims)
+    found = []
+    for options in CASES:
+        results, sent = [], []
+        for backend in ("", "aot_eager"):
+            layer = Layer(UnifiedSPAttention(mesh, "zigzag"))
+            torch.compiler.reset()
+            counters.clear()
+            run = torch.compile(layer, backend=backend) if backend else layer
+            tensors = inputs(heads, kv_heads, dist.get_rank())
+            with torch.no_grad():
+                run(*tensors, **options)  # the ranks compare their plans once
+            with count_sent_bytes() as counted:
+                out = run(*tensors, **options)
+                out.square().sum().backward()
+            used = tensors if options.get("sinks") else tensors[:3]
+            results.append([out.detach(), *(x.grad for x in used)])
+            sent.append(counted.total)
+        worst = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+        stats = counters["stats"]["unique_graphs"], len(counters["graph_break"])
+        found.append((worst, *stats, sent[1] - sent[0]))
+    return found
+
+
+def test_every_option_is_that_of_eager_attention(ranks: RankPool) -> None:
+    for dims, heads, kv_heads in ((ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)):
+        for found in ranks.run(differences, 4, dims, heads, kv_heads, timeout=300):
+            assert found == [(0.0, 1, 0, 0)] * len(CASES)
