@@ -24,7 +24,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation, local_tensor
 from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.rlhf.roles.test_role_model import ADAM, WholeSequences
-from tests.usp.rlhf.test_numerics import ALGORITHMS, alone, distance, given, move_those_of_the_first_step
+from tests.usp.rlhf.test_numerics import (
+    ALGORITHMS,
+    SAMPLING,
+    alone,
+    distance,
+    given,
+    move_those_of_the_first_step,
+)
 from tests.usp.tiny import CONFIGS, drawn_model
 from usp.hf.export import save_weights
 from usp.hf.lora import adapters
@@ -60,7 +67,7 @@ SHOWN = ("tokens", "old_logprobs", "ref_logprobs", "advantages", "weights", "tok
 SPLIT = "generate tp2 dp2, train r2 dp2"
 CHOSEN = ("flattening", "zero 0", SPLIT, "separation")
 PLANS = (*CHOSEN, "tp2 pp2", "interleaving", "heuristic", "u2 tp2")
-GRPO = replace(ALGORITHMS["grpo"], kl=0.2)
+GRPO = replace(ALGORITHMS["grpo"], kl=0.2, generate=replace(SAMPLING, group_size=2))
 OTHERS = {"ppo": ALGORITHMS["ppo"], "dpo": ALGORITHMS["dpo"], "remax": ALGORITHMS["remax"], "sft": SFT(mini_batches=2)}
 
 
