@@ -19,10 +19,20 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 class OtherStagesLayer(nn.Module):
-    """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged."""
+    """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged.
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+    Args:
+        layer: whose place it takes; its attributes that are text, such as its kind, are kept.
+        outputs: how many values the layer returns in a tuple; 0 for hidden states alone.
+    """
+
+    def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(layer).items() if isinstance(value, str)})
+        self.outputs = outputs
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        return (hidden_states, *[None] * (self.outputs - 1)) if self.outputs else hidden_states
 
 
 class FirstStagesPositions(nn.Module):
@@ -90,11 +100,13 @@ def model_parts(model: PreTrainedModel) -> Parts:
     return Parts(embedding, positions, layers, norm, head)
 
 
-def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: bool) -> None:
+def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: bool, outputs: int = 0) -> None:
     """Remove the modules of other stages from a model, in place.
 
     Keeps `layers`, the embeddings on the first stage, and the final norm and the head on the last. The other layers are
     replaced by `OtherStagesLayer` at their index. See `tied_ends` for a head that is tied to the embedding.
+
+    outputs: of its layers, as in `OtherStagesLayer`.
 
     Raises:
         ValueError: if `layers` are not consecutive layers of the model, if it shares other parameters between stages,
@@ -111,7 +123,7 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
     ends = tied if len(tied) == 2 and f"{parts.head}.weight" in tied else []
     for index in range(len(stack)):
         if index not in layers:
-            stack[index] = OtherStagesLayer()
+            stack[index] = OtherStagesLayer(stack[index], outputs)
     if not first:
         setattr(base, parts.embedding, None)
         for name in parts.positions:

@@ -185,12 +185,13 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
-    if len(layers) > 1 and not structure(type(model), model.config).in_stages:
+    found = structure(type(model), model.config)
+    if len(layers) > 1 and not found.in_stages:
         raise ValueError(
             f"{type(model).__name__} changes hidden states outside of its layers, so that it cannot be divided into "
             f"pipeline stages: use pp=1"
         )
-    prune_to_stage(model, layers[index], first, last)
+    prune_to_stage(model, layers[index], first, last, found.layer_outputs)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
         parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)

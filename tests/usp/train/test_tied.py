@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from parallel import ParallelMesh, local_tensor
+from parallel import (
+    ParallelDims,
+    ParallelMesh,
+    ProcessGroups,
+    Reallocation,
+    gather_layout,
+    local_tensor,
+    plan_realloc,
+)
 from parallel.checkpoint.checkpointer import Checkpointer, latest
 from parallel.testing import RankPool
 from tests.usp.tiny import (
@@ -29,7 +37,11 @@ from tests.usp.tiny import (
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.export import save_weights
+from usp.hf.models import load_model_config
 from usp.hf.prune import tied_ends
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.build import EngineRecipe, build_engine, first_weights, resumed_weights
 from usp.train.engines import fsdp2
 from usp.train.engines.base import Engine
@@ -124,6 +136,28 @@ def saved_and_resumed(folder: str, run: Path) -> list[tuple[float, float]]:
     return history
 
 
+def reallocated(folder: str) -> bool:
+    """Whether a role's weights that move from a pipeline to one stage and back are all there."""
+    groups, spec = ProcessGroups(), RoleSpec("actor", folder, load_model_config(folder))
+    source: RoleModel | None = None
+    for dims in (ParallelDims(pp=2), ParallelDims(tp=2), ParallelDims(pp=2, tp=2)):
+        layout, mesh = CallLayout((0, 1, 2, 3), dims.resolve(4)), ParallelMesh.create(dims, groups=groups)
+        model, wanted = (RoleModel(spec, layout, mesh) for _ in range(2))
+        wanted.fill()
+        model.allocate()
+        if source is None:
+            model.fill()
+        else:
+            layouts = gather_layout(source.weights()), gather_layout(model.weights())
+            plan = plan_realloc(*layouts, bucket_bytes=1 << 20, ranks_per_host=4)
+            Reallocation(plan, groups, torch.device("cpu")).run(source.weights(), model.weights())
+        found, all_there = model.weights(), wanted.weights()
+        if not all(torch.equal(local_tensor(found[name]), local_tensor(w)) for name, w in all_there.items()):
+            return False
+        source = model
+    return True
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp(FAMILY)
@@ -151,6 +185,10 @@ def test_steps_are_those_of_one_process(ranks: RankPool, folder: str, alone: tor
 def test_without_the_sum_of_gradients_they_are_not(ranks: RankPool, folder: str, alone: torch.Tensor) -> None:
     ((history,), *_) = ranks.run(trained, 2, folder, [MESHES["pp4"] | {"pp": 2}], False, timeout=120)
     assert difference(history, alone) > 1e-3
+
+
+def test_a_role_is_reallocated_between_pipelines_and_one_stage(ranks: RankPool, folder: str) -> None:
+    assert all(ranks.run(reallocated, 4, folder))
 
 
 def test_checkpoints_and_exports_hold_one_tensor(

@@ -68,6 +68,7 @@ class Structure:
         problems: why sequence parallelism would not be exact, one message each.
         in_stages: whether hidden states pass through nothing but the embeddings, the layers and at last the norm, so
             that the model can be divided into pipeline stages.
+        layer_outputs: how many values a layer returns in a tuple; 0 for hidden states alone.
         mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
     """
 
@@ -75,6 +76,7 @@ class Structure:
     problems: tuple[str, ...]
     in_stages: bool = False
     mixers: tuple[str, ...] = ()
+    layer_outputs: int = 0
 
 
 @dataclass
@@ -158,7 +160,8 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
     kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
-    return Structure(masks, tuple(dict.fromkeys(problems)), _in_stages(model), kinds)
+    in_stages, outputs = _in_stages(model)
+    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, kinds, outputs)
 
 
 def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
@@ -206,11 +209,14 @@ def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> t
 
 
 @torch.no_grad()
-def _in_stages(model: PreTrainedModel) -> bool:
-    """Return whether a model ends with its norm, and a middle stage without layers changes nothing; prunes it."""
+def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
+    """Return (whether a model can be divided into stages, the outputs of a layer); see `Structure`. Prunes it.
+
+    It must end with its norm, and a stage in its middle without layers must change nothing.
+    """
     given = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
     inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
-    base, normed = backbone(model), list[Tensor]()
+    base, normed, returned = backbone(model), list[Tensor](), list[Any]()
 
     def attend(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
@@ -220,16 +226,19 @@ def _in_stages(model: PreTrainedModel) -> bool:
     AttentionInterface.register(PROBE, attend)
     try:
         parts = model_parts(model)
+        stack = getattr(base, parts.layers)
+        stack[0].register_forward_hook(lambda module, args, output: returned.append(output))
         getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))
         ends = base(input_ids=torch.arange(3, 3 + LENGTH).unsqueeze(0), **inputs).last_hidden_state
-        prune_to_stage(model, range(1), first=False, last=False)
-        getattr(base, parts.layers)[0] = OtherStagesLayer()
-        returned = base(inputs_embeds=given, **inputs).last_hidden_state
-    except (AttributeError, RuntimeError, ValueError):  # a backbone that expects more of its layers, or of its inputs
-        return False
+        outputs = len(returned[0]) if isinstance(returned[0], tuple) else 0
+        prune_to_stage(model, range(1), first=False, last=False, outputs=outputs)
+        stack[0] = OtherStagesLayer(stack[0], outputs)
+        passed = base(inputs_embeds=given, **inputs).last_hidden_state
+    except (AttributeError, IndexError, RuntimeError, ValueError):  # of a backbone that expects more of its layers
+        return False, 0
     finally:
         AttentionInterface.register(PROBE, _unprepared)
-    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(returned, given)
+    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(passed, given), outputs
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

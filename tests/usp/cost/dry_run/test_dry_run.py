@@ -66,6 +66,7 @@ MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("ep x tp", "qwen3_moe", MEGATRON | {"ep": 4, "router_aux_loss_coef": 0.1}),
     ("ep x pp", "mixtral", PIPELINE | {"ep": 2, "router_aux_loss_coef": 0.1}),
     ("ep x replicas", "mixtral", {"ep": 4, "dp_replicate": 2, "batch_size": 2, "micro_batches": 2}),
+    ("pp, tied", "qwen3-tied-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
     # recomputation
     ("all recomputed", "llama", {"sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
     ("attention saved, tiles", "qwen3", {"sp_ulysses": 2, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 8}),

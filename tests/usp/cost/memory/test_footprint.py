@@ -51,6 +51,15 @@ def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_p
     assert formula.peak.name == "first norm, inputs"
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_the_last_stage_has_a_copy_of_a_tied_embedding(rank: int, tmp_path: Path) -> None:
+    tiny_model("qwen3-tied-deep").save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 256, "pp": 2, "micro_batches": 2, "batch_size": 2}
+    formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert formula.parameters + formula.optimizer == pytest.approx(measured.start_bytes, rel=0.001)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+
+
 def test_offloaded_activations_count_as_host_memory() -> None:
     flags = {"seq_len": 16384, "ac": "full"}
     here, away = footprint(job(1, **flags), 0), footprint(job(1, **flags, ac_offload=True), 0)

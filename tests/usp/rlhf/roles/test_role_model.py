@@ -161,7 +161,7 @@ CASES = [
     Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
     Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3"),
     Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
-    Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24),
+    Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied"),
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
 ]
