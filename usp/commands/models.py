@@ -22,7 +22,8 @@ that transformers' defaults for the type give no decoder that runs on text alone
 
 The last column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
 experts, if it has any, go through transformers' `ExpertsInterface`. Buffers that checkpoints hold, such as the biases
-by which routers choose experts, are saved with the weights and not trained. rlhf.py, `usp plan` and `usp cost` know {known}.
+by which routers choose experts, are saved with the weights and not trained. rlhf.py, `usp plan` and `usp cost` know
+{known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """

@@ -54,6 +54,9 @@ class RouterBalance:
         coefficient: weight of the auxiliary loss: of the step, or with `by_micro_batch` of each micro-batch.
         tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
         by_micro_batch: each micro-batch has its own auxiliary loss, with its own counts.
+
+    Raises:
+        ValueError: for a model for which transformers defines no such loss.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class RouterBalance:
         tp_sequence_parallel: bool = False,
         by_micro_batch: bool = False,
     ) -> None:
+        if not has_balancing_loss(model.config):
+            raise ValueError(f"transformers defines no load-balancing loss for {type(model).__name__}: use none")
         self.by_micro_batch = by_micro_batch
         self.num_experts = model_facts(model.config.model_type, model.config).num_experts
         self.top_k: int = model.config.num_experts_per_tok

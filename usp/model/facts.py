@@ -38,7 +38,7 @@ class ModelFacts:
     intermediate_size: int = 0
     num_experts: int = 0
     router_jitter: float = 0.0
-    balancing_loss: bool = True
+    balancing_loss: bool = False
     tied: bool = False
     v_head_dim: int = 0
 
