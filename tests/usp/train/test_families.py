@@ -105,7 +105,9 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str
         model=folder, seq_len=CUTS[-1], dtype="float32", loss_chunk=24, router_aux_loss_coef=aux, **flags
     )
     try:
-        config, model_config, _, dims = resolve(asked, dist.get_world_size()).valid()
+        resolved = resolve(asked, dist.get_world_size())
+        config, model_config, _, dims = resolved.valid()
+        assert resolved.shape.numel >= resolved.shape.matmul_parameters > 0
         mesh = ParallelMesh.create(dims)
         fill = partial(first_weights, source=folder, seed=0)
         engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
