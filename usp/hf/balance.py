@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh, local_tensor
 
-from .models import model_facts
+from .models import experts_per_token, model_facts
 from .structure.experts import has_balancing_loss, logits_index, router_modules
 
 
@@ -54,6 +54,9 @@ class RouterBalance:
         coefficient: weight of the auxiliary loss: of the step, or with `by_micro_batch` of each micro-batch.
         tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
         by_micro_batch: each micro-batch has its own auxiliary loss, with its own counts.
+
+    Raises:
+        ValueError: for a model for which transformers defines no such loss.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class RouterBalance:
         tp_sequence_parallel: bool = False,
         by_micro_batch: bool = False,
     ) -> None:
+        if not has_balancing_loss(model.config):
+            raise ValueError(f"transformers defines no load-balancing loss for {type(model).__name__}: use none")
         self.by_micro_batch = by_micro_batch
         self.num_experts = model_facts(model.config.model_type, model.config).num_experts
-        self.top_k: int = model.config.num_experts_per_tok
+        self.top_k = experts_per_token(model.config)
         self.coefficient, self.device = coefficient, mesh.device_type
         self.loss_group = mesh.group("loss")
         self.tp_group = mesh.group("tp") if tp_sequence_parallel else None

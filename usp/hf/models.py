@@ -42,6 +42,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
@@ -274,6 +275,11 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
     )
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """Return how many experts a token is routed to; 0 for a dense model."""
+    return next((found for name in _EXPERTS_PER_TOKEN if (found := getattr(config, name, None))), 0)
 
 
 def _has_dense_mlps(config: PretrainedConfig) -> bool:

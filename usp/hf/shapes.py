@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
 
 from .integrate import decoder_layers
-from .models import empty_model
+from .models import empty_model, experts_per_token
 from .prune import backbone, model_parts
 from .structure.experts import expert_modules
 from .tensor_parallel import tp_plan
@@ -45,5 +45,5 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
         norm=shapes(getattr(backbone(model), model_parts(model).norm)),
         head=() if facts.tied else shapes(model.get_output_embeddings()),
-        experts_per_token=config.num_experts_per_tok if facts.num_experts else 0,
+        experts_per_token=experts_per_token(config) if facts.num_experts else 0,
     )

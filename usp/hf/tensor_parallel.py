@@ -44,7 +44,7 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     if tp > 1 and sequence_parallel and facts.value_dim != facts.head_dim:
         violations.append("latent attention is not supported with tp_sequence_parallel: leave it out")
     violations += plan_violations(config) if tp > 1 else []
-    if tp > 1 and sequence_parallel and (kinds := _undivided_attention(model)):
+    if tp > 1 and sequence_parallel and not violations and (kinds := _undivided_attention(model)):
         violations.append(
             f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
             f"tp_sequence_parallel would give only a part of the tokens; use tp=1"

@@ -375,6 +375,8 @@ def refusals() -> list[str]:
     local.pop("shift_labels")
     with pytest.raises(ValueError) as logits:
         model(**local, output_router_logits=True)
+    with pytest.raises(ValueError, match="defines no load-balancing loss for DeepseekV3ForCausalLM"):
+        RouterBalance(any_tiny_model("deepseek_v3"), mesh, 1.0)
     return [str(dense.value), str(logits.value)]
 
 

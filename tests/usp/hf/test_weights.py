@@ -43,6 +43,7 @@ from usp.hf.export_plan import Held, holder_violations, plan_export
 from usp.hf.initialise import initialise
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import empty_model, materialise, training_problems
+from usp.hf.structure import conversion
 from usp.hf.structure.experts import expert_modules
 from usp.hf.weights import load_weights
 
@@ -297,6 +298,15 @@ def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request
     for model_type in trained:
         theirs, ours = (read_headers(tmp_path / f"{model_type}{suffix}") for suffix in ("", "-saved"))
         assert theirs.keys() == ours.keys(), model_type
+
+
+@pytest.mark.parametrize(("joined", "said"), [(torch.cat, "that cat makes"), (lambda x: x[0].reshape(-1), "reshape")])
+def test_files_of_other_than_parts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, joined: Callable[..., Any], said: str
+) -> None:
+    monkeypatch.setattr(conversion, "revert_weight_conversion", lambda _, parts: {"all": joined([*parts.values()])})
+    with pytest.raises(ValueError, match=f"files hold .*{said}"):
+        conversion.disk_layout(empty_model(config_of("llama")), {"first": (2, 3), "second": (2, 3)})
 
 
 # Import

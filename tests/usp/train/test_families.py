@@ -17,6 +17,8 @@ from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
 from usp import shard_batch
 from usp.config import TrainConfig
+from usp.hf.balance import aux_loss_coefficient
+from usp.hf.disk import stored_tensors
 from usp.hf.models import FAMILIES, load_model_config, model_facts, training_problems
 from usp.hf.structure.experts import has_balancing_loss
 from usp.hf.structure.shrink import VOCAB
@@ -102,7 +104,9 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str
         model=folder, seq_len=CUTS[-1], dtype="float32", loss_chunk=24, router_aux_loss_coef=aux, **flags
     )
     try:
-        config, model_config, _, dims = resolve(asked, dist.get_world_size()).valid()
+        resolved = resolve(asked, dist.get_world_size())
+        config, model_config, _, dims = resolved.valid()
+        assert resolved.shape.numel >= resolved.shape.matmul_parameters > 0
         mesh = ParallelMesh.create(dims)
         fill = partial(first_weights, source=folder, seed=0)
         engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
@@ -121,6 +125,8 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str
         rows = slice(mesh.rank("batch") * config.batch_size, (mesh.rank("batch") + 1) * config.batch_size)
         local = shard_batch({key: value[rows] for key, value in whole.items()}, mesh, config.sp_layout)
         history.append(train_step(engine, mesh, local, config, RATE, before_update=summed))
+    stored = {f"model.{name}" for stage in engine.stages for name in stored_tensors(stage.model)}
+    assert stored <= engine.state().keys()  # what routers choose by is not trained, and saved all the same
     return history
 
 
@@ -168,3 +174,12 @@ def test_other_models_are_refused_before_anything_else(tmp_path: Path, model_typ
     with pytest.raises(ConfigurationError, match=f"model_type='{model_type}', which is not trained: .*{why}"):
         prepare(TrainConfig(model=str(tmp_path), tokenizer="bytes", seq_len=64, device="cpu"), Launch())
     assert model_type not in FAMILIES
+
+
+def test_experts_are_balanced_only_as_transformers_does(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    for asked, refused in ((0.1, True), (0.0, False), (-1, False)):
+        found = resolve(TrainConfig(model=str(tmp_path), seq_len=64, router_aux_loss_coef=asked), 1)
+        assert any("transformers defines none for" in problem for problem in found.problems) == refused
+        assert found.facts.num_experts == 8 and found.facts.intermediate_size == 48  # of its dense layer
+    assert aux_loss_coefficient(found.model_config, -1) == 0.0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel import ParallelMesh
-from usp.hf.disk import persistent_buffers
+from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
@@ -46,7 +46,7 @@ class DeepSpeedEngine:
         param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
 
     Raises:
-        ValueError: for a mesh or dtype that is not supported, and a model whose checkpoints hold buffers.
+        ValueError: for a mesh or dtype that is not supported, and a model of which not all is trained.
         RuntimeError: where DeepSpeed is not installed.
     """
 
@@ -59,7 +59,8 @@ class DeepSpeedEngine:
         optimizer: AdamW,
         param_dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check(mesh, zero, param_dtype, [name for stage in stages for name, _ in persistent_buffers(stage.model)])
+        stored = {name: x for stage in stages for name, x in stored_tensors(stage.model).items()}
+        _check(mesh, zero, param_dtype, [name for name, x in stored.items() if not x.requires_grad])
         self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
         self.parameters = dict(self.stage.model.named_parameters())
         self.deepspeed = load_deepspeed(mesh.device_type)
@@ -204,7 +205,7 @@ def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch
     }
 
 
-def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype, buffers: Sequence[str]) -> None:
+def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype, untrained: Sequence[str]) -> None:
     violations = [
         f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use "
         f"{axis}=1, or engine=fsdp2"
@@ -213,8 +214,10 @@ def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype, buffers: Seq
     ]
     if zero == 0 and param_dtype == torch.bfloat16:
         violations.append("zero=0 would accumulate gradients in bfloat16 with DeepSpeed: use zero=1 or dtype=float32")
-    if buffers:
-        violations.append(f"DeepSpeed casts {buffers[0]}, which must stay as it is: use engine=fsdp2")
+    if untrained:
+        violations.append(
+            f"{untrained[0]} is saved but not trained, which DeepSpeed does not support: use engine=fsdp2"
+        )
     if violations:
         raise ValueError("; ".join(violations))
 

@@ -47,7 +47,7 @@ class Fsdp2Engine:
         if not any(is_adapter(name) for name in self.parameters):  # with adapters, a checkpoint holds nothing else
             for model in (stage.model for stage in stages):
                 stored = stored_tensors(model).items()
-                self.untrained |= {name: x.detach() for name, x in stored if name not in self.parameters}
+                self.untrained |= {name: x for name, x in stored if name not in self.parameters}
         self.optimizer = optimizer.over(self.parameters.values())
         # Of the parameter that the first and the last stage both have: {its name here: the name it is stored under}.
         ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
@@ -88,7 +88,7 @@ class Fsdp2Engine:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        state = {f"model.{name}": value for name, value in self.untrained.items()}
+        state = {f"model.{name}": value.detach() for name, value in self.untrained.items()}
         for name, parameter in self.parameters.items():
             kept = self.optimizer.state[parameter]
             if not kept:  # AdamW creates its state in the first step
