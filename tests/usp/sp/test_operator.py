@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -88,6 +89,10 @@ def one_after_the_other() -> list[float]:
             run(*tensors).square().sum().backward()
             gradients.append(torch.cat([x.grad.flatten() for x in tensors[:3]]))
         found.append(float((gradients[0] - gradients[1]).abs().max()))
+    with pytest.raises(ValueError, match="needs a query head on every rank: ulysses=4 exceeds the 2"):
+        run(*inputs(2, 2, dist.get_rank()))
+    with pytest.raises(ValueError, match="chunk=0 must be at least 1 token"):
+        layer(*inputs(8, 8, dist.get_rank()), chunk=0)
     return found
 
 
