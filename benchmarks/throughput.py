@@ -48,7 +48,7 @@ OURS = {
     "ours, u2 r2": ParallelDims(ulysses=2, ring=2),
     "ours, r4": ParallelDims(ring=4),
 }
-COMPILED = ", compiled"
+COMPILED = ("ours, dp4", "ours, u2 r2")
 COLUMNS = (
     "tokens",
     "system",
@@ -140,7 +140,7 @@ def run(size: Size, rounds: int, compiled: bool = False) -> dict[str, tuple[floa
     """Return by system the loss and gradient norm of the first step, and the seconds of every timed step."""
     steps: dict[str, Step] = {name: ours(size, dims) for name, dims in OURS.items()}
     if compiled:
-        steps |= {f"{name}{COMPILED}": ours(size, dims, compiled=True) for name, dims in OURS.items()}
+        steps |= {f"{name}, compiled": ours(size, OURS[name], compiled=True) for name in COMPILED}
     steps[PLAIN] = plain(size)
     torch.manual_seed(0)
     steps[ALST] = deepspeed_alst.build(llama(size.seq_len), size.ids(), zero=ZERO, learning_rate=LEARNING_RATE)

@@ -46,7 +46,8 @@ class Handle(OpaqueBase):
         return Handle, (None, self.shape_facts)
 
 
-register_opaque_type(Handle, typ="reference")
+# Layers of the same shape facts share graphs, others do not.
+register_opaque_type(Handle, typ="reference", guard_fn=lambda handle: [handle.shape_facts])
 
 
 @torch.library.custom_op("usp::attention", mutates_args=())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -117,6 +118,8 @@ class UnifiedSPAttention(nn.Module):
             RanksDisagree: on every rank, if the ranks' calls differ and are new to all of them. Repeated calls are not
                 compared: a model's forward compares its `cu_seqlens` (`apply_unified_sp`).
         """
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk={chunk} must be at least 1 token")
         options = (cu_seqlens, prefix, causal, scale, list(_window(window)), softcap, chunk or 0)
         if torch.compiler.is_compiling():
             return attend(self._handle, q, k, v, sinks, *options)[0]
@@ -125,6 +128,8 @@ class UnifiedSPAttention(nn.Module):
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> list[Tensor]:
         """Compute the operator of `forward` in a compiled graph: the results of `unified_forward`."""
+        if violations := ulysses_violations(q.shape[2], self.axes.ulysses):
+            raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
         results = unified_forward(q, k, v, **self._call(q, k, v, sinks, *options), sinks=sinks, keep=self._keep)
         # The graph may write over what the operator returns.
         return [x.clone() for x in results] if isinstance(self._keep, KeepResults) else results
@@ -297,13 +302,15 @@ def _spec(
     softcap: float | None,
     chunk: int,
 ) -> AttentionSpec:
-    documents = documents_of(cu_seqlens)
-    if chunk:  # attention within chunks is attention within documents
-        rows = documents or ((0, seq_len),)
-        cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
-        longest = max(map(len, cut))
-        documents = tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut)
-    return AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, _prefixes_of(prefix))
+    documents, prefixes = documents_of(cu_seqlens), _prefixes_of(prefix)
+    spec = AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, prefixes)
+    if not chunk:
+        return spec
+    # Attention within chunks is attention within documents.
+    rows = documents or ((0, seq_len),)
+    cut = [[at for a, b in pairwise(row) for at in range(a, b, chunk)] + [row[-1]] for row in rows]
+    longest = max(map(len, cut))
+    return replace(spec, documents=tuple(tuple(row + row[-1:] * (longest - len(row))) for row in cut))
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:

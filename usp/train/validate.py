@@ -221,6 +221,11 @@ def _zero_bubble(config: TrainConfig, world_size: int) -> Iterator[str]:
                 f"has about ten per layer, one for the inputs and one per weight: use {flag(name)} {off}, or "
                 f"--pp-schedule interleaved-1f1b"
             )
+    if config.compile:
+        yield (
+            "--compile makes the backward of a layer one graph, but --pp-schedule zero-bubble computes gradients of "
+            "its inputs and weights apart: remove --compile, or use --pp-schedule interleaved-1f1b"
+        )
 
 
 def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:

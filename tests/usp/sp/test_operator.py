@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.testing import RankPool
 from usp import UnifiedSPAttention
 
 B, S, H, V = 2, 24, 8, 4  # of one rank
@@ -57,13 +58,12 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
             run = torch.compile(layer, backend=backend) if backend else layer
             tensors = inputs(heads, kv_heads, dist.get_rank())
             with torch.no_grad():
-                run(*tensors, **options)  # the ranks compare their plans once
-            with count_sent_bytes() as counted:
-                out = run(*tensors, **options)
-                out.square().sum().backward()
+                alone = run(*tensors, **options)
+            out = run(*tensors, **options)
+            out.square().sum().backward()
             used = tensors if options.get("sinks") else tensors[:3]
-            results.append([out.detach(), *(x.grad for x in used)])
-            sent.append(counted.total)
+            results.append([alone, out.detach(), *(x.grad for x in used)])
+            sent.append(layer.attention.sent_bytes)
         worst = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
         stats = counters["stats"]["unique_graphs"], len(counters["graph_break"])
         found.append((worst, *stats, sent[1] - sent[0]))
@@ -73,4 +73,28 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
 def test_every_option_is_that_of_eager_attention(ranks: RankPool) -> None:
     for dims, heads, kv_heads in ((ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)):
         for found in ranks.run(differences, 4, dims, heads, kv_heads, timeout=300):
-            assert found == [(0.0, 1, 0, 0)] * len(CASES)
+            # One graph without gradients, and one with.
+            assert found == [(0.0, 2, 0, 0)] * len(CASES)
+
+
+def one_after_the_other() -> list[float]:
+    """Return the differences of layers that run the same code on different grids."""
+    torch.compiler.reset()
+    found = []
+    for dims in (ParallelDims(ulysses=2, ring=2), ParallelDims(ring=4), ParallelDims(ulysses=4)):
+        layer = Layer(UnifiedSPAttention(ParallelMesh.create(dims), "zigzag"))
+        gradients = []
+        for run in (layer, torch.compile(layer, backend="aot_eager")):
+            tensors = inputs(8, 8, dist.get_rank())
+            run(*tensors).square().sum().backward()
+            gradients.append(torch.cat([x.grad.flatten() for x in tensors[:3]]))
+        found.append(float((gradients[0] - gradients[1]).abs().max()))
+    with pytest.raises(ValueError, match="needs a query head on every rank: ulysses=4 exceeds the 2"):
+        run(*inputs(2, 2, dist.get_rank()))
+    with pytest.raises(ValueError, match="chunk=0 must be at least 1 token"):
+        layer(*inputs(8, 8, dist.get_rank()), chunk=0)
+    return found
+
+
+def test_other_grids_have_other_graphs(ranks: RankPool) -> None:
+    assert ranks.run(one_after_the_other, 4, timeout=120) == [[0.0] * 3] * 4
