@@ -28,7 +28,7 @@ from .forward import forward_stages
 from .readers import ObjectiveLoss, TokenOutputs
 from .role_spec import RoleSpec
 from .rows import micro_batches, plan_rows, unpack
-from .weight_memory import WeightMemory, alias_parameters
+from .weight_memory import WeightMemory, alias_buffers, alias_parameters, persistent_buffers
 
 
 class RoleModel:
@@ -68,11 +68,12 @@ class RoleModel:
         self._generator: SupportsGenerate | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live parameters by transformers' names, with or without memory."""
-        return {name.removeprefix("model."): weight.detach() for name, weight in self.stage.named_parameters()}
+        """Return the live parameters and persistent buffers by transformers' names, with or without memory."""
+        parameters = {name.removeprefix("model."): weight.detach() for name, weight in self.stage.named_parameters()}
+        return parameters | persistent_buffers(self.stage.model)
 
     def allocate(self) -> None:
-        """Allocate the weights uninitialized, if they have no memory. Buffers (rotary frequencies) keep theirs."""
+        """Allocate the weights uninitialized, if they have no memory. Buffers keep theirs."""
         if self._allocated:
             self._memory.allocate()
             return
@@ -100,6 +101,7 @@ class RoleModel:
             raise ValueError(f"a copy of {self.spec.role} that shares weights must have zero=0 and no memory yet")
         alias_parameters(self.stage.model, weights, torch.device(self.mesh.device_type))
         fill_buffers(self.stage.model)
+        alias_buffers(self.stage.model, weights)
         self._allocated = True
 
     def release(self) -> None:

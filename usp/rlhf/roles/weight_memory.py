@@ -87,6 +87,23 @@ def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: to
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints hold, by name, such as the biases with which DeepSeek-V3 chooses experts."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def alias_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace the persistent buffers of a model by those of `weights`."""
+    for name in persistent_buffers(model):
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = weights[name]
+
+
 def _placed_like(own: Tensor, values: Tensor) -> Tensor:
     if not isinstance(own, DTensor):
         return values
