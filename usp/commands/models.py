@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from usp.hf.models import FAMILIES, training_problems
 from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
+from usp.rlhf.generation.support import generation_problems
 
 HEADING = """# Models
 
@@ -20,10 +21,11 @@ any ring x ulysses mesh, or refused with the reason. A model is accepted for wha
 tiny copy of it runs once on all tokens and once on some of them (`usp/hf/structure/probe.py`). "No tiny copy" means
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
 
-The last column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
+The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
 experts, if it has any, go through transformers' `ExpertsInterface`. Buffers that checkpoints hold, such as the biases
-by which routers choose experts, are saved with the weights and not trained. rlhf.py, `usp plan` and `usp cost` know
-{known}.
+by which routers choose experts, are saved with the weights and not trained. The last one says whether it generates
+responses, token for token as transformers does, on sharded ranks. rlhf.py takes models that do both; `usp plan` and
+`usp cost` know {known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -50,11 +52,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
-    head = ["| model type | | attention and recurrent layers, or reason | train.py |", "| --- | --- | --- | --- |"]
-    return [*head, *map(_row, types)]
+    head = "| model type | | attention and recurrent layers, or reason | train.py | generation |"
+    return [head, "| --- | --- | --- | --- | --- |", *map(_row, types)]
 
 
 def _row(model_type: str) -> str:
     found, why = verdict(model_type)
-    trained = "" if found != "exact" else training_problems(tiny_config(model_type)) or "yes"
-    return f"| {model_type} | {found} | {why} | {trained} |"
+    trained = generates = ""
+    if found == "exact":
+        config = tiny_config(model_type)
+        trained, generates = training_problems(config) or "yes", generation_problems(config) or "yes"
+    return f"| {model_type} | {found} | {why} | {trained} | {generates} |"

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation
 from parallel.testing import RankPool
+from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
-from tests.usp.tiny import LEARNING_RATE, VOCAB
+from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.rlhf.algorithms.grpo import GRPO
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
@@ -32,6 +33,7 @@ from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.role_spec import RoleSpec
+from usp.rlhf.roles.weight_memory import persistent_buffers
 from usp.rlhf.runtime.executor import Executor
 from usp.sp.batch import shard_batch
 from usp.sp.sequence import shard_sequence
@@ -95,6 +97,8 @@ def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
         return heuristic(graph, FACTS)
     plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), zero=3))
     everything = CallLayout(tuple(range(8)), ParallelDims(tp=4, dp_shard=2))
+    if name == TO_WHOLE_EXPERTS:
+        everything = CallLayout(tuple(range(8)), ParallelDims(ulysses=2, dp_shard=4))
     made = {call.name: everything for call in graph.calls if call.kind == "generate"}
     return replace(plan, calls={**plan.calls, **made})
 
@@ -120,13 +124,17 @@ Steps = list[tuple[dict[str, float], dict[str, list[Tensor]]]]
 Result = tuple[Steps, dict[str, Tensor]]
 
 
-def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32) -> Result:
-    """What rank 0 is told of each step, and this rank's trained weights, whole."""
+def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32, family: str = FAMILY) -> Result:
+    """What rank 0 is told of each step, and this rank's trained weights, whole.
+
+    family: of `tests.usp.tiny`, or a type of transformers.
+    """
     graph = build_graph(algorithm, ALGORITHMS[algorithm])
     trained: dict[str, RoleModel] = {}
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
-        config = config_of(FAMILY, "logprobs" if call.role in ("actor", "ref") else "values")
+        head = "logprobs" if call.role in ("actor", "ref") else "values"
+        config = config_of(family, head) if family in CONFIGS else tiny_config(family)
         spec = RoleSpec(
             call.role,
             "tiny",
@@ -139,12 +147,19 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
         )
 
         def generator(model: RoleModel) -> Generator:
-            return Generator(model.stage.model, mesh, first=model.stage.first, last=model.stage.last, slots=3)
+            first, last, transform = model.stage.first, model.stage.last, model.stage.transform
+            return Generator(model.stage.model, mesh, first=first, last=last, slots=3, transform=transform)
 
         model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", make_generator=generator)
         if model.trained:
             trained[call.role] = model
+            model.fill = lambda: fill(model)
         return model
+
+    def fill(model: RoleModel) -> None:
+        RoleModel.fill(model)
+        for number, buffer in enumerate(persistent_buffers(model.stage.model).values()):
+            buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()).roll(number).view_as(buffer))
 
     keys = {*graph.given, *graph.producers}
     shown = tuple(
@@ -190,6 +205,20 @@ BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
 }
 
 
+# With windows, rotary frequencies by layer and a tied head; with sinks and experts; with buffers in its checkpoints.
+TO_WHOLE_EXPERTS = "generate u2 dp4, train u2 r2 dp2"
+FAMILIES = {"gemma3_text": "separation", "gpt_oss": TO_WHOLE_EXPERTS, "glm4_moe": TO_WHOLE_EXPERTS}
+MORE_FAMILIES = {"cohere2": "separation", "granite": "tp2 pp2 dp2", "deepseek_v3": TO_WHOLE_EXPERTS}
+
+
+def run_families(plans: dict[str, str]) -> dict[str, Result]:
+    found = {}
+    for family, plan in plans.items():
+        found[f"{family} alone"] = run("grpo", "alone", 2, family=family)
+        found[family] = run("grpo", plan, 2, family=family)
+    return found
+
+
 def run_all(algorithm: str, plans: tuple[str, ...], steps: int, broken: str = "") -> dict[str, Result]:
     found = {"alone": run(algorithm, "alone", steps)}
     with BROKEN[broken]():
@@ -200,9 +229,9 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / (1e-12 + wanted.norm())).item()
 
 
-def check(results: list[dict[str, Result]], name: str) -> None:
+def check(results: list[dict[str, Result]], name: str, alone: str = "alone") -> None:
     """The plan's steps and weights against those of rank 0 alone."""
-    wanted_steps, wanted_weights = results[0]["alone"]
+    wanted_steps, wanted_weights = results[0][alone]
     steps = results[0][name][0]
     for number, ((metrics, samples), (wanted_metrics, wanted)) in enumerate(zip(steps, wanted_steps, strict=True)):
         where = f"{name}, step {number + 1}"
@@ -228,6 +257,13 @@ def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaus
     results = ranks.run(run_all, 8, algorithm, plans, steps, timeout=1200)
     for name in plans:
         check(results, name)
+
+
+def test_steps_of_other_families_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
+    plans = FAMILIES | (MORE_FAMILIES if exhaustive else {})
+    results = ranks.run(run_families, 8, plans, timeout=1200)
+    for family in plans:
+        check(results, family, f"{family} alone")
 
 
 @pytest.mark.parametrize("broken", [broken for broken in BROKEN if broken])

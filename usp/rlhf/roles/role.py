@@ -20,7 +20,7 @@ class Role(Protocol):
     """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the parameters by their global names, DTensors or plain, with or without memory.
+        """Return parameters and persistent buffers by global names, DTensors or plain, with or without memory.
 
         Without those that training leaves as they are (`SupportsSharing.frozen`).
         """

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
-from usp.hf.disk import is_adapter
+from usp.hf.disk import is_adapter, persistent_buffers
 from usp.hf.initialise import fill_buffers
 from usp.hf.lora.adapters import adapters_off
 from usp.hf.models import is_scalar, materialise
@@ -32,7 +32,7 @@ from .forward import forward_stages
 from .readers import ObjectiveLoss, TokenOutputs
 from .role_spec import RoleSpec
 from .rows import micro_batches, plan_rows, unpack
-from .weight_memory import WeightMemory, alias_parameters
+from .weight_memory import WeightMemory, alias_buffers, alias_parameters
 
 
 class RoleModel:
@@ -72,20 +72,20 @@ class RoleModel:
         self._generator: SupportsGenerate | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the live parameters by the names they are stored under, with or without memory.
+        """Return the live parameters and persistent buffers by the names they are stored under, with or without memory.
 
-        Of a role with adapters, those of the adapters.
+        Of a role with adapters, the parameters of the adapters.
         """
         adapted = self.spec.lora is not None
-        return {name: weight for name, weight in self._parameters() if is_adapter(name) or not adapted}
+        return {name: weight for name, weight in self._stored() if is_adapter(name) or not adapted}
 
     def frozen(self) -> dict[str, Tensor]:
-        """Return the other live parameters: those that adapters are added to."""
+        """Return the other ones: those that adapters are added to."""
         adapted = self.spec.lora is not None
-        return {name: weight for name, weight in self._parameters() if adapted and not is_adapter(name)}
+        return {name: weight for name, weight in self._stored() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights uninitialized, if they have no memory. Buffers (rotary frequencies) keep theirs.
+        """Allocate the weights uninitialized, if they have no memory. Buffers keep theirs.
 
         With adapters, the first call also loads the frozen weights, which are never freed.
         """
@@ -98,7 +98,7 @@ class RoleModel:
             fill_buffers(self.stage.model)
         else:
             self._load()
-        self._memory = WeightMemory(lambda: self.weights().values())
+        self._memory = WeightMemory(lambda: self._parameters().values())
         if self.trained:
             self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
@@ -119,11 +119,14 @@ class RoleModel:
         """
         if isinstance(self.stage, FSDPModule) or self._allocated:
             raise ValueError(f"a copy of {self.spec.role} that shares weights must have zero=0 and no memory yet")
-        alias_parameters(self.stage.model, weights, torch.device(self.mesh.device_type))
+        shared = dict(weights)
+        buffers = {name: shared.pop(name) for name, _ in persistent_buffers(self.stage.model) if name in shared}
+        alias_parameters(self.stage.model, shared, torch.device(self.mesh.device_type))
         fill_buffers(self.stage.model)
+        alias_buffers(self.stage.model, buffers)
         self._allocated = True
-        own = self.weights().keys() - weights.keys()
-        self._memory = WeightMemory(lambda: [weight for name, weight in self.weights().items() if name in own])
+        own = self._parameters().keys() - weights.keys()
+        self._memory = WeightMemory(lambda: [weight for name, weight in self._parameters().items() if name in own])
 
     def release(self) -> None:
         """Free the memory of the weights."""
@@ -210,9 +213,16 @@ class RoleModel:
         """Restore the tensors of `state`, loaded from a checkpoint."""
         self._trained_engine().restore(state)
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
         ends = tied_ends(self.stage.model)
-        return ((ends.get(name, name), weight.detach()) for name, weight in self.stage.model.named_parameters())
+        for name, weight in self.stage.model.named_parameters():
+            yield ends.get(name, name), weight.detach()
+        yield from persistent_buffers(self.stage.model)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return what of `weights()` can be freed."""
+        buffers = {name for name, _ in persistent_buffers(self.stage.model)}
+        return {name: weight for name, weight in self.weights().items() if name not in buffers}
 
     def _load(self) -> None:
         first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)

@@ -98,6 +98,13 @@ def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: to
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
+def alias_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Replace buffers of a model, by name."""
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = buffer
+
+
 def _placed_like(own: Tensor, values: Tensor) -> Tensor:
     if not isinstance(own, DTensor):
         return values

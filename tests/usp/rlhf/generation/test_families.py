@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention import DecodeStep, KVCache, Prefill
 from parallel import ParallelDims, ParallelMesh, stage_layers
 from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import logit_transform
+from usp.hf.structure.probe import structure
 from usp.hf.structure.shrink import VOCAB
 from usp.hf.tensor_parallel import apply_tp
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.calls import Generate
+from usp.sp.recurrent_cache import DecodeCall
 
 LENGTHS = (37, 1, 2, 20, 9, 33, 5)  # more than slots, so that these are used again
 GREEDY = Generate(max_new_tokens=8, temperature=0)
@@ -59,7 +64,10 @@ REFUSALS = (
     "tensor-parallel plan of model_type=",
     "tie_word_embeddings",
     "in its tensor-parallel plan",
-    "shards experts' tokens",
+    "is inside a sharded",
+    "needs tp_sequence_parallel",
+    "outside of its layers",
+    "has no attribute",  # of models that train.py refuses
 )
 
 
@@ -89,6 +97,8 @@ def built(model_type: str, grid: Grid, mesh: ParallelMesh) -> Generator:
     stages, stage = mesh.size("pp"), mesh.rank("pp")
     first, last = stage == 0, stage == stages - 1
     if stages > 1:
+        if not structure(type(model), model.config).in_stages:
+            raise ValueError(f"{model_type} changes hidden states outside of its layers")
         prune_to_stage(model, stage_layers(len(decoder_layers(model)), stages)[stage], first, last)
     apply_unified_sp(model, mesh, grid.layout)
     apply_tp(model, mesh, sequence_parallel=False)
@@ -102,7 +112,7 @@ def responses(model_type: str, name: str, mesh: ParallelMesh) -> Responses | str
     """Tokens and log-probabilities by prompt, or why the grid is refused."""
     try:
         generator = built(model_type, GRIDS[name], mesh)
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:
         return str(error)
     found = generator.generate(prompts(), GREEDY, [0] * len(LENGTHS))
     return [(response.tokens.tolist(), response.logprobs) for response in found]
@@ -122,7 +132,9 @@ def expected(model_type: str) -> Responses:
     for prompt in prompts():
         ids = prompt.unsqueeze(0)
         options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-        whole = model.generate(ids, max_new_tokens=GREEDY.max_new_tokens, **options)
+        # transformers' cache needs an attention layer, which a tiny Jamba has not.
+        use_cache = model_type != "jamba"
+        whole = model.generate(ids, max_new_tokens=GREEDY.max_new_tokens, use_cache=use_cache, **options)
         with torch.no_grad():
             logits = model(whole, use_cache=False).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(1, whole[0, 1:, None]).squeeze(1)
@@ -135,6 +147,55 @@ def difference(found: Responses, wanted: Responses) -> float:
     if [tokens for tokens, _ in found] != [tokens for tokens, _ in wanted]:
         return float("inf")
     return max(float((own - whole).abs().max()) for (_, own), (_, whole) in zip(found, wanted, strict=True))
+
+
+def without(option: str) -> AbstractContextManager:
+    attend = DecodeStep.attend
+    return patch.object(DecodeStep, "attend", lambda *args, **options: attend(*args, **options | {option: None}))
+
+
+def whole_rows(prefill: Prefill, padded: int) -> Tensor:
+    """As if every prompt went on to the end of its row."""
+    return torch.tensor([[0, padded]] * len(prefill.row_lengths))
+
+
+def clear_positions(self: KVCache, slots: Tensor) -> None:
+    self.positions[slots] = torch.iinfo(torch.int64).max
+
+
+def copied_state(self: DecodeCall, *args: Any) -> Tensor:
+    return STATE(self, *args).clone()
+
+
+STATE = DecodeCall._state
+BROKEN: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
+    "windows": ("gemma3_text", lambda: without("window")),
+    "chunks": ("llama4_text", lambda: without("chunk")),
+    "sinks": ("gpt_oss", lambda: without("sinks")),
+    "softcap": ("gemma2", lambda: without("softcap")),
+    "states of former sequences stay": ("qwen3_next", lambda: patch.object(KVCache, "clear", clear_positions)),
+    "padding is read": ("falcon_h1", lambda: patch("usp.hf.mixers.sharded_mixers.prompt_documents", whole_rows)),
+    "states stay as after the prompt": ("lfm2", lambda: patch.object(DecodeCall, "_state", copied_state)),
+    "heads of other ranks": (
+        "qwen3_next",
+        lambda: patch("usp.sp.recurrent_cache.own_heads", lambda heads, group: slice(0, heads // 2)),
+    ),
+}
+
+
+def broken_on_ranks() -> dict[str, Responses | str]:
+    mesh, found = ParallelMesh.create(GRIDS["u2"].dims), {}
+    for what, (model_type, broken) in BROKEN.items():
+        with broken():
+            found[what] = responses(model_type, "u2", mesh)
+    return found
+
+
+def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool) -> None:
+    found = ranks.run(broken_on_ranks, 2, timeout=300)[0]
+    wanted = {model_type: expected(model_type) for model_type, _ in BROKEN.values()}
+    errors = {what: difference(found[what], wanted[model_type]) for what, (model_type, _) in BROKEN.items()}
+    assert {what: error for what, error in errors.items() if not error > 1e-3} == {}
 
 
 def generated(model_type: str) -> bool:
