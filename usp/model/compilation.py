@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = ()) -> None:
@@ -37,9 +37,10 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
     options: Any = {"backend": backend, "recompile_limit": limit}
     compiled = torch.compile(forward, **options)
 
-    def run(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
-        if cu_seqlens is not None:  # another number of documents shall not need another graph
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, cu_seqlens.dim() - 1)
-        return compiled(*args, cu_seqlens=cu_seqlens, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        documents = kwargs.get("cu_seqlens")
+        if documents is not None:  # another number of them shall not need another graph
+            torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
+        return compiled(*args, **kwargs)
 
     return run
