@@ -40,6 +40,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
+_PARTS = ("embed_tokens", "layers", "norm")  # of a backbone that is divided into stages
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SCALAR = "ForSequenceClassification"
@@ -95,12 +96,16 @@ def training_problems(config: PretrainedConfig) -> str:
     if found.mixers:
         layers = ", ".join(found.mixers)
         problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
-    needed = [*((base, name) for name in ("embed_tokens", "layers", "norm")), (model, "lm_head")]
+    needed = [*((base, name) for name in _PARTS), (model, "lm_head")]
     missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if missing:
         problems.append(f"it lacks {', '.join(missing)}, by which a model is divided into stages")
-    if not missing and not found.in_stages:
+    elif not found.in_stages:
         problems.append("it changes hidden states outside of its layers and its norm")
+    elif others := [
+        name for name, part in base.named_children() if name not in _PARTS and any(part.named_parameters())
+    ]:
+        problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
     except ValueError as error:
