@@ -32,7 +32,7 @@ from usp.model.facts import ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
-from .prune import model_parts
+from .prune import backbone, model_parts
 from .structure.conversion import disk_layout
 from .structure.experts import expert_problems, has_balancing_loss
 from .structure.probe import structure
@@ -98,12 +98,16 @@ def training_problems(config: PretrainedConfig) -> str:
         layers = ", ".join(found.mixers)
         problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
     try:
-        model_parts(model)
+        parts = model_parts(model)
     except ValueError as error:
         problems.append(str(error))
     else:
+        staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
+        children = backbone(model).named_children()
         if not found.in_stages:
             problems.append("it changes hidden states outside of its layers and its norm")
+        elif others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
+            problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
     try:
         disk_layout(model, {name: tensor.shape for name, tensor in model.state_dict().items()})
     except ValueError as error:

@@ -50,7 +50,8 @@ REFUSALS = (
     "outside of its layers",
     "latent attention is not supported with tp_sequence_parallel",
     "and not in its tensor-parallel plan",
-    "needs tp_sequence_parallel=True, so that each tp rank",
+    "so that each tp rank routes different tokens",
+    "is inside a sharded module: the plan must name",
 )
 CHOSEN = {
     "gemma3_text": ["u2 r2", "tp2 r2"],  # windows, scaled embedding, norms of queries and keys
