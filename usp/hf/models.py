@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from usp.model.facts import ModelFacts
+from usp.model.facts import NO_ATTENTION, ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
@@ -39,6 +39,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 EXPERTS = ("mixtral", "qwen3_moe")
+WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -89,9 +90,6 @@ def training_problems(config: PretrainedConfig) -> str:
     model = empty_model(config, causal=True)
     base, found = backbone(model), structure(type(model), model.config)
     problems = list(found.problems)
-    if found.mixers:
-        layers = ", ".join(found.mixers)
-        problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
     needed = [*((base, name) for name in ("embed_tokens", "layers", "norm")), (model, "lm_head")]
     missing = [f"{type(owner).__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if missing:
@@ -241,13 +239,20 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or getattr(config, "head_dim", None)
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
-        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        windows=tuple(_window_of(kind, window) for kind in kinds),
         intermediate_size=config.intermediate_size if dense_layers or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         tied=bool(config.tie_word_embeddings) and not is_scalar(config),
         v_head_dim=getattr(config, "v_head_dim", None) or 0,
     )
+
+
+def _window_of(kind: str, window: int) -> int:
+    """Return the entry of `ModelFacts.windows` for a layer type of transformers."""
+    if kind in WITHOUT_ATTENTION:
+        return NO_ATTENTION
+    return window if kind == "sliding_attention" else 0
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from attention import Channel
+from attention import Channel, Keep, compute_now
 from attention.comm import Pending
 
 from .spans import Segment, SpanPlan
@@ -182,7 +182,13 @@ def _hops(
     return tuple(hops)
 
 
-def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recurrence: Recurrence) -> Tensor:
+def scan(
+    inputs: Sequence[Tensor],
+    program: ScanProgram,
+    channel: Channel,
+    recurrence: Recurrence,
+    keep: Keep = compute_now,
+) -> Tensor:
     """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
 
     Equal to the recurrence over each document alone, forward and backward.
@@ -190,6 +196,7 @@ def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recur
     Args:
         inputs: (T, ...) each.
         channel: the grid's process group, ranked as in the plan.
+        keep: saves or replays the incoming states for activation checkpointing.
 
     Returns:
         (T, ...).
@@ -201,7 +208,7 @@ def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recur
     if final is None:
         final = local.new_zeros(0, *recurrence.state, dtype=ran[0].final.dtype)
     # The outputs pass through the exchange, so that its backward runs on ranks that receive no state.
-    local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing)
+    local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing, keep)
     out = local
     for bucket, part in zip(program.buckets, ran, strict=True):
         if part.read is not None:
@@ -244,8 +251,9 @@ def _places(numbers: Sequence[int], chosen: Sequence[int], device: torch.device)
 class PassStates(torch.autograd.Function):
     """Pass states from span to span in sequence order, and their gradients back.
 
-    `apply(local, final, transition, program, channel, mixing)` -> local, incoming: `local` unchanged, `final` (n, ...)
-    of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of `program.incoming`.
+    `apply(local, final, transition, program, channel, mixing, keep)` -> local, incoming: `local` unchanged, `final`
+    (n, ...) of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of
+    `program.incoming`.
     """
 
     @staticmethod
@@ -257,33 +265,10 @@ class PassStates(torch.autograd.Function):
         program: ScanProgram,
         channel: Channel,
         mixing: bool,
+        keep: Keep,
     ) -> tuple[Tensor, Tensor]:
         ctx.program, ctx.channel, ctx.mixing = program, channel, mixing
-        incoming = final.new_empty(len(program.incoming), *final.shape[1:])
-        receiving: dict[int, Pending] = {}
-        pending: list[Pending] = []
-        with record_function("states"):
-            for hop in program.hops:
-                states = incoming[slice(*hop.incoming)]
-                if hop.source == program.plan.rank:
-                    sent = final[slice(*hop.final)].contiguous()
-                    if hop.through:
-                        sent = sent.clone()
-                    for at, passed, place in hop.through:
-                        if place in receiving:
-                            receiving[place].wait()
-                        assert transition is not None
-                        sent[at] += _advance(transition[passed], incoming[place], mixing)
-                    if hop.destination == program.plan.rank:
-                        states.copy_(sent)
-                    else:
-                        pending.append(channel.post([(hop.destination, sent)], []))
-                else:
-                    message = channel.post([], [(hop.source, states)])
-                    pending.append(message)
-                    receiving.update(dict.fromkeys(range(*hop.incoming), message))
-            for message in pending:
-                message.wait()
+        (incoming,) = keep(("states", final.shape), lambda: (_receive(final, transition, program, channel, mixing),))
         ctx.save_for_backward(incoming, transition)
         return local, incoming
 
@@ -314,7 +299,37 @@ class PassStates(torch.autograd.Function):
                     grad_transition[passed] = into_factor
             for message in pending:
                 message.wait()
-        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None
+        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None, None
+
+
+def _receive(final: Tensor, transition: Tensor | None, program: ScanProgram, channel: Channel, mixing: bool) -> Tensor:
+    """Return the incoming states, and send on what becomes of them."""
+    incoming = final.new_empty(len(program.incoming), *final.shape[1:])
+    receiving: dict[int, Pending] = {}
+    pending: list[Pending] = []
+    with record_function("states"):
+        for hop in program.hops:
+            states = incoming[slice(*hop.incoming)]
+            if hop.source == program.plan.rank:
+                sent = final[slice(*hop.final)].contiguous()
+                if hop.through:
+                    sent = sent.clone()
+                for at, passed, place in hop.through:
+                    if place in receiving:
+                        receiving[place].wait()
+                    assert transition is not None
+                    sent[at] += _advance(transition[passed], incoming[place], mixing)
+                if hop.destination == program.plan.rank:
+                    states.copy_(sent)
+                else:
+                    pending.append(channel.post([(hop.destination, sent)], []))
+            else:
+                message = channel.post([], [(hop.source, states)])
+                pending.append(message)
+                receiving.update(dict.fromkeys(range(*hop.incoming), message))
+        for message in pending:
+            message.wait()
+    return incoming
 
 
 def _advance(transition: Tensor, state: Tensor, mixing: bool) -> Tensor:

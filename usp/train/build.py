@@ -21,7 +21,7 @@ from usp.hf.expert_parallel import apply_ep, expert_modules
 from usp.hf.initialise import fill_buffers, initialise
 from usp.hf.integrate import apply_unified_sp, decoder_layers
 from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
-from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise
+from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.hf.structure.probe import structure
@@ -30,6 +30,7 @@ from usp.hf.weights import load_weights
 from usp.losses.vocabulary import UNCHANGED
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 from usp.presets import PRESETS
+from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .engines.base import AdamW, Engine
@@ -77,13 +78,14 @@ class EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
         names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
+        has_experts = model_facts(config.model, model).num_experts > 0  # hybrids have a coefficient even without
         return EngineRecipe(
             model=model,
             dtype=dtype,
             optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
-            balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
+            balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
             router_balance=config.router_balance,
             micro_batches=config.micro_batches,
             weights_dtype=dtype if lora else torch.float32,  # frozen weights need no float32 copy
@@ -178,10 +180,16 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
-    if len(layers) > 1 and not structure(type(model), model.config).in_stages:
+    found = structure(type(model), model.config)
+    if len(layers) > 1 and not found.in_stages:
         raise ValueError(
             f"{type(model).__name__} changes hidden states outside of its layers, so that it cannot be divided into "
             f"pipeline stages: use pp=1"
+        )
+    if found.mixers and mesh.size("tp") > 1:
+        raise ValueError(
+            f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "
+            f"({', '.join(found.mixers)}): use tp=1"
         )
     prune_to_stage(model, layers[index], first, last)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
@@ -194,7 +202,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.mlp_tile:
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile)
     attention = cast(UnifiedSPAttention, model.unified_sp)
-    apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload)
+    order = cast("SequenceOrder | None", getattr(model, "unified_sp_order", None))
+    apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload, order)
     balance = None
     if recipe.balance:
         alone = recipe.router_balance == "micro-batch"
