@@ -152,8 +152,11 @@ def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket,
             gather[line, : segment.length] = torch.arange(segment.start, segment.start + segment.length) + 1
         outputs = gather.flatten().nonzero().squeeze(1)
         tokens = gather.flatten()[outputs] - 1
-        begin = int(tokens[0])
-        in_order = torch.equal(tokens, torch.arange(begin, begin + gather.numel()))
+        begin = segments[numbers[0]].start
+        in_order = all(
+            segments[number].length == longest and segments[number].start == begin + line * longest
+            for line, number in enumerate(numbers)
+        )
         gather, tokens, outputs = (index.to(device) for index in (gather, tokens, outputs))
         buckets.append(Bucket(tuple(numbers), gather, tokens, outputs, begin if in_order else None, carried))
     return tuple(buckets)

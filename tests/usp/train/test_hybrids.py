@@ -9,18 +9,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.testing import RankPool
+from parallel.testing import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
 from usp.config import TrainConfig
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
+from usp.hf.models import model_facts
+from usp.model.facts import NO_ATTENTION, training_flops
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
 from usp.train.resume import CHECKPOINTS
@@ -148,6 +152,59 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
             steps_of_ranks = ranks.run(steps, 4, str(tmp_path / family), MIXTURES[mixture], timeout=240)
             found[family, mixture] = difference(steps_of_ranks[0], expected)
     assert max(found.values()) <= 1e-5, found
+
+
+def modes(folder: str) -> tuple[list[int], float, list[tuple[float, float]]]:
+    """Return the bytes of recurrent layers by activation checkpointing; the loss in bfloat16, and steps in float32."""
+    flags: dict[str, Any] = {"sp_ulysses": 2, "sp_ring": 2, "batch_size": 4}
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        engines = watch_engines(patch)
+        wanted = steps(folder, flags)
+        for ac in ("none", "attention-saved", "full"):
+            steps(folder, {**flags, "ac": ac})
+            sent.append(engines[-1].stages[0].model.unified_sp_order.channel.sent_bytes)
+        ((loss, _), *_) = steps(folder, {**flags, "dtype": "bfloat16", "ac": "full"})
+        assert {p.dtype for p in engines[-1].parameters.values()} == {torch.float32}
+    return sent, loss, wanted
+
+
+def watch_engines(patch: pytest.MonkeyPatch) -> list[Fsdp2Engine]:
+    engines: list[Fsdp2Engine] = []
+    build = build_engine
+
+    def watched(*args: Any) -> Fsdp2Engine:
+        engines.append(build(*args))
+        return engines[-1]
+
+    patch.setitem(globals(), "build_engine", watched)
+    return engines
+
+
+def test_messages_are_not_repeated_and_bfloat16_is_near(ranks: RankPool, tmp_path: Path) -> None:
+    write("qwen3_5_text", tmp_path)
+    found = ranks.run(modes, 4, str(tmp_path), timeout=240)
+    for (none, saved, _), loss, wanted in found:
+        assert none == saved and loss == pytest.approx(wanted[0][0], rel=0.01)
+    assert sum(sent[2] for sent, *_ in found) > 1.4 * sum(sent[0] for sent, *_ in found)
+
+
+def test_recurrent_layers_are_refused_under_tp(ranks: RankPool, tmp_path: Path) -> None:
+    write("qwen3_5_text", tmp_path)
+    flags = {"tp": 2, "sp_ring": 2, "batch_size": 4}
+    with pytest.raises(
+        RankError, match=r"tp=2 does not divide the recurrent layers of Qwen3_5\w+ \(gated delta rule\)"
+    ):
+        ranks.run(steps, 4, str(tmp_path), flags)
+
+
+def test_layers_without_attention_attend_to_nothing() -> None:
+    facts = model_facts("", tiny("qwen3_5_text").config)
+    assert facts.windows == (NO_ATTENTION, NO_ATTENTION, 0, NO_ATTENTION)
+    one, alone = (replace(facts, windows=windows) for windows in ((0,), (NO_ATTENTION,)))
+    cu_seqlens = batch_of(0).cu_seqlens
+    flops = [training_flops(f, matmul_parameters=10, tokens=7, cu_seqlens=cu_seqlens) for f in (facts, one, alone)]
+    assert flops[0] == flops[1] > flops[2] == 6 * 10 * 7
 
 
 RUN = TrainConfig(
