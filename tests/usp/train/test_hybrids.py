@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from parallel import ParallelMesh
 from parallel.testing import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
+from tests.usp.tiny import drawn_model
 from usp.config import TrainConfig
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
@@ -196,6 +197,16 @@ def test_recurrent_layers_are_refused_under_tp(ranks: RankPool, tmp_path: Path) 
         RankError, match=r"tp=2 does not divide the recurrent layers of Qwen3_5\w+ \(gated delta rule\)"
     ):
         ranks.run(steps, 4, str(tmp_path), flags)
+
+
+@pytest.mark.parametrize("family", [*DENSE, "bamba", "falcon_h1", "lfm2", "zamba2"])
+def test_every_parameter_and_buffer_is_initialised(family: str) -> None:
+    config = hybrid(family, **DENSE.get(family, {})).config
+    ours, theirs = drawn_model(config), AutoModelForCausalLM.from_config(config)
+    for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+        assert tensor.isfinite().all(), name
+    for (name, buffer), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
 
 
 def test_layers_without_attention_attend_to_nothing() -> None:
