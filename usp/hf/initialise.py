@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -87,11 +88,20 @@ def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed accelerators, whose state is not restored here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
-        whole._init_weights(module)
-    uninitialized = [name for name, value in values.items() if _has_unset(value)]
-    if uninitialized:
-        raise ValueError(
-            f"transformers does not initialize {', '.join(uninitialized)} of {prefix} ({type(module).__name__}): load "
-            f"weights from a directory, or use another model type"
-        )
-    return values
+        for owner in _with_ancestors(prefix):
+            whole._init_weights(whole.get_submodule(owner))
+            uninitialized = [name for name, value in values.items() if _has_unset(value)]
+            if not uninitialized:
+                return values
+    raise ValueError(
+        f"transformers does not initialize {', '.join(uninitialized)} of {prefix} ({type(module).__name__}): load "
+        f"weights from a directory, or use another model type"
+    )
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules that contain it, of which some fill its buffers (Falcon-H1)."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

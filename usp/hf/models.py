@@ -28,7 +28,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import logging
 
-from usp.model.facts import ModelFacts
+from usp.model.facts import NO_ATTENTION, ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
@@ -44,6 +44,7 @@ ModelConfig: TypeAlias = PretrainedConfig
 ModelHead: TypeAlias = Literal["lm", "scalar"]
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WITHOUT_ATTENTION = ("linear_attention", "conv", "moe", "mlp")  # among the layer types of configurations
 _SCALAR = "ForSequenceClassification"
 LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
@@ -94,9 +95,6 @@ def training_problems(config: PretrainedConfig) -> str:
     model = empty_model(config, causal=True)
     found = structure(type(model), model.config)
     problems = list(found.problems)
-    if found.mixers:
-        layers = ", ".join(found.mixers)
-        problems.append(f"its recurrent layers ({layers}) run with apply_unified_sp, in a training loop of your own")
     try:
         parts = model_parts(model)
     except ValueError as error:
@@ -271,7 +269,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or getattr(config, "head_dim", None)
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
-        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        windows=tuple(_window_of(kind, window) for kind in kinds),
         intermediate_size=_dense_width(config) if _has_dense_mlps(config) or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
@@ -303,6 +301,13 @@ def _dense_width(config: PretrainedConfig) -> int:
     if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
         return config.n_inner or 4 * config.hidden_size
     return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
+
+
+def _window_of(kind: str, window: int) -> int:
+    """Return the entry of `ModelFacts.windows` for a layer type of transformers."""
+    if kind in WITHOUT_ATTENTION:
+        return NO_ATTENTION
+    return window if kind == "sliding_attention" else 0
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:

@@ -14,13 +14,16 @@ import torch
 
 from attention import band_pairs
 
+NO_ATTENTION = -1
+
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Numbers of a causal language model that configuration checks and FLOP counts need.
 
     Attributes:
-        windows: per layer, the sliding window in tokens, the query included; 0 for full attention.
+        windows: per layer, the sliding window in tokens, the query included; 0 for full attention, NO_ATTENTION for a
+            layer of another kind.
         intermediate_size: of the dense MLPs; 0 where every layer has experts.
         num_experts: per mixture-of-experts layer; 0 for a dense model.
         router_jitter: width of the random factor on the router's input in training; 0 if disabled.
@@ -153,6 +156,8 @@ def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:
         cu_seqlens: (rows, documents + 1).
         window: as in `ModelFacts.windows`.
     """
+    if window == NO_ATTENTION:
+        return 0
     documents = Counter(cu_seqlens.diff(dim=-1).flatten().tolist())
     farthest = window - 1 if window else None
     return sum(count * band_pairs(length, length, 0, 0, farthest) for length, count in documents.items())
@@ -162,6 +167,8 @@ def training_flops(
     facts: ModelFacts, *, matmul_parameters: int, tokens: int, cu_seqlens: torch.Tensor, adapter_parameters: int = 0
 ) -> int:
     """Return the FLOPs of forward and backward for a batch of `tokens` tokens in packed rows `cu_seqlens`.
+
+    Recurrences and convolutions count as nothing beyond their projections: theirs are few.
 
     matmul_parameters: weights that multiply each token; excludes the embedding, includes the output head.
     adapter_parameters: of LoRA adapters; with them, the other weights are frozen, and have no gradients.

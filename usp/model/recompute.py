@@ -1,7 +1,8 @@
 """Activation checkpointing and tiled MLPs for decoder layers.
 
     none                saves all activations
-    attention-saved     selective: saves the layer's input and attention's results; recomputes the rest
+    attention-saved     selective: saves the layer's input, attention's results and what recurrent layers receive from
+                        other ranks; recomputes the rest
     full                saves the layer's input; recomputes everything, including attention's communication
 
 Only a layer's `forward` is replaced: no module is wrapped, so parameters keep their names, and hooks (of FSDP2 or
@@ -10,22 +11,33 @@ tensor parallelism) stay outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from attention import KeepResults
+from attention import Keep, KeepResults
 from usp.config import AC_MODES
+from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
 
+class Keeping(Protocol):
+    """What passes the steps of its calls to a `Keep` while a checkpointed layer runs."""
+
+    def keeping(self, keep: Keep) -> AbstractContextManager[None]: ...
+
+
 def apply_activation_checkpointing(
-    layers: Iterable[nn.Module], mode: str, attention: UnifiedSPAttention | None = None, offload: bool = False
+    layers: Iterable[nn.Module],
+    mode: str,
+    attention: UnifiedSPAttention | None = None,
+    offload: bool = False,
+    order: SequenceOrder | None = None,
 ) -> None:
     """Apply activation checkpointing (arXiv 1604.06174) to decoder layers, in place. Call it before FSDP2.
 
@@ -37,12 +49,16 @@ def apply_activation_checkpointing(
     - ulysses > 1: also q, k, v after their all-to-all (N * H + K * (H + V), more if KV heads are replicated) and the
       output after its own (N * V).
 
+    Recurrent layers and convolutions are recomputed, but their messages are not sent again: incoming states and halos
+    are saved, which are small, and with striped tokens on a ring their layers' inputs and outputs.
+
     Several forwards may precede their backwards. A backward may be split in two (inputs, then weights); each part
     recomputes. Forward hooks inside a layer run again in its backward.
 
     Args:
         attention: the attention layer that all `layers` share; required by `attention-saved`.
         offload: store saved tensors in host memory, pinned if the layer runs on CUDA.
+        order: what recurrent layers and convolutions run through, if `layers` have any.
 
     Raises:
         ValueError: for an unknown mode, missing `attention`, offloading without checkpointing, or layers that are
@@ -60,23 +76,20 @@ def apply_activation_checkpointing(
         violations.append("a layer's forward is already replaced: apply activation checkpointing only once")
     if violations:
         raise ValueError("; ".join(violations))
+    kept = [part for part in (attention, order) if part is not None] if mode == "attention-saved" else []
     if mode != "none":
         for layer in layers:
-            layer.forward = _checkpointed(layer.forward, attention if mode == "attention-saved" else None, offload)
+            layer.forward = _checkpointed(layer.forward, kept, offload)
 
 
-def _checkpointed(
-    forward: Callable[..., Any], attention: UnifiedSPAttention | None, offload: bool
-) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], kept: Sequence[Keeping], offload: bool) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Around the checkpoint, not inside, so that the hooks offload what it saves: its input.
         host = save_on_cpu(pin_memory=hidden.is_cuda) if offload else None
 
         def passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            if attention is None:
-                return nullcontext(), nullcontext()
             keep = KeepResults(host.pack_hook, host.unpack_hook) if host else KeepResults()
-            return attention.keeping(keep), _Replay(attention, keep)
+            return _During(kept, lambda: keep), _During(kept, keep.replay)
 
         with host or nullcontext():
             return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=passes, **kwargs)
@@ -85,18 +98,19 @@ def _checkpointed(
     return run
 
 
-class _Replay:
-    """Context of a recomputation; replays the saved results from the start each time it is entered."""
+class _During:
+    """Context of one pass of a checkpointed layer; each time it is entered, a new `keep` takes the layer's steps."""
 
-    def __init__(self, attention: UnifiedSPAttention, keep: KeepResults) -> None:
-        self.attention, self.keep = attention, keep
+    def __init__(self, kept: Sequence[Keeping], keep: Callable[[], Keep]) -> None:
+        self.kept, self.keep = kept, keep
 
     def __enter__(self) -> None:
-        self.context = self.attention.keeping(self.keep.replay())
-        self.context.__enter__()
+        self.stack, keep = ExitStack(), self.keep()
+        for part in self.kept:
+            self.stack.enter_context(part.keeping(keep))
 
     def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
+        self.stack.close()
 
 
 def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str = "") -> None:

@@ -53,9 +53,9 @@ class Record(Protocol):
 class StepRecord:
     """Metrics of one training step.
 
-    epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes is the mean over ranks;
-    fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this rank's. eval_loss and
-    eval_perplexity are of the held-out data after the step; None where it was not evaluated.
+    epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes (recurrent layers included)
+    is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
+    rank's. eval_loss and eval_perplexity are of the held-out data after the step; None where it was not evaluated.
     """
 
     step: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from attention import Channel
+from attention import Channel, Keep, compute_now
 
 from .spans import HaloPlan
 
@@ -41,7 +41,13 @@ class HaloProgram:
         return HaloProgram(plan, gather.to(device), own.to(device), sends)
 
 
-def convolve(x_TC: Tensor, program: HaloProgram, channel: Channel, convolution: Callable[[Tensor], Tensor]) -> Tensor:
+def convolve(
+    x_TC: Tensor,
+    program: HaloProgram,
+    channel: Channel,
+    convolution: Callable[[Tensor], Tensor],
+    keep: Keep = compute_now,
+) -> Tensor:
     """Apply a causal convolution over the whole sequence to this rank's tokens. Collective over the grid.
 
     Equal to the convolution of each document alone, forward and backward.
@@ -49,28 +55,26 @@ def convolve(x_TC: Tensor, program: HaloProgram, channel: Channel, convolution: 
     Args:
         channel: the grid's process group, ranked as in the plan.
         convolution: a causal convolution of (1, C, tokens) of `plan.kernel` taps, with zeros before the first token.
+        keep: saves or replays the received tokens for activation checkpointing.
 
     Returns:
         (T, C).
     """
-    padded = WithHalo.apply(x_TC, program, channel).index_select(0, program.gather)
+    padded = WithHalo.apply(x_TC, program, channel, keep).index_select(0, program.gather)
     return convolution(padded.t().unsqueeze(0)).squeeze(0).t().index_select(0, program.own)
 
 
 class WithHalo(torch.autograd.Function):
-    """`apply(x_TC, program, channel)` -> (1 + T + received, C): a zero, this rank's tokens, and those it received.
+    """`apply(x_TC, program, channel, keep)` -> (1 + T + received, C): a zero, this rank's tokens, and received ones.
 
     The backward returns the gradients of received tokens to their ranks.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, program: HaloProgram, channel: Channel) -> Tensor:
+    def forward(ctx, x: Tensor, program: HaloProgram, channel: Channel, keep: Keep) -> Tensor:
         ctx.program, ctx.channel, ctx.tokens = program, channel, x.shape[0]
-        received = {peer: x.new_empty(count, x.shape[1]) for peer, count in program.plan.receives.items()}
-        sent = {peer: x.index_select(0, indices) for peer, indices in program.sends.items()}
-        with record_function("halo"):
-            channel.post(list(sent.items()), list(received.items())).wait()
-        return torch.cat((x.new_zeros(1, x.shape[1]), x, *received.values()))
+        received = keep(("halo", x.shape), lambda: _fetch(x, program, channel))
+        return torch.cat((x.new_zeros(1, x.shape[1]), x, *received))
 
     @staticmethod
     @once_differentiable
@@ -83,4 +87,12 @@ class WithHalo(torch.autograd.Function):
             channel.post(list(zip(counts, returned, strict=True)), list(received.items())).wait()
         for peer, indices in program.sends.items():
             grad_x.index_add_(0, indices, received[peer])
-        return grad_x, None, None
+        return grad_x, None, None, None
+
+
+def _fetch(x: Tensor, program: HaloProgram, channel: Channel) -> tuple[Tensor, ...]:
+    received = {peer: x.new_empty(count, x.shape[1]) for peer, count in program.plan.receives.items()}
+    sent = {peer: x.index_select(0, indices) for peer, indices in program.sends.items()}
+    with record_function("halo"):
+        channel.post(list(sent.items()), list(received.items())).wait()
+    return tuple(received.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attention import LAYOUTS, AttentionSpec
+from attention import LAYOUTS, AttentionSpec, Keep, compute_now
 from parallel import ParallelMesh
 
 from .axes import SpAxes
@@ -48,13 +49,13 @@ class OrderedCall:
             convolution: of (1, channels, tokens), with zeros before the first token, and `taps` taps.
         """
         program = self.order.halo(HaloPlan(self.plan, taps), x.device)
-        out = convolve(x.transpose(1, 2).flatten(0, 1), program, self.order.channel, convolution)
+        out = convolve(x.transpose(1, 2).flatten(0, 1), program, self.order.channel, convolution, self.order.keep)
         return out.unflatten(0, (self.plan.rows, -1)).transpose(1, 2)
 
     def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
         """Run a recurrence over (rows, tokens, ...) inputs; returns (rows, tokens, ...). Collective."""
         program = self.order.states(self.plan, inputs[0].device)
-        out = scan([x.flatten(0, 1) for x in inputs], program, self.order.channel, recurrence)
+        out = scan([x.flatten(0, 1) for x in inputs], program, self.order.channel, recurrence, self.order.keep)
         return out.unflatten(0, (self.plan.rows, -1))
 
 
@@ -73,6 +74,7 @@ class SequenceOrder:
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         self._mesh, self.axes, self.layout, self.channel = mesh, SpAxes.of(mesh), layout, GridChannel.of(mesh)
+        self.keep: Keep = compute_now
         # Calls repeat from layer to layer and, without documents, from step to step.
         self.halo = lru_cache(maxsize=16)(HaloProgram.lower)
         self.states = lru_cache(maxsize=16)(ScanProgram.lower)
@@ -81,6 +83,15 @@ class SequenceOrder:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceOrder:
         """Share the process groups, which cannot be copied."""
         return SequenceOrder(self._mesh, self.layout)
+
+    @contextmanager
+    def keeping(self, keep: Keep) -> Iterator[None]:
+        """Pass what calls receive from other ranks to `keep`, as `UnifiedSPAttention.keeping`."""
+        outside, self.keep = self.keep, keep
+        try:
+            yield
+        finally:
+            self.keep = outside
 
     def plan(self, rows: int, seq_len: int, cu_seqlens: Tensor | None = None) -> SpanPlan:
         """Plan a layer's call on `rows` rows of `seq_len` global tokens.
@@ -117,5 +128,5 @@ class SequenceOrder:
         moves = self.moves(seq_len)
         if moves is None:
             return layer(x, call)
-        out = layer(Reshard.apply(x, moves, self.channel), call)
-        return Reshard.apply(out, moves.inverse, self.channel)
+        out = layer(Reshard.apply(x, moves, self.channel, self.keep), call)
+        return Reshard.apply(out, moves.inverse, self.channel, self.keep)

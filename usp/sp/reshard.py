@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from attention import Channel, SequenceLayout
+from attention import Channel, Keep, SequenceLayout
 
 from .spans import SentBytes
 
@@ -71,17 +71,18 @@ def _shared(own: SequenceLayout, others: SequenceLayout, rank: int) -> tuple[Ten
 
 
 class Reshard(torch.autograd.Function):
-    """`apply(x, plan, channel)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
+    """`apply(x, plan, channel, keep)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
+    def forward(ctx, x: Tensor, plan: ReshardPlan, channel: Channel, keep: Keep) -> Tensor:
         ctx.inverse, ctx.channel = plan.inverse, channel
-        return _move(x, plan, channel)
+        (moved,) = keep(("reshard", x.shape), lambda: (_move(x, plan, channel),))
+        return moved
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _move(grad, ctx.inverse, ctx.channel), None, None
+        return _move(grad, ctx.inverse, ctx.channel), None, None, None
 
 
 def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:

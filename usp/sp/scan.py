@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from attention import Channel
+from attention import Channel, Keep, compute_now
 from attention.comm import Pending
 
 from .spans import Segment, SpanPlan
@@ -156,8 +156,11 @@ def _buckets(segments: Sequence[Segment], device: torch.device) -> tuple[Bucket,
             gather[line, : segment.length] = torch.arange(segment.start, segment.start + segment.length) + 1
         outputs = gather.flatten().nonzero().squeeze(1)
         tokens = gather.flatten()[outputs] - 1
-        begin = int(tokens[0])
-        in_order = torch.equal(tokens, torch.arange(begin, begin + gather.numel()))
+        begin = segments[numbers[0]].start
+        in_order = all(
+            segments[number].length == longest and segments[number].start == begin + line * longest
+            for line, number in enumerate(numbers)
+        )
         gather, tokens, outputs = (index.to(device) for index in (gather, tokens, outputs))
         buckets.append(Bucket(tuple(numbers), gather, tokens, outputs, begin if in_order else None, carried))
     return tuple(buckets)
@@ -186,7 +189,13 @@ def _hops(
     return tuple(hops)
 
 
-def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recurrence: Recurrence) -> Tensor:
+def scan(
+    inputs: Sequence[Tensor],
+    program: ScanProgram,
+    channel: Channel,
+    recurrence: Recurrence,
+    keep: Keep = compute_now,
+) -> Tensor:
     """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
 
     Equal to the recurrence over each document alone, forward and backward.
@@ -194,17 +203,23 @@ def scan(inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recur
     Args:
         inputs: (T, ...) each.
         channel: the grid's process group, ranked as in the plan.
+        keep: saves or replays the incoming states for activation checkpointing.
 
     Returns:
         (T, ...).
     """
-    return scan_with_states(inputs, program, channel, recurrence, ())[0]
+    return scan_with_states(inputs, program, channel, recurrence, (), keep)[0]
 
 
 def scan_with_states(
-    inputs: Sequence[Tensor], program: ScanProgram, channel: Channel, recurrence: Recurrence, kept: tuple[int, ...]
+    inputs: Sequence[Tensor],
+    program: ScanProgram,
+    channel: Channel,
+    recurrence: Recurrence,
+    final_of: tuple[int, ...],
+    keep: Keep = compute_now,
 ) -> tuple[Tensor, Tensor]:
-    """Run `scan`; return also the states after the last token of this rank's segments `kept`, without gradients."""
+    """Run `scan`; return also the states after the last token of the segments `final_of`, without gradients."""
     ran = [recurrence([_pick(x, bucket) for x in inputs], bucket.carried) for bucket in program.buckets]
     final = _rows(program, [part.final for part in ran], program.finals)
     transition = _rows(program, [part.transition for part in ran], program.passed)
@@ -212,8 +227,8 @@ def scan_with_states(
     if final is None:
         final = local.new_zeros(0, *recurrence.state, dtype=ran[0].final.dtype)
     # The outputs pass through the exchange, so that its backward runs on ranks that receive no state.
-    local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing)
-    states = _kept_states(program, ran, incoming, kept, recurrence)
+    local, incoming = PassStates.apply(local, final, transition, program, channel, recurrence.mixing, keep)
+    states = _final_states(program, ran, incoming, final_of, recurrence)
     out = local
     for bucket, part in zip(program.buckets, ran, strict=True):
         if part.read is not None:
@@ -223,18 +238,18 @@ def scan_with_states(
 
 
 @torch.no_grad()
-def _kept_states(
-    program: ScanProgram, ran: Sequence[FromZero], incoming: Tensor, kept: tuple[int, ...], recurrence: Recurrence
+def _final_states(
+    program: ScanProgram, ran: Sequence[FromZero], incoming: Tensor, final_of: tuple[int, ...], recurrence: Recurrence
 ) -> Tensor:
-    states = _rows(program, [part.final for part in ran], kept)
+    states = _rows(program, [part.final for part in ran], final_of)
     if states is None:
         return incoming.new_zeros(0, *recurrence.state)
-    carried = tuple(number for number in kept if program.plan.segments[number].before)
+    carried = tuple(number for number in final_of if program.plan.segments[number].before)
     transition = _rows(program, [part.transition for part in ran], carried)
     if transition is not None:
         came = incoming.index_select(0, _places(program.incoming, carried, incoming.device))
         through = _advance(transition, came, recurrence.mixing)
-        states = states.index_add(0, _places(kept, carried, states.device), through.to(states.dtype))
+        states = states.index_add(0, _places(final_of, carried, states.device), through.to(states.dtype))
     return states
 
 
@@ -272,8 +287,9 @@ def _places(numbers: Sequence[int], chosen: Sequence[int], device: torch.device)
 class PassStates(torch.autograd.Function):
     """Pass states from span to span in sequence order, and their gradients back.
 
-    `apply(local, final, transition, program, channel, mixing)` -> local, incoming: `local` unchanged, `final` (n, ...)
-    of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of `program.incoming`.
+    `apply(local, final, transition, program, channel, mixing, keep)` -> local, incoming: `local` unchanged, `final`
+    (n, ...) of `program.finals` from zero states, `transition` of `program.passed`, `incoming` (n, ...) of
+    `program.incoming`.
     """
 
     @staticmethod
@@ -285,33 +301,10 @@ class PassStates(torch.autograd.Function):
         program: ScanProgram,
         channel: Channel,
         mixing: bool,
+        keep: Keep,
     ) -> tuple[Tensor, Tensor]:
         ctx.program, ctx.channel, ctx.mixing = program, channel, mixing
-        incoming = final.new_empty(len(program.incoming), *final.shape[1:])
-        receiving: dict[int, Pending] = {}
-        pending: list[Pending] = []
-        with record_function("states"):
-            for hop in program.hops:
-                states = incoming[slice(*hop.incoming)]
-                if hop.source == program.plan.rank:
-                    sent = final[slice(*hop.final)].contiguous()
-                    if hop.through:
-                        sent = sent.clone()
-                    for at, passed, place in hop.through:
-                        if place in receiving:
-                            receiving[place].wait()
-                        assert transition is not None
-                        sent[at] += _advance(transition[passed], incoming[place], mixing)
-                    if hop.destination == program.plan.rank:
-                        states.copy_(sent)
-                    else:
-                        pending.append(channel.post([(hop.destination, sent)], []))
-                else:
-                    message = channel.post([], [(hop.source, states)])
-                    pending.append(message)
-                    receiving.update(dict.fromkeys(range(*hop.incoming), message))
-            for message in pending:
-                message.wait()
+        (incoming,) = keep(("states", final.shape), lambda: (_receive(final, transition, program, channel, mixing),))
         ctx.save_for_backward(incoming, transition)
         return local, incoming
 
@@ -342,7 +335,37 @@ class PassStates(torch.autograd.Function):
                     grad_transition[passed] = into_factor
             for message in pending:
                 message.wait()
-        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None
+        return grad_local, grad_final, None if transition is None else grad_transition, None, None, None, None
+
+
+def _receive(final: Tensor, transition: Tensor | None, program: ScanProgram, channel: Channel, mixing: bool) -> Tensor:
+    """Return the incoming states, and send on what becomes of them."""
+    incoming = final.new_empty(len(program.incoming), *final.shape[1:])
+    receiving: dict[int, Pending] = {}
+    pending: list[Pending] = []
+    with record_function("states"):
+        for hop in program.hops:
+            states = incoming[slice(*hop.incoming)]
+            if hop.source == program.plan.rank:
+                sent = final[slice(*hop.final)].contiguous()
+                if hop.through:
+                    sent = sent.clone()
+                for at, passed, place in hop.through:
+                    if place in receiving:
+                        receiving[place].wait()
+                    assert transition is not None
+                    sent[at] += _advance(transition[passed], incoming[place], mixing)
+                if hop.destination == program.plan.rank:
+                    states.copy_(sent)
+                else:
+                    pending.append(channel.post([(hop.destination, sent)], []))
+            else:
+                message = channel.post([], [(hop.source, states)])
+                pending.append(message)
+                receiving.update(dict.fromkeys(range(*hop.incoming), message))
+        for message in pending:
+            message.wait()
+    return incoming
 
 
 def _advance(transition: Tensor, state: Tensor, mixing: bool) -> Tensor:

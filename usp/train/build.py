@@ -34,6 +34,7 @@ from usp.losses.vocabulary import UNCHANGED
 from usp.model.compilation import compile_layers
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 from usp.presets import PRESETS
+from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .engines.base import AdamW, Engine
@@ -83,13 +84,14 @@ class EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
         names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
+        has_experts = model_facts(config.model, model).num_experts > 0  # hybrids have a coefficient even without
         return EngineRecipe(
             model=model,
             dtype=dtype,
             optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
-            balance=aux_loss_coefficient(model, config.router_aux_loss_coef),
+            balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
             router_balance=config.router_balance,
             micro_batches=config.micro_batches,
             weights_dtype=dtype if lora else torch.float32,  # frozen weights need no float32 copy
@@ -191,6 +193,11 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
             f"{type(model).__name__} changes hidden states outside of its layers, so that it cannot be divided into "
             f"pipeline stages: use pp=1"
         )
+    if found.mixers and mesh.size("tp") > 1:
+        raise ValueError(
+            f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "
+            f"({', '.join(found.mixers)}): use tp=1"
+        )
     prune_to_stage(model, layers[index], first, last, found.layer_outputs)
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
         parameter.data = parameter.data.to(recipe.weights_dtype)
@@ -205,7 +212,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.compile:
         compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe))
     attention = cast(UnifiedSPAttention, model.unified_sp)
-    apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload)
+    order = cast("SequenceOrder | None", getattr(model, "unified_sp_order", None))
+    apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload, order)
     balance = None
     if recipe.balance:
         alone = recipe.router_balance == "micro-batch"

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,6 @@ from usp.run.metrics import StepRecord, count, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
-from usp.sp.sp_attention import UnifiedSPAttention
 
 from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
@@ -264,7 +263,10 @@ class Trainer(TrainingLoop):
         return loss
 
     def _attention_sent(self) -> int:
-        return sum(cast(UnifiedSPAttention, stage.model.unified_sp).sent_bytes for stage in self.engine.stages)
+        """Return the bytes that attention has sent, and recurrent layers."""
+        models: list[Any] = [stage.model for stage in self.engine.stages]
+        recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
+        return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
 
     def _exchange(self, share: Tensor) -> float:
         """Sum over ranks the loss, the bytes that attention sent and the requests to stop; return the loss."""

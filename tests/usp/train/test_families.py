@@ -52,6 +52,7 @@ REFUSALS = (
     "and not in its tensor-parallel plan",
     "so that each tp rank routes different tokens",
     "is inside a sharded module: the plan must name",
+    "does not divide the recurrent layers of",
 )
 CHOSEN = {
     "gemma3_text": ["u2 r2", "tp2 r2"],  # windows, scaled embedding, norms of queries and keys
@@ -167,7 +168,6 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
         ("llama4_text", r"its experts \(Llama4TextExperts\) do not go through transformers' ExpertsInterface"),
         ("phimoe", "its layers draw random numbers in training"),
         ("modernbert-decoder", "ModernBertDecoderForCausalLM lacks an embedding of ids"),
-        ("qwen3_next", "its recurrent layers"),
     ],
 )
 def test_other_models_are_refused_before_anything_else(tmp_path: Path, model_type: str, why: str) -> None:

@@ -255,9 +255,7 @@ def _state_space(kernel: Kernel, call: LayerCall, _: Kernel) -> Kernel:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **kwargs: Any,
     ) -> Tensor:
-        # Padding needs a zero step, which no input of the softplus gives.
-        steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+        steps = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
         state = (*hidden_states.shape[2:], B.shape[3])
         return call.scan((hidden_states, steps, B, C), StateSpace(kernel, state, A, D, chunk_size))
 
@@ -278,14 +276,19 @@ def _selective_scan(kernel: Kernel, call: LayerCall, _: Kernel) -> Kernel:
         return_last_state: bool = False,
         **options: Any,
     ) -> Tensor:
-        steps = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
-        steps = F.softplus(steps) if delta_softplus else steps
-        inputs = [x.transpose(1, 2) for x in (hidden_states, steps, B, C)]
-        recurrence = SelectiveScan(kernel, (hidden_states.shape[1], A.shape[1]), A, D, options)
-        out = call.scan(inputs, recurrence).transpose(1, 2)
+        x, dt, B, C = (tokens.transpose(1, 2) for tokens in (hidden_states, dt, B, C))
+        recurrence = SelectiveScan(kernel, (x.shape[2], A.shape[1]), A, D, options)
+        out = call.scan((x, _steps(dt, delta_bias, delta_softplus), B, C), recurrence).transpose(1, 2)
         return out if z is None else out * F.silu(z)
 
     return mamba_selective_scan
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Return the step sizes of a state-space layer, outside of its kernel: padding needs a zero step, which no input
+    of the softplus gives."""
+    steps = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(steps) if softplus else steps
 
 
 SHARDED: Mapping[str, Callable[[Kernel, LayerCall, Kernel], Kernel]] = {

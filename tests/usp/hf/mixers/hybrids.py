@@ -93,10 +93,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def hybrid(family: str) -> PreTrainedModel:
-    """Return a model whose states last for many tokens; as transformers draws them, most decay within one."""
+def hybrid(family: str, **changes: Any) -> PreTrainedModel:
+    """Return a model whose states last for many tokens; as transformers draws them, most decay within one.
+
+    changes: of its configuration.
+    """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
