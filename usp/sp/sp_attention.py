@@ -155,7 +155,8 @@ class UnifiedSPAttention(nn.Module):
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the shapes and dtypes of the results of `compute`."""
-        heads, rank = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), self.axes.ulysses_rank
+        # Plans divide heads, so that their numbers must not be symbolic.
+        heads, rank = HeadPlan(int(q.shape[2]), int(k.shape[2]), self.axes.ulysses), self.axes.ulysses_rank
         own, tokens = heads.q_width(rank), q.shape[0] * q.shape[1] * self.axes.ulysses
         found = [((*q.shape[:3], v.shape[3]), q.dtype), ((tokens, own), accumulate_dtype(q.dtype))]
         if self.axes.ulysses > 1:

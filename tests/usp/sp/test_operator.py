@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from attention import KeepResults
 from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp import UnifiedSPAttention
@@ -98,3 +99,23 @@ def one_after_the_other() -> list[float]:
 
 def test_other_grids_have_other_graphs(ranks: RankPool) -> None:
     assert ranks.run(one_after_the_other, 4, timeout=120) == [[0.0] * 3] * 4
+
+
+def kept_results() -> float:
+    """Return the difference of a kept result, after a graph that writes over its operator's, from the true one."""
+    attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims()))
+    q, k, v = (torch.randn(2, 24, 4, 8) for _ in range(3))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v).cos() @ v.mT
+
+    keep = KeepResults()
+    with torch.no_grad(), attention.keeping(keep):
+        torch.compile(layer)(q, k, v)
+    with attention.keeping(keep.replay()):
+        kept = attention(q, k, v)
+    return float((kept - attention(q, k, v)).abs().max())
+
+
+def test_graphs_never_write_over_kept_results(ranks: RankPool) -> None:
+    assert ranks.run(kept_results, 1, timeout=120) == [0.0]
