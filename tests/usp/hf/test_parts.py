@@ -9,7 +9,7 @@ import torch
 
 from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import tiny_config, tiny_model
-from tests.usp.train.test_families import MESHES, plain_steps, steps
+from tests.usp.train.families.test_families import MESHES, plain_steps, steps
 from usp.hf.models import empty_model
 from usp.hf.prune import Parts, model_parts, prune_to_stage
 
