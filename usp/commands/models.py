@@ -12,7 +12,6 @@ from tyro.conf import arg
 
 from usp.hf.models import FAMILIES, training_problems
 from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
-from usp.rlhf.generation.support import generation_problems
 
 HEADING = """# Models
 
@@ -21,9 +20,9 @@ any ring x ulysses mesh, or refused with the reason. A model is accepted for wha
 tiny copy of it runs once on all tokens and once on some of them (`usp/hf/structure/probe.py`). "No tiny copy" means
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
 
-The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
-experts, if it has any, are known. The last one says whether it generates responses, token for token as transformers
-does, on sharded ranks. rlhf.py takes models that do both; `usp plan` and `usp cost` know {known}.
+The last column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
+experts, if it has any, are known. rlhf.py takes those among them that can generate responses. `usp plan` and `usp cost`
+know {known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -50,14 +49,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
-    head = "| model type | | attention and recurrent layers, or reason | train.py | generation |"
-    return [head, "| --- | --- | --- | --- | --- |", *map(_row, types)]
+    head = ["| model type | | attention and recurrent layers, or reason | train.py |", "| --- | --- | --- | --- |"]
+    return [*head, *map(_row, types)]
 
 
 def _row(model_type: str) -> str:
     found, why = verdict(model_type)
-    trained = generates = ""
-    if found == "exact":
-        config = tiny_config(model_type)
-        trained, generates = training_problems(config) or "yes", generation_problems(config) or "yes"
-    return f"| {model_type} | {found} | {why} | {trained} | {generates} |"
+    trained = "" if found != "exact" else training_problems(tiny_config(model_type)) or "yes"
+    return f"| {model_type} | {found} | {why} | {trained} |"
