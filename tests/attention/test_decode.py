@@ -25,19 +25,21 @@ class Case:
     """Score function and head dim of the values of a decoding step."""
 
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     v_head_dim: int = HEAD_DIM
 
     def options(self, dtype: torch.dtype) -> dict:
         sinks = draw(7, HEADS).to(dtype) if self.sinks else None
-        return {"scale": None, "window": self.window, "softcap": self.softcap, "sinks": sinks}
+        return {"scale": None, "window": self.window, "chunk": self.chunk, "softcap": self.softcap, "sinks": sinks}
 
 
 CASES = (
     Case(),
     Case(window=4),
     Case(window=1),
+    Case(chunk=4),
     Case(softcap=0.5),
     Case(sinks=True),
     Case(v_head_dim=5),
@@ -52,7 +54,8 @@ def draw(seed: int, *shape: int) -> Tensor:
 def exact(q_NH: Tensor, k_TKH: Tensor, v_TKV: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
     """Return the last token's attention output, (N, V), with sinks rounded to `dtype`."""
     position = torch.arange(len(k_TKH))
-    seen = position > position[-1] - (case.window or len(k_TKH))
+    last = position[-1]
+    seen = (position > last - (case.window or len(k_TKH))) & (position >= last - last % (case.chunk or len(k_TKH)))
     sinks = case.options(dtype)["sinks"]
     q, k, v = (x.double() for x in (q_NH[None, None], k_TKH[None], v_TKV[None]))
     sinks = None if sinks is None else sinks.double()

@@ -12,7 +12,6 @@ from tyro.conf import arg
 
 from usp.hf.models import FAMILIES, training_problems
 from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
-from usp.rlhf.generation.support import generation_problems
 
 HEADING = """# Models
 
@@ -52,14 +51,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
-    head = "| model type | | attention and recurrent layers, or reason | train.py | generation |"
-    return [head, "| --- | --- | --- | --- | --- |", *map(_row, types)]
+    head = ["| model type | | attention and recurrent layers, or reason | train.py |", "| --- | --- | --- | --- |"]
+    return [*head, *map(_row, types)]
 
 
 def _row(model_type: str) -> str:
     found, why = verdict(model_type)
-    trained = generates = ""
-    if found == "exact":
-        config = tiny_config(model_type)
-        trained, generates = training_problems(config) or "yes", generation_problems(config) or "yes"
-    return f"| {model_type} | {found} | {why} | {trained} | {generates} |"
+    trained = "" if found != "exact" else training_problems(tiny_config(model_type)) or "yes"
+    return f"| {model_type} | {found} | {why} | {trained} |"
