@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from usp.hf.models import FAMILIES, training_problems
 from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
+from usp.rlhf.generation.support import generation_problems
 
 HEADING = """# Models
 
@@ -51,11 +52,17 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 def table(types: Iterable[str]) -> list[str]:
     """Return the lines of a Markdown table."""
-    head = ["| model type | | attention and recurrent layers, or reason | train.py |", "| --- | --- | --- | --- |"]
-    return [*head, *map(_row, types)]
+    head = ("model type", "", "attention and recurrent layers, or reason", "train.py", "generation")
+    return [_line(head), _line(["---"] * len(head)), *map(_row, types)]
 
 
 def _row(model_type: str) -> str:
     found, why = verdict(model_type)
-    trained = "" if found != "exact" else training_problems(tiny_config(model_type)) or "yes"
-    return f"| {model_type} | {found} | {why} | {trained} |"
+    uses = ["", ""]
+    if found == "exact":
+        uses = [problems(tiny_config(model_type)) or "yes" for problems in (training_problems, generation_problems)]
+    return _line((model_type, found, why, *uses))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
