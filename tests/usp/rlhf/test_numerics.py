@@ -19,6 +19,7 @@ from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
+from usp.hf.disk import persistent_buffers
 from usp.rlhf.algorithms.grpo import GRPO
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
@@ -33,7 +34,6 @@ from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.role_spec import RoleSpec
-from usp.rlhf.roles.weight_memory import persistent_buffers
 from usp.rlhf.runtime.executor import Executor
 from usp.sp.batch import shard_batch
 from usp.sp.sequence import shard_sequence
@@ -158,7 +158,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
 
     def fill(model: RoleModel) -> None:
         RoleModel.fill(model)
-        for number, buffer in enumerate(persistent_buffers(model.stage.model).values()):
+        for number, (_, buffer) in enumerate(persistent_buffers(model.stage.model)):
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()).roll(number).view_as(buffer))
 
     keys = {*graph.given, *graph.producers}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from parallel import ParallelMesh
 from parallel.testing import RankPool
@@ -68,7 +69,18 @@ def ids_of(step: int) -> torch.Tensor:
     return torch.randint(3, VOCAB - 4, (ROWS, CUTS[-1]), generator=torch.Generator().manual_seed(step))
 
 
-def plain_steps(model_type: str) -> list[tuple[float, float]]:
+def write(model_type: str, folder: Path, **changed: Any) -> None:
+    """Write a tiny model of a type, with these fields of its configuration changed."""
+    if not changed:
+        return tiny_model(model_type).save_pretrained(folder)
+    config = tiny_config(model_type)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def plain_steps(model_type: str, count: int = STEPS) -> list[tuple[float, float]]:
     """(loss, gradient norm) of steps of the unchanged model, each document alone."""
     model, history = tiny_model(model_type).train(), []
     balanced = has_balancing_loss(model.config)
@@ -76,7 +88,7 @@ def plain_steps(model_type: str) -> list[tuple[float, float]]:
     matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == whole] for whole in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
-    for step in range(STEPS):
+    for step in range(count):
         ids, total, targets, routed = ids_of(step), torch.zeros(()), 0, []
         for begin, end in pairwise(CUTS):
             positions = torch.arange(end - begin).expand(ROWS, -1)
@@ -98,7 +110,7 @@ def plain_steps(model_type: str) -> list[tuple[float, float]]:
     return history
 
 
-def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str:
+def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[float, float]] | str:
     """The same with train.py's engine, or why the mesh is refused."""
     flags = {"batch_size": ROWS, "adam_eps": EPS, "learning_rate": RATE, "max_grad_norm": MAX_NORM, **flags}
     aux = AUX if has_balancing_loss(load_model_config(folder)) else -1
@@ -121,7 +133,7 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]] | str
         return share.item()
 
     history = []
-    for step in range(STEPS):
+    for step in range(count):
         ids = ids_of(step)
         whole = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([CUTS] * ROWS, dtype=torch.int32)}
         rows = slice(mesh.rank("batch") * config.batch_size, (mesh.rank("batch") + 1) * config.batch_size)

@@ -1,0 +1,95 @@
+"""Models that people train, from the first step to generation: mixtures of all parallelisms, checkpoints, exports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from parallel import ParallelDims, ParallelMesh
+from parallel.testing import RankPool
+from usp.hf.models import load_model_config, materialise
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import Generate
+from usp.train.build import EngineRecipe, build_stages, first_weights
+from usp.train.resume import CHECKPOINTS
+
+from .test_families import plain_steps, steps
+from .test_families import write as write_tiny
+from .test_hybrids import RUN, VOCAB, difference, difference_of, exported, losses_of, run
+
+STEPS = 10
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep2 dp2 r2": {"ep": 2, "sp_ring": 2, "batch_size": 1},
+    "ep4 u2 r2": {"ep": 4, "sp_ulysses": 2, "sp_ring": 2},
+    "pp2 ep2 u2": {"pp": 2, "ep": 2, "sp_ulysses": 2, "micro_batches": 2},
+}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek_v3": EXPERTS,
+    "gemma3_text": {
+        "dp2 r2": {"sp_ring": 2, "batch_size": 1},
+        "tp2 u2": {"tp": 2, "sp_ulysses": 2},
+        "pp2 r2": {"pp": 2, "sp_ring": 2, "micro_batches": 2},
+    },
+    "glm4_moe": EXPERTS | {"tp2 ep2": {"tp": 2, "tp_sequence_parallel": True, "ep": 2, "sp_ring": 2}},
+    "gpt_oss": EXPERTS,
+    "qwen3_next": EXPERTS,
+}
+PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
+
+
+def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
+    for model_type in MODELS if exhaustive else ("qwen3_next",):
+        folder = tmp_path / model_type
+        write_tiny(model_type, folder / "tiny")
+        expected = plain_steps(model_type, STEPS)
+        for mixture, flags in MODELS[model_type].items():
+            found = ranks.run(steps, 4, str(folder / "tiny"), flags, STEPS, timeout=240)
+            assert not isinstance(found[0], str), (model_type, mixture, found[0])
+            assert difference(found[0], expected) <= 1e-5, (model_type, mixture, difference(found[0], expected))
+        resumes_and_exports(ranks, model_type, folder)
+        generates_as_transformers_does(ranks, folder / "resumed" / "model")
+
+
+def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path) -> None:
+    """Train ten steps under one mixture, and the second half of them also under another."""
+    first, second = list(MODELS[model_type].values())[:2]
+    write_tiny(model_type, folder / "first", vocab_size=VOCAB)
+    config = replace(
+        RUN, model=str(folder / "first"), steps=STEPS, checkpoint_every=5, data_cache=str(folder / "cache")
+    )
+    rows = {"batch_size": 2}
+    ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")), timeout=240)
+    checkpoint = folder / "whole" / CHECKPOINTS / "step-00000005"
+    resumed = replace(config, **rows | second, output=str(folder / "resumed"), resume=str(checkpoint))
+    ranks.run(run, 4, resumed, timeout=240)
+    assert difference(losses_of(folder / "resumed"), losses_of(folder / "whole")[5:]) <= 1e-5, model_type
+    whole, other = (exported(folder / name / "model") for name in ("whole", "resumed"))
+    for name, parameter in whole.named_parameters():
+        assert difference_of(other.get_parameter(name), parameter) <= 1e-5, (model_type, name)
+
+
+def generated(folder: str, dims: ParallelDims) -> list[list[int]]:
+    mesh = ParallelMesh.create(dims)
+    recipe = EngineRecipe(load_model_config(folder), torch.float32, zero=None, optimizer=None)
+    (stage,) = build_stages(recipe, mesh)
+    materialise(stage, torch.device("cpu"))
+    first_weights(stage, folder, seed=0)
+    generator = Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=2, transform=stage.transform)
+    found = generator.generate(PROMPTS, Generate(max_new_tokens=12, temperature=0), [0] * len(PROMPTS))
+    return [response.tokens.tolist() for response in found]
+
+
+def generates_as_transformers_does(ranks: RankPool, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = [
+        model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)[0, len(ids) :].tolist()
+        for ids in PROMPTS
+    ]
+    assert len({token for tokens in wanted for token in tokens}) > 3  # no model that only repeats a token
+    for dims in (ParallelDims(ring=2, ulysses=2), ParallelDims(pp=2, ulysses=2)):
+        assert ranks.run(generated, 4, str(folder), dims) == [wanted] * 4, dims
