@@ -18,7 +18,7 @@ setup(
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
     package_data={"parallel.cluster": ["nodes/*.json"]},
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.13",
         "transformers>=5.17",
         "filelock",
         "matplotlib",

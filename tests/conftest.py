@@ -30,16 +30,11 @@ def ranks() -> Iterator[RankPool]:
 
     Ranks grow: a process group leaves memory and threads behind, and after hundreds a step takes three times as long.
     """
-    families = (
-        "llama",
-        "qwen2",
-        "qwen3",
-        "mistral",
-        "mixtral",
-        "qwen3_moe",
-    )  # imported once, not by each of eight workers
+    # Imported once, not by each of eight workers.
+    families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    with RankPool(preload=("usp.train.trainer", "parallel.pipeline", *models)) as pool:
+    often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
+    with RankPool(preload=(*often, *models)) as pool:
         yield pool
 
 

@@ -117,6 +117,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_can_be_started_again(tmp_pa
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.exhaustive  # in one launch: tests/usp/train/test_claim.py
 def test_of_two_launches_of_one_folder_one_is_refused(tmp_path: Path) -> None:
     args = [*TINY, "--sp-ulysses", "1", "--steps", "100000", "--output", str(tmp_path / "run")]
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -134,6 +135,7 @@ def test_of_two_launches_of_one_folder_one_is_refused(tmp_path: Path) -> None:
     assert ended.err.startswith("error: ") and f"process {training.process.pid} on {socket.gethostname()}" in ended.err
 
 
+@pytest.mark.exhaustive  # in one launch: tests/usp/train/test_claim.py
 def test_two_hosts_without_a_shared_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # both hosts are this one
     with socket.socket() as probe:

@@ -118,7 +118,9 @@ sys.exit(main(sys.argv[1:], os.environ))
 """
 
 
-@pytest.mark.parametrize("ranks", [{"1"}, {"0", "1"}], ids=["one rank", "every rank"])
+@pytest.mark.parametrize(
+    "ranks", [{"1"}, pytest.param({"0", "1"}, marks=pytest.mark.exhaustive)], ids=["one rank", "every rank"]
+)
 def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[str]) -> None:
     script = tmp_path / "crash.py"
     script.write_text(CRASH.format(ranks=ranks))

@@ -33,7 +33,7 @@ from usp.hf.tensor_parallel import apply_tp
 from usp.losses import causal_lm_loss, global_token_count
 
 COEFFICIENT = 0.02
-GRIDS = [
+GRIDS: list[tuple[str, ParallelDims]] = [
     ("mixtral", ParallelDims(ep=2, ulysses=2, ring=2)),
     ("mixtral", ParallelDims(ep=2, ulysses=2, dp_replicate=2)),
     ("mixtral", ParallelDims(ep=2, ulysses=2, tp=2)),
@@ -214,6 +214,7 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
     return {family: ranks.run(train_alone, 1, family, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
 
 
+@pytest.mark.exhaustive  # more: test_matrix.py
 @pytest.mark.parametrize(("family", "dims"), GRIDS, ids=lambda value: str(value).replace(" ", "-"))
 def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, family: str, dims: ParallelDims) -> None:
     found = ranks.run(train_sharded, 4, family, dims, STEPS, Break(), timeout=180)

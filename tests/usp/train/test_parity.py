@@ -75,8 +75,8 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
     return {family: ranks.run(train_alone, 1, family)[0] for family in ("llama", "qwen3", "mistral", "qwen2")}
 
 
-CASES = [
-    (family, *grid)
+CASES = [  # more: test_matrix.py
+    pytest.param(family, *grid, marks=() if number in (1, 3) else pytest.mark.exhaustive)
     for number, grid in enumerate(GRIDS)
     for family in ({1: "qwen3", 3: "mistral"}.get(number, "llama"),)
 ]

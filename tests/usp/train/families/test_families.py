@@ -21,6 +21,7 @@ from usp.config import TrainConfig
 from usp.hf.balance import aux_loss_coefficient
 from usp.hf.disk import stored_tensors
 from usp.hf.models import FAMILIES, load_model_config, model_facts, training_problems
+from usp.hf.prune import tied_ends
 from usp.hf.structure.experts import has_balancing_loss
 from usp.hf.structure.shrink import VOCAB
 from usp.run.failures import ConfigurationError
@@ -139,7 +140,11 @@ def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[
         rows = slice(mesh.rank("batch") * config.batch_size, (mesh.rank("batch") + 1) * config.batch_size)
         local = shard_batch({key: value[rows] for key, value in whole.items()}, mesh, config.sp_layout)
         history.append(train_step(engine, mesh, local, config, RATE, before_update=summed))
-    stored = {f"model.{name}" for stage in engine.stages for name in stored_tensors(stage.model)}
+    stored = {
+        f"model.{tied_ends(stage.model).get(name, name)}"
+        for stage in engine.stages
+        for name in stored_tensors(stage.model)
+    }
     assert stored <= engine.state().keys()  # what routers choose by is not trained, and saved all the same
     return history
 

@@ -72,7 +72,7 @@ def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path) -> None:
         assert difference_of(other.get_parameter(name), parameter) <= 1e-5, (model_type, name)
 
 
-def generated(folder: str, dims: ParallelDims) -> list[list[int]]:
+def generated(folder: str, dims: ParallelDims) -> list[tuple[list[int], torch.Tensor]]:
     mesh = ParallelMesh.create(dims)
     recipe = EngineRecipe(load_model_config(folder), torch.float32, zero=None, optimizer=None)
     (stage,) = build_stages(recipe, mesh)
@@ -80,16 +80,20 @@ def generated(folder: str, dims: ParallelDims) -> list[list[int]]:
     first_weights(stage, folder, seed=0)
     generator = Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=2, transform=stage.transform)
     found = generator.generate(PROMPTS, Generate(max_new_tokens=12, temperature=0), [0] * len(PROMPTS))
-    return [response.tokens.tolist() for response in found]
+    return [(response.tokens.tolist(), response.logprobs) for response in found]
 
 
 def generates_as_transformers_does(ranks: RankPool, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [
-        model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)[0, len(ids) :].tolist()
-        for ids in PROMPTS
-    ]
-    assert len({token for tokens in wanted for token in tokens}) > 3  # no model that only repeats a token
+    wanted = []
+    for ids in PROMPTS:
+        whole = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)
+        with torch.no_grad():
+            logprobs = model(whole, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, whole[0, 1:, None])
+        wanted.append((whole[0, len(ids) :].tolist(), logprobs[len(ids) - 1 :, 0]))
     for dims in (ParallelDims(ring=2, ulysses=2), ParallelDims(pp=2, ulysses=2)):
-        assert ranks.run(generated, 4, str(folder), dims) == [wanted] * 4, dims
+        for of_rank in ranks.run(generated, 4, str(folder), dims):
+            assert [tokens for tokens, _ in of_rank] == [tokens for tokens, _ in wanted], dims
+            for (_, found), (_, expected) in zip(of_rank, wanted, strict=True):
+                assert (found - expected).abs().max() <= 1e-5, dims
