@@ -86,7 +86,8 @@ def apply_unified_sp(
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     base.register_forward_hook(guard.after)
-    if sharded_mixers(model):
+    # Others are in parts that text does not reach, such as an audio tower: the probe would have refused the model.
+    if any(not mixer.refusal for mixer in sharded_mixers(model).values()):
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
 

@@ -112,9 +112,11 @@ def built(model_type: str, grid: Grid, mesh: ParallelMesh) -> Generator:
     stages, stage = mesh.size("pp"), mesh.rank("pp")
     first, last = stage == 0, stage == stages - 1
     if stages > 1:
-        if not structure(type(model), model.config).in_stages:
+        found = structure(type(model), model.config)
+        if not found.in_stages:
             raise ValueError(f"{model_type} changes hidden states outside of its layers")
-        prune_to_stage(model, stage_layers(len(decoder_layers(model)), stages)[stage], first, last)
+        layers = stage_layers(len(decoder_layers(model)), stages)[stage]
+        prune_to_stage(model, layers, first, last, found.layer_outputs)
     apply_unified_sp(model, mesh, grid.layout)
     apply_tp(model, mesh, sequence_parallel=False)
     return Generator(model, mesh, first=first, last=last, slots=3, transform=transform)
