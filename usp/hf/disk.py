@@ -8,14 +8,16 @@ A linear with an adapter of peft has its weight in a submodule, base_layer, whic
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -55,9 +57,12 @@ def stored_tensors(whole: nn.Module) -> dict[str, Tensor]:
 
 
 def uncast_names(whole: PreTrainedModel) -> set[str]:
-    """Return the tensors that keep their dtype in files of another: buffers, and what transformers loads in float32."""
+    """Return the tensors that keep their dtype in files of another: buffers, and what transformers has in float32."""
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in whole._keep_in_fp32_modules_strict or ()]
     kept = {name for name, _ in whole.named_parameters() if any(pattern.search(name) for pattern in patterns)}
+    with torch.device("meta"):
+        rounded = cast(Any, type(whole))._from_config(copy.deepcopy(whole.config), dtype=torch.bfloat16)
+    kept |= {name for name, parameter in rounded.named_parameters() if parameter.dtype == torch.float32}
     return kept | {name for name, _ in persistent_buffers(whole)}
 
 
