@@ -38,7 +38,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    torch.manual_seed(0)
+    # With 0, Jamba's second and third expert for a token differ by rounding alone.
+    torch.manual_seed({"jamba": 1}.get(model_type, 0))
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

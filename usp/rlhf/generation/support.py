@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from usp.hf.models import ModelConfig, empty_model
+from usp.hf.models import ModelConfig, empty_model, model_facts
 from usp.hf.stage import logit_transform
 from usp.hf.structure.probe import MaskKind, structure
 
@@ -25,6 +25,10 @@ def generation_problems(config: ModelConfig) -> str:
         logit_transform(model)
     except (AttributeError, ValueError) as error:
         problems.append(str(error))
+    try:
+        model_facts("", config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        problems.append(f"its configuration does not give one size for all layers: {error}")
     return "; ".join(problems)
 
 

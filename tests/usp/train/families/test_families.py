@@ -50,6 +50,7 @@ AUX = 0.02  # weight of the load-balancing loss, where transformers defines one
 REFUSALS = (
     "tensor-parallel plan of model_type=",
     "outside of its layers",
+    "must divide num_key_value_heads",
     "latent attention is not supported with tp_sequence_parallel",
     "and not in its tensor-parallel plan",
     "so that each tp rank routes different tokens",
