@@ -65,12 +65,10 @@ def apply_tensor_parallel(
         ValueError: listing every style that is unknown or does not fit its module, sizes that are not divisible,
             regions without colwise or without rowwise linears, and parameters inside a region that the plan omits.
     """
-    styles = module_styles(model, plan)
-    regions = _regions(styles)
-    untouched = tuple(f"{name}." for name, style in styles.items() if style == "untouched")
-    violations = _violations(model, mesh.size(), styles, regions, untouched)
-    if violations:
+    if violations := tensor_parallel_violations(model, mesh.size(), plan):
         raise ValueError("; ".join(violations))
+    styles = module_styles(model, plan)
+    regions, untouched = _regions(styles), _untouched(styles)
     outside: Placement = Replicate() if token_dim is None else Shard(token_dim)
     # A replicated module that sees only this rank's tokens gets a partial gradient.
     rest = "replicated" if token_dim is None else "replicated_with_grad_allreduce"
@@ -82,6 +80,12 @@ def apply_tensor_parallel(
             _place(module, styles.get(name, other), mesh, outside, placed, split_parameters(name, plan))
     for name in regions:
         _convert_at_boundaries(model.get_submodule(name), mesh, outside)
+
+
+def tensor_parallel_violations(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> list[str]:
+    """Return what `apply_tensor_parallel` raises for a mesh of this many ranks."""
+    styles = module_styles(model, plan)
+    return _violations(model, ranks, styles, _regions(styles), _untouched(styles))
 
 
 def module_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -137,6 +141,11 @@ def _regions(styles: Mapping[str, str]) -> dict[str, set[str]]:
         if style in (*_COLWISE, *_ROWWISE):
             regions[name.rpartition(".")[0]].add(style)
     return dict(regions)
+
+
+def _untouched(styles: Mapping[str, str]) -> tuple[str, ...]:
+    """Return prefixes of the names of what is not parallelized."""
+    return tuple(f"{name}." for name, style in styles.items() if style == "untouched")
 
 
 def _is_whole(styles: set[str]) -> bool:

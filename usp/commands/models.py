@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated
@@ -10,8 +10,10 @@ from typing import Annotated
 import tyro
 from tyro.conf import arg
 
-from usp.hf.models import FAMILIES, training_problems
+from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
+from usp.hf.structure.probe import structure
 from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
+from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.support import generation_problems
 
 HEADING = """# Models
@@ -22,10 +24,11 @@ tiny copy of it runs once on all tokens and once on some of them (`usp/hf/struct
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
 
 The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
-experts, if it has any, go through transformers' `ExpertsInterface`. Buffers that checkpoints hold, such as the biases
-by which routers choose experts, are saved with the weights and not trained. The last one says whether it generates
-responses, token for token as transformers does, on sharded ranks. rlhf.py takes models that do both; `usp plan` and
-`usp cost` know {known}.
+experts, if it has any, go through transformers' `ExpertsInterface`. It names the degrees that divide the model besides
+data and sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. Buffers that checkpoints hold,
+such as the biases by which routers choose experts, are saved with the weights and not trained. The last one says
+whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes models that do
+both; `usp plan` and `usp cost` know {known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -58,10 +61,21 @@ def table(types: Iterable[str]) -> list[str]:
 
 def _row(model_type: str) -> str:
     found, why = verdict(model_type)
-    uses = ["", ""]
-    if found == "exact":
-        uses = [problems(tiny_config(model_type)) or "yes" for problems in (training_problems, generation_problems)]
-    return _line((model_type, found, why, *uses))
+    if found != "exact":
+        return _line((model_type, found, why, "", ""))
+    config = tiny_config(model_type)
+    trained = training_problems(config) or f"yes: {', '.join(_degrees(config))}"
+    return _line((model_type, found, why, trained, generation_problems(config) or "yes"))
+
+
+def _degrees(config: ModelConfig) -> Iterator[str]:
+    """Yield the degrees that divide a model which is trained, besides those of data and sequences."""
+    model = empty_model(config, causal=True)
+    yield "pp"
+    if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):
+        yield "tp"
+    if model_facts("", config).num_experts:
+        yield "ep"
 
 
 def _line(cells: Iterable[str]) -> str:

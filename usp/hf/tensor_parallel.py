@@ -9,11 +9,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.tensor import apply_tensor_parallel, gather_output, module_styles
+from parallel.tensor import apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
 from usp.model.rules import tp_violations
 
 from .models import is_scalar, model_facts
 from .prune import backbone, backbone_name, model_parts
+from .structure.probe import structure
 
 _TOKEN_DIM = -2  # of hidden states (batch, tokens, hidden), which some shared experts get as (tokens, hidden)
 _PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
@@ -36,22 +37,11 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
             if its final norm is nn.Identity; the last stage's output is gathered.
 
     Raises:
-        ValueError: naming all `tp_violations` and `plan_violations`.
+        ValueError: naming all `tp_problems`.
     """
-    config, tp = model.config, mesh.size("tp")
-    facts = model_facts(config.model_type, config)
-    violations = tp_violations(facts, tp, sequence_parallel)
-    if tp > 1 and sequence_parallel and facts.value_dim != facts.head_dim:
-        violations.append("latent attention is not supported with tp_sequence_parallel: leave it out")
-    violations += plan_violations(config) if tp > 1 else []
-    if tp > 1 and sequence_parallel and not violations and (kinds := _undivided_attention(model)):
-        violations.append(
-            f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
-            f"tp_sequence_parallel would give only a part of the tokens; use tp=1"
-        )
-    if violations:
-        raise ValueError("; ".join(violations))
-    if tp == 1:
+    if problems := tp_problems(model, mesh.size("tp"), sequence_parallel):
+        raise ValueError("; ".join(problems))
+    if mesh.size("tp") == 1:
         return
     tp_mesh = mesh.parameter_mesh("tp")
     apply_tensor_parallel(model, tp_mesh, tp_plan(model), token_dim=_TOKEN_DIM if sequence_parallel else None)
@@ -60,10 +50,31 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
 
+def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool) -> list[str]:
+    """Return why a causal LM or a stage of it cannot be divided over `tp` ranks. See `apply_tp`."""
+    config = model.config
+    facts = model_facts(config.model_type, config)
+    problems = tp_violations(facts, tp, sequence_parallel)
+    if tp == 1:
+        return problems
+    if sequence_parallel and facts.value_dim != facts.head_dim:
+        problems.append("latent attention is not supported with tp_sequence_parallel: leave it out")
+    problems += plan_violations(config)
+    if problems:
+        return problems
+    if sequence_parallel and (kinds := _undivided_attention(model)):
+        problems.append(
+            f"tensor-parallel plan of model_type={config.model_type!r}: it does not divide {', '.join(kinds)}, which "
+            f"tp_sequence_parallel would give only a part of the tokens; use tp=1"
+        )
+    return problems or tensor_parallel_violations(model, tp, tp_plan(model))
+
+
 def _undivided_attention(model: PreTrainedModel) -> list[str]:
     """Return the kinds of attention that the plan leaves whole on every rank."""
     divided = {name.rpartition(".")[0] for name in module_styles(model, tp_plan(model))}
-    attention = {name: module for name, module in model.named_modules() if hasattr(module, "unified_sp_mask")}
+    names = {f"{backbone_name(model)}.{name}" for name in structure(type(model), model.config).masks}
+    attention = {name: module for name, module in model.named_modules() if name in names}
     return sorted({type(module).__name__ for name, module in attention.items() if name not in divided})
 
 

@@ -29,6 +29,9 @@ def test_the_document_is_current(request: pytest.FixtureRequest) -> None:
 def test_the_command_prints_types_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--types", "llama, rwkv"]) == 0
     shown = capsys.readouterr().out
-    assert "| llama | exact | causal | yes | yes |" in shown and "| rwkv | refused | RwkvSelfAttention mix" in shown
+    assert (
+        "| llama | exact | causal | yes: pp, tp | yes |" in shown
+        and "| rwkv | refused | RwkvSelfAttention mix" in shown
+    )
     assert main(["models", "--types", "lama"]) == 1
     assert "types=lama: transformers" in capsys.readouterr().err
