@@ -21,8 +21,10 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from parallel import ParallelMesh
 from usp.hf.initialise import initialise
 from usp.hf.models import empty_model, materialise
+from usp.train.step import sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
 LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
@@ -153,3 +155,8 @@ def loss_alone(
 
 def _float(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape).masked_fill(~seen, float("-inf")).unsqueeze(1)
+
+
+def whole_loss(mesh: ParallelMesh) -> Callable[[Tensor], float]:
+    """What makes `train_step` return the loss over all ranks."""
+    return lambda share: sum_over_ranks([share.item()], mesh, share.device)[0]

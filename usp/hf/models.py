@@ -37,7 +37,7 @@ from .structure.conversion import disk_layout
 from .structure.experts import expert_problems, has_balancing_loss
 from .structure.probe import structure
 
-# Families with formulas of activation memory (`usp.cost`) and generation (`usp.rlhf`).
+# Families with formulas of activation memory (`usp.cost`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig

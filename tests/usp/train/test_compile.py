@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel import ParallelMesh
 from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import tiny_model
+from tests.usp.tiny import whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.structure.shrink import VOCAB
@@ -50,22 +51,17 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
     mesh = ParallelMesh.create(dims)
     engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=folder, seed=0))
 
-    def summed(share: torch.Tensor) -> float:
-        for axis in ("pp", "loss"):
-            dist.all_reduce(share, group=mesh.group(axis))
-        return share.item()
-
     history, graphs = [], []
     share = ROWS // mesh.size("batch")
     for step in range(STEPS):
         first = mesh.rank("batch") * share
         rows = {key: value[first : first + share] for key, value in batch_of(step).items()}
         local = shard_batch(rows, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, 3e-3, before_update=summed))
+        history.append(train_step(engine, mesh, local, config, 3e-3, before_update=whole_loss(mesh)))
         graphs.append(counters["stats"]["unique_graphs"])
     for _ in range(2):  # another graph, without gradients
         value = engine.evaluate(split_rows(local, config.micro_batches), NextTokenLoss(ROWS * SEQ_LEN))
-        history.append((summed(value), 1.0))
+        history.append((whole_loss(mesh)(value), 1.0))
         graphs.append(counters["stats"]["unique_graphs"])
     return {
         "history": history,
@@ -111,10 +107,9 @@ MIXTURES: dict[str, tuple[str, str, Mapping[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures(ranks: RankPool, tmp_path: Path, name: str, exhaustive: bool) -> None:
-    if not exhaustive:
-        pytest.skip("--exhaustive")
+def test_mixtures(ranks: RankPool, tmp_path: Path, name: str) -> None:
     model_type, backend, flags, graphs, breaks = MIXTURES[name]
     found = compare(ranks, tmp_path / model_type, model_type, backend, flags)
     assert (found["graphs"][0], len(found["breaks"])) == (graphs, breaks)

@@ -24,6 +24,7 @@ from tests.usp.tiny import (
     packed_batch,
     tiny_model,
     train_alone,
+    whole_loss,
 )
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -125,17 +126,12 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
     fill = partial(first_weights, source=config.model, seed=config.seed)
     engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
 
-    def summed(share: torch.Tensor) -> float:
-        for axis in ("pp", "loss"):
-            dist.all_reduce(share, group=mesh.group(axis))
-        return share.item()
-
     share, history = ROWS // mesh.size("batch"), []
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
     for step in range(STEPS):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=summed))
+        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
     return history
 
 

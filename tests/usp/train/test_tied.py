@@ -33,6 +33,7 @@ from tests.usp.tiny import (
     packed_batch,
     tiny_model,
     train_alone,
+    whole_loss,
 )
 from usp import shard_batch
 from usp.config import TrainConfig
@@ -80,17 +81,12 @@ def engine_of(folder: str, flags: Flags, resumed: bool = False) -> tuple[Engine,
 def train(engine: Engine, mesh: ParallelMesh, config: TrainConfig, steps: range) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step."""
 
-    def summed(share: torch.Tensor) -> float:
-        for axis in ("pp", "loss"):
-            dist.all_reduce(share, group=mesh.group(axis))
-        return share.item()
-
     history, share = [], ROWS // mesh.size("batch")
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
     for step in steps:
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=summed))
+        history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
     return history
 
 

@@ -11,6 +11,7 @@ that are counted instead of read. Masks are read from the first run, not from na
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,9 @@ class _Call:
 
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
     """Return `probe(kind, config)`, found once for equal configurations."""
-    return _structure(cast(Any, kind), _ByContent(config, config.to_json_string(use_diff=False)))
+    known = copy.copy(config)
+    known.use_cache = False  # as `apply_unified_sp` sets it
+    return _structure(cast(Any, kind), _ByContent(known, known.to_json_string(use_diff=False)))
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ def probe(kind: type[PreTrainedModel], config: PretrainedConfig, layers: int | N
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
-            model = kind._from_config(shrink(config, layers), attn_implementation=PROBE).eval()
+            tiny = shrink(config, layers)
+            model = kind._from_config(tiny, attn_implementation=PROBE, experts_implementation="eager").eval()
         return _structure_of(model)
     except Exception as error:  # of any kind: it is transformers' code that runs
         if isinstance(error, KeyError) and error.args == (PROBE,):  # from a table of attention classes

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from parallel import ParallelMesh
 from parallel.testing import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
+from tests.usp.tiny import whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.hf.balance import aux_loss_coefficient
@@ -129,18 +130,13 @@ def steps(folder: str, flags: dict[str, Any], count: int = STEPS) -> list[tuple[
     except ValueError as error:
         return str(error)
 
-    def summed(share: torch.Tensor) -> float:
-        for axis in ("pp", "loss"):
-            dist.all_reduce(share, group=mesh.group(axis))
-        return share.item()
-
     history = []
     for step in range(count):
         ids = ids_of(step)
         whole = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([CUTS] * ROWS, dtype=torch.int32)}
         rows = slice(mesh.rank("batch") * config.batch_size, (mesh.rank("batch") + 1) * config.batch_size)
         local = shard_batch({key: value[rows] for key, value in whole.items()}, mesh, config.sp_layout)
-        history.append(train_step(engine, mesh, local, config, RATE, before_update=summed))
+        history.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh)))
     stored = {
         f"model.{tied_ends(stage.model).get(name, name)}"
         for stage in engine.stages

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from parallel import ParallelMesh
 from parallel.testing import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
-from tests.usp.tiny import drawn_model
+from tests.usp.tiny import drawn_model, whole_loss
 from usp.config import TrainConfig
 from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
@@ -126,15 +126,10 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]]:
     fill = partial(first_weights, source=folder, seed=0)
     engine = build_engine(EngineRecipe.of(config, model_config), mesh, device, fill)
 
-    def summed(share: torch.Tensor) -> float:
-        for axis in ("pp", "loss"):
-            dist.all_reduce(share, group=mesh.group(axis))
-        return share.item()
-
     history = []
     for step in range(STEPS):
         local = local_part(batch_of(step), mesh, config, device)
-        history.append(train_step(engine, mesh, local, config, RATE, before_update=summed))
+        history.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh)))
     return history
 
 
