@@ -96,6 +96,20 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """Memory of activations, shared by train.py and rlhf.py."""
+
+    ac: Annotated[str, one_of(AC_MODES)] = "none"
+    """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
+    ac_offload: bool = False
+    """Offload checkpointed activations to host memory."""
+    loss_chunk: int = 2048
+    """Tokens per rank whose logits are materialized at a time."""
+    mlp_tile: int = 0
+    """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """LoRA adapters, shared by train.py and rlhf.py."""
 
@@ -182,23 +196,15 @@ class _Training:
     seed: int = 0
     """Seed for weight initialization and data order."""
 
-    ac: Annotated[str, one_of(AC_MODES)] = "none"
-    """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
-    ac_offload: bool = False
-    """Offload checkpointed activations to host memory."""
     compile: bool = False
     """Compile each layer with torch.compile; attention is one operator of its graph. Experts and recurrent layers stay
     eager."""
-    loss_chunk: int = 2048
-    """Tokens per rank whose logits are materialized at a time."""
-    mlp_tile: int = 0
-    """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
     profile: Annotated[str, arg(metavar="STEP|FIRST:LAST", help_behavior_hint="(optional)")] = ""
     """Steps to profile, such as 3 or 5:8. Traces for chrome://tracing or Perfetto go to the output directory."""
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig, _Training, LoraConfig, ParallelConfig):
+class TrainConfig(RunConfig, MemoryConfig, _Training, LoraConfig, ParallelConfig):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

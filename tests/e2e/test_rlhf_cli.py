@@ -29,6 +29,7 @@ from usp.run.launch import Launch
 from usp.train.resume import Start
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
+OFFLOADING = ["--offload", "--offload-optimizer"]
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 FILES = {
     "empty.jsonl": "\n",
@@ -87,6 +88,13 @@ BAD = [
         ["kl_horizon=12 must be above 0.2 times the 64"],
     ),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
+    (
+        ["--ac", "some", "--micro-batch-tokens", "-2"],
+        ["--ac = 'some' must be one of none", "--micro-batch-tokens = -2"],
+    ),
+    (["--ac-offload"], ["--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"]),
+    (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--plan = plan.yaml does not use --ac: remove"]),
+    (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["actor_train: mlp_tile=64 tiles dense MLPs, and those of"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]
 
@@ -250,12 +258,13 @@ def scores_of(run: Path) -> list[tuple[int, float, float]]:
 
 def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kills.py").write_text(KILLS)
-    args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward"]
+    args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward", "--ac", "full"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
     monkeypatch.setenv("DEADLY", "1")
     restarts = ("--max-restarts", str(len(DEATHS)))
-    with Run([*args, "--output", "deadly"], tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
+    args += ["--output", "deadly", *OFFLOADING]  # changes no number
+    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
         assert run.end().exit_code == 0, run.err.read_text()
     assert all((tmp_path / f"died-in-{kind}").exists() for kind in DEATHS)
     assert scores_of(tmp_path / "deadly") == scores_of(tmp_path / "calm")
@@ -266,7 +275,7 @@ def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
     first = [*SMALL, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
     with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    again = [*SMALL, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation"]
+    again = [*SMALL, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING]
     with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
     assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
-from usp.config import MODEL_HELP, LoraConfig, ParallelConfig, RunConfig, one_of
+from usp.config import MODEL_HELP, LoraConfig, MemoryConfig, ParallelConfig, RunConfig, one_of
 from usp.run.failures import nearest
 
 from .algorithms.registry import ALGORITHMS
@@ -63,8 +63,9 @@ class _Rlhf:
     """Sample from the smallest set of tokens whose total probability reaches p; 1 disables."""
     slots: int = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
-    micro_batch_tokens: int = 0
-    """Maximum tokens per micro-batch of a data-parallel rank. 0: no limit."""
+    micro_batch_tokens: int = -1
+    """Maximum tokens per micro-batch of a data-parallel rank, unless one sequence is longer. -1: 16,384 for each of its
+    sequence-parallel ranks. 0: no limit."""
 
     sft_steps: int = -1
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
@@ -92,12 +93,12 @@ class _Rlhf:
     """Seed of the initial weights, the order of the data, and sampling."""
     offload: bool = False
     """Offload the weights of untrained models to host memory between calls."""
-    loss_chunk: int = 2048
-    """Tokens per chunk of the output head and loss; bounds the memory of logits on each rank."""
+    offload_optimizer: bool = False
+    """Offload the optimizer states of trained models to host memory between train steps."""
 
 
 @dataclass(frozen=True)
-class RlhfConfig(RunConfig, _Rlhf, LoraConfig, ParallelConfig):
+class RlhfConfig(RunConfig, MemoryConfig, _Rlhf, LoraConfig, ParallelConfig):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 

@@ -23,7 +23,7 @@ from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.base_reference import policy_as_reference
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of
 from usp.rlhf.plan.plan_text import from_mapping
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.step_plan import batch_violations
@@ -43,6 +43,7 @@ from .role_specs import (
     context,
     generation_violations,
     kernel_choice,
+    memory_violations,
     no_critic,
     role_specs,
     unused_models,
@@ -283,9 +284,14 @@ def _plan(
     else:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)
+    if found := list(memory_violations(plan, graph, specs)):
+        raise ValueError(f"--plan = {config.plan}: {'; '.join(found)}")
+    offload = plan.offload
     if config.offload:
-        plan = replace(plan, offload=frozenset(graph.roles) - frozenset(graph.trained_roles))
-    return plan
+        offload |= frozenset(graph.roles) - frozenset(graph.trained_roles)
+    if config.offload_optimizer:
+        offload |= frozenset(map(optimizer_of, graph.trained_roles))
+    return replace(plan, offload=offload)
 
 
 def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) -> Facts:
@@ -302,6 +308,9 @@ def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) 
         tp_sequence_parallel=config.tp_sequence_parallel,
         micro_batch_tokens=config.micro_batch_tokens,
         sp_layout=config.sp_layout,
+        ac=config.ac,
+        ac_offload=config.ac_offload,
+        mlp_tile=config.mlp_tile,
     )
 
 
@@ -311,6 +320,6 @@ def unused_layout_flags(config: RlhfConfig) -> dict[str, Any]:
         return {}
     names = [field.name for field in fields(ParallelConfig)]
     if config.plan not in NAMED_PLANS:
-        names.append("micro_batch_tokens")
+        names += ["micro_batch_tokens", "ac", "ac_offload", "mlp_tile"]
     defaults = {name: default_of(RlhfConfig, name) for name in names}
     return {name: value for name, value in defaults.items() if getattr(config, name) != value}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_viol
 from usp.presets import PRESETS
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
@@ -117,6 +118,14 @@ def vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> I
                 f"--tokenizer = {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of the "
                 f"{role} {spec.source} has {spec.config.vocab_size}: use the model's own tokenizer"
             )
+
+
+def memory_violations(plan: ExecutionPlan, graph: DataflowGraph, specs: Mapping[str, RoleSpec]) -> Iterator[str]:
+    """Yield which calls have memory options that their model does not support."""
+    for call in graph.calls:
+        if call.role and plan[call.name].mlp_tile and specs[call.role].has_experts:
+            tile, source = plan[call.name].mlp_tile, specs[call.role].source
+            yield f"{call.name}: mlp_tile={tile} tiles dense MLPs, and those of {source} are experts: remove it"
 
 
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:

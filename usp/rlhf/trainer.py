@@ -43,7 +43,7 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import ModelCall
-from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.plan.plan import CallLayout, optimizer_of
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor
@@ -249,7 +249,10 @@ class RlhfTrainer(TrainingLoop):
             return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform)
 
         spec, trained = self.prepared.roles[call.role], call.kind == "train_step"
-        model = RoleModel(spec, layout, mesh, trained=trained, make_generator=generator)
+        offloads = optimizer_of(call.role) in self.prepared.plan.offload
+        model = RoleModel(
+            spec, layout, mesh, trained=trained, make_generator=generator, offload_optimizer=trained and offloads
+        )
         if trained:
             self.trained[call.role] = model
         return model
@@ -262,6 +265,11 @@ class RlhfTrainer(TrainingLoop):
     def state(self) -> dict[str, Tensor]:
         trained = self.trained.items()
         return {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
+
+    def _save(self) -> None:
+        super()._save()  # which returns when it has copied the state
+        for model in self.trained.values():
+            model.offload_optimizer()
 
     def extra(self) -> dict[str, Any]:
         return RlhfState(self.done, self.taken, self._remembered(), asdict(self.config)).to_extra()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from usp.data.files import STDLIB
+from usp.rlhf.plan.plan import TOKENS_PER_RANK
 from usp.run.metrics import wandb_problem
 from usp.train.validate import (
     AT_LEAST_ONE,
@@ -15,6 +16,7 @@ from usp.train.validate import (
     RATE,
     Range,
     unused_lora_flags,
+    unused_memory_flags,
     value_violations,
 )
 
@@ -23,9 +25,12 @@ from .config import DEFAULT_SFT_STEPS, RlhfConfig
 
 OWN_RANGES = {
     **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots"), AT_LEAST_ONE),
-    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "micro_batch_tokens"), NOT_NEGATIVE),
+    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k"), NOT_NEGATIVE),
     **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "micro_batch_tokens": Range(
+        lambda value: value >= -1, f"at least 1, 0 for no limit, or -1: {TOKENS_PER_RANK} per sequence-parallel rank"
+    ),
     "wrong_answers": FRACTION,
     "sft_steps": Range(lambda value: value >= -1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"),
 }
@@ -40,6 +45,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
     yield from unused_lora_flags(config)
+    yield from unused_memory_flags(config)
     algorithm = algorithms.get(config.algorithm)
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (

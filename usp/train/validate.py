@@ -26,6 +26,7 @@ from usp.config import (
     ROPE_SCALINGS,
     ROUTER_BALANCES,
     LoraConfig,
+    MemoryConfig,
     ParallelConfig,
     TrainConfig,
     flag,
@@ -239,10 +240,15 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from unused_lora_flags(config)
     if config.eval_every and not config.eval_data:
         yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
-    if config.ac_offload and config.ac == "none":
-        yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
+    yield from unused_memory_flags(config)
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
+
+
+def unused_memory_flags(config: MemoryConfig) -> Iterator[str]:
+    """Yield which flags need activation checkpointing, and there is none."""
+    if config.ac_offload and config.ac == "none":
+        yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
 
 
 def unused_lora_flags(config: LoraConfig) -> Iterator[str]:

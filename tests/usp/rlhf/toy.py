@@ -204,7 +204,7 @@ class ToyModel:
         keys = ("tokens", "mask", "logprobs", "finished")
         return Samples(tuple(made), {key: [values[key] for values in made.values()] for key in keys})
 
-    def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         logits_of = self._forward()
         found = [infer(logits_of(tokens), tokens, work) for tokens in samples["tokens"]]
         return Samples(samples.ids, {output: found}) if self._leads() else Samples((), {})

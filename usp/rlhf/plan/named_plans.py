@@ -37,7 +37,9 @@ class Facts:
         dims: degrees of every call; dp_shard is resolved for the ranks of a call.
         rollout_dims: degrees of generation and inference under `separation`; None: same as `dims`.
         zero, tp_sequence_parallel: of train and inference calls.
-        micro_batch_tokens, sp_layout: of every call of a model.
+        sp_layout, mlp_tile: of every call of a model.
+        micro_batch_tokens: of train and inference calls.
+        ac, ac_offload: of train calls.
     """
 
     world_size: int
@@ -48,8 +50,11 @@ class Facts:
     rollout_dims: ParallelDims | None = None
     zero: int = 0
     tp_sequence_parallel: bool = False
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = -1
     sp_layout: str = "zigzag"
+    ac: str = "none"
+    ac_offload: bool = False
+    mlp_tile: int = 0
 
 
 def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
@@ -140,13 +145,16 @@ def _layout(call: ModelCall, facts: Facts, ranks: tuple[int, ...], dims: Paralle
     """Return the layout of a call with the degrees and options that its kind supports."""
     if call.kind == "compute":
         return CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
-    generates = call.kind == "generate"
+    generates, trains = call.kind == "generate", call.kind == "train_step"
     dims = replace(dims, ep=1) if generates else dims
     return CallLayout(
         ranks,
         dims.resolve(len(ranks)),
         zero=0 if generates else facts.zero,
-        micro_batch_tokens=facts.micro_batch_tokens,
+        micro_batch_tokens=-1 if generates else facts.micro_batch_tokens,
         tp_sequence_parallel=facts.tp_sequence_parallel and not generates,
         sp_layout=facts.sp_layout,
+        ac=facts.ac if trains else "none",
+        ac_offload=facts.ac_offload and trains,
+        mlp_tile=facts.mlp_tile,
     )

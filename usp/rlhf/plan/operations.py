@@ -18,7 +18,7 @@ from .plan import CallLayout, ExecutionPlan
 
 @dataclass(frozen=True)
 class WeightCopy:
-    """The weights of a role in one layout. Calls with equal layouts share them.
+    """The weights of a role in one layout. Calls whose layouts are equal `of_weights` share them.
 
     Attributes:
         for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
@@ -63,7 +63,7 @@ class Operation:
 
 def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
     """Return the copy of the weights that a call uses."""
-    copy = WeightCopy(call.role, plan[call.name])
+    copy = WeightCopy(call.role, plan[call.name].of_weights)
     return replace(
         copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
     )
@@ -82,7 +82,7 @@ def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy,
 def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
     """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
     call = graph.train_call(role)
-    return WeightCopy(role, plan[call.name]) if call else None
+    return WeightCopy(role, plan[call.name].of_weights) if call else None
 
 
 def schedule(

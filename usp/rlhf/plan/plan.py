@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
+from usp.config import AC_MODES
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
+
+TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 
 
 @dataclass(frozen=True)
 class CallLayout:
-    """The ranks and parallel layout of a call.
+    """The ranks, the parallel layout and the memory options of a call.
 
     Attributes:
         ranks: global ranks, ascending; ranks[i] is rank i of the mesh `dims`.
         dims: resolved degrees, whose product is len(ranks). A function has only data-parallel degrees.
         zero: ZeRO stage over the dp x sp ranks; 0 for a generate call.
-        micro_batch_tokens: maximum tokens per micro-batch and data-parallel rank, unless one sample is longer; 0: the
-            fewest micro-batches that fill the pipeline.
+        micro_batch_tokens: maximum tokens per micro-batch and data-parallel rank, unless one sample is longer; -1:
+            `TOKENS_PER_RANK` for each of its sp ranks; 0: the fewest micro-batches that fill the pipeline.
         tp_sequence_parallel: shard activations over tp outside of the matrix multiplications.
         sp_layout: how sequences are divided over sp: contiguous, zigzag or striped.
+        ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
+        mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
+        loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.
     """
 
     ranks: tuple[int, ...]
     dims: ParallelDims
     zero: int = 0
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = -1
     tp_sequence_parallel: bool = False
     sp_layout: str = "zigzag"
+    ac: str = "none"
+    ac_offload: bool = False
+    mlp_tile: int = 0
+    loss_chunk: int = 0
+
+    @property
+    def of_weights(self) -> CallLayout:
+        """The layout without what concerns one call alone: calls that agree in the rest use the same weights."""
+        return replace(self, micro_batch_tokens=-1, ac="none", ac_offload=False, loss_chunk=0)
+
+    @property
+    def token_budget(self) -> int:
+        """The maximum tokens of a micro-batch on a data-parallel rank; 0: no limit."""
+        return self.micro_batch_tokens if self.micro_batch_tokens >= 0 else TOKENS_PER_RANK * self.dims.sp
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -67,7 +87,8 @@ class ExecutionPlan:
 
     Attributes:
         calls: layouts by the name of the call.
-        offload: untrained roles whose weights are offloaded to host memory between calls.
+        offload: untrained roles whose weights are in host memory between calls; "actor.optimizer": of a trained role
+            the optimizer's states, which are there between train steps.
     """
 
     name: str
@@ -94,11 +115,18 @@ class ExecutionPlan:
                 layout = self.calls[call.name]
                 violations = [*_rank_violations(layout, world_size), *_kind_violations(call, layout)]
                 yield from (f"{call.name}: {text}" for text in violations)
-        for role in sorted(self.offload):
-            if role not in graph.roles:
-                yield f"offload names unknown role {role!r}: the roles are {', '.join(graph.roles)}"
-            elif role in graph.trained_roles:
-                yield f"offload names {role!r}, which is trained: only untrained roles can be offloaded"
+        optimizers = tuple(map(optimizer_of, graph.trained_roles))
+        for name in sorted(self.offload.difference(optimizers)):
+            if name not in graph.roles:
+                known = ", ".join((*graph.roles, *optimizers))
+                yield f"offload names unknown role {name!r}: the roles and optimizers are {known}"
+            elif name in graph.trained_roles:
+                yield f"offload names {name!r}, which is trained: use {optimizer_of(name)}, or untrained roles"
+
+
+def optimizer_of(role: str) -> str:
+    """Return the name of a trained role's optimizer in `ExecutionPlan.offload`."""
+    return f"{role}.optimizer"
 
 
 def _rank_violations(layout: CallLayout, world_size: int) -> Iterator[str]:
@@ -124,17 +152,26 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     dims, kind = layout.dims, call.kind
     if layout.zero not in ZERO_STAGES:
         yield f"zero={layout.zero} must be one of {', '.join(map(str, ZERO_STAGES))}"
-    if layout.micro_batch_tokens < 0:
-        yield f"micro_batch_tokens={layout.micro_batch_tokens} must be at least 0"
+    if layout.micro_batch_tokens < -1:
+        yield f"micro_batch_tokens={layout.micro_batch_tokens} must be at least 1, or 0 (no limit) or -1"
+    if layout.ac not in AC_MODES:
+        yield f"ac={layout.ac!r} must be one of {', '.join(AC_MODES)}"
+    if min(layout.mlp_tile, layout.loss_chunk) < 0:
+        yield f"mlp_tile={layout.mlp_tile} and loss_chunk={layout.loss_chunk} must be at least 0"
     if layout.sp_layout not in LAYOUTS:
         yield f"sp_layout={layout.sp_layout!r} must be one of {', '.join(LAYOUTS)}"
     if kind == "generate":
         refused = {"zero": layout.zero, "ep": dims.ep - 1, "tp_sequence_parallel": layout.tp_sequence_parallel}
+        refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
         if asked := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(asked)}: remove them"
+    if kind != "train_step" and (layout.ac != "none" or layout.ac_offload):
+        yield "ac and ac_offload keep less for a backward, which only a train_step call has: remove them"
+    elif layout.ac_offload and layout.ac == "none":
+        yield "ac_offload offloads what activation checkpointing saves, but ac is none: use ac: full"
     if layout.tp_sequence_parallel and dims.tp == 1:
         yield f"tp_sequence_parallel requires tp >= 2, got tp={dims.tp}"
     if kind == "compute" and (dims.pp, dims.sp, dims.tp, dims.ep) != (1, 1, 1, 1):
         yield f"a function supports only data-parallel degrees, got {dims}"
-    if kind == "compute" and (layout.zero or layout.micro_batch_tokens):
-        yield "a function does not support zero and micro_batch_tokens: remove them"
+    if kind == "compute" and layout != CallLayout(layout.ranks, dims, sp_layout=layout.sp_layout):
+        yield "a function supports no options besides ranks and degrees: remove the others"

@@ -1,10 +1,10 @@
 """Convert plans to and from YAML.
 
 name: mine
-offload: [ref, reward]
+offload: [ref, reward, actor.optimizer]
 calls:
   actor_generate: {ranks: 0-3, tp: 4}
-  actor_train: {ranks: 0-7, ulysses: 2, zero: 3}     # dp_shard defaults to the remaining ranks
+  actor_train: {ranks: 0-7, ulysses: 2, zero: 3, ac: full}     # dp_shard defaults to the remaining ranks
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def from_mapping(mapping: object) -> ExecutionPlan:
     violations = [f"unknown key {key!r}" for key in mapping if key not in ("name", "offload", "calls")]
     offload = mapping.get("offload") or []
     if not isinstance(offload, list) or not all(isinstance(role, str) for role in offload):
-        violations.append(f"offload: {offload!r} must be a list of roles")
+        violations.append(f"offload: {offload!r} must be a list of roles, or of optimizers such as actor.optimizer")
     layouts: dict[str, CallLayout] = {}
     for name, entry in mapping["calls"].items():
         try:

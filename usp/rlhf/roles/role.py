@@ -43,8 +43,11 @@ class Role(Protocol):
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
         """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `keys.GENERATED`."""
 
-    def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
-        """Return the samples with only the key `output`. Their sequences are under the key "tokens"."""
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
+        """Return the samples with only the key `output`. Their sequences are under the key "tokens".
+
+        layout: of the call, which differs from the copy's in micro-batches and chunks alone; None: that of the copy.
+        """
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
         """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
@@ -65,5 +68,6 @@ class SupportsSharing(Protocol):
         """
 
 
-# The call is the role's train step for the copy that the optimizer updates, else the first call that uses the copy.
+# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
+# uses the copy.
 BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]

@@ -42,6 +42,7 @@ class RoleModel:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
         make_generator: builds the generator for this copy; called once.
+        offload_optimizer: the optimizer's states are in host memory except during train steps.
 
     Attributes:
         learning_rate: for the next train steps; may be set between them.
@@ -58,6 +59,7 @@ class RoleModel:
         *,
         trained: bool = False,
         make_generator: Callable[[RoleModel], SupportsGenerate] | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
         if trained and spec.optimizer is None:
             raise ValueError(f"RoleSpec.optimizer must be set for {spec.role}, which is trained")
@@ -68,6 +70,7 @@ class RoleModel:
         (self.stage,) = build_stages(self._recipe, mesh)
         self._allocated = False
         self._memory = WeightMemory()
+        self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
         self._make_generator = make_generator
         self._generator: SupportsGenerate | None = None
 
@@ -140,8 +143,10 @@ class RoleModel:
         """Move the weights back to the device."""
         self._memory.load()
 
-    def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         """Run one forward over this data-parallel rank's samples, possibly none; return `output` on its leader.
+
+        layout: of the call, which differs from the copy's in micro-batches and chunks alone; None: that of the copy.
 
         Raises:
             ValueError: if the model does not have the head that the work names, or no adapters to leave out.
@@ -150,14 +155,16 @@ class RoleModel:
         self._check_head(head.head)
         if not work.adapters and self.spec.lora is None:
             raise ValueError(f"{self.spec.role} has no adapters to compute without: use a role with RoleSpec.lora")
-        plan = plan_rows(samples, self.layout, self.mesh)
+        layout = layout or self.layout
+        self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
+        plan = plan_rows(samples, layout, self.mesh)
         values: list[Tensor] = []
         if plan is not None:
-            batches = micro_batches(samples, plan, self.layout, self.mesh)
+            batches = micro_batches(samples, plan, layout, self.mesh)
             parts = self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
             with nullcontext() if work.adapters else adapters_off(self.stage):
                 outputs = forward_stages(self.stage, self.mesh, batches, head, dtype=self.spec.dtype, token_parts=parts)
-            values = unpack(outputs, plan, samples, self.layout, self.mesh) if self.stage.last else []
+            values = unpack(outputs, plan, samples, layout, self.mesh) if self.stage.last else []
         if not self._leads:
             return Samples((), {})
         return Samples(samples.ids, {output: [value[-1] if work.head == "score" else value for value in values]})
@@ -175,6 +182,15 @@ class RoleModel:
         """
         engine = self._trained_engine()
         self._check_head(work.objective.head)
+        self.stage.loss_chunk = self._recipe.loss_chunk
+        self._moments.prefetch()
+        averages = self._optimizer_steps(engine, mini_batches, work)
+        self.offload_optimizer()
+        return averages
+
+    def _optimizer_steps(
+        self, engine: Fsdp2Engine, mini_batches: Sequence[Samples], work: TrainStep
+    ) -> dict[str, float]:
         seen: list[dict[str, float]] = []
         norms: list[float] = []
         for epoch in range(work.epochs):
@@ -184,6 +200,7 @@ class RoleModel:
                 if work.stop_above is not None and _above(seen[-1], *work.stop_above):
                     engine.optimizer.zero_grad()
                     return _averages(seen, norms)
+                self._moments.load()
                 norms.append(engine.step(self.learning_rate, self.spec.max_grad_norm))
                 if not math.isfinite(norms[-1]):
                     raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, expected a finite value")
@@ -206,12 +223,27 @@ class RoleModel:
         return samples if self._leads else Samples((), {})
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights and optimizer state of a trained copy, as `Engine.state`."""
+        """Return the weights and optimizer state of a trained copy, as `Engine.state`, on the device.
+
+        `offload_optimizer` must follow once they have been read.
+        """
+        self._moments.load()
         return self._trained_engine().state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors of `state`, loaded from a checkpoint."""
         self._trained_engine().restore(state)
+        self.offload_optimizer()
+
+    def offload_optimizer(self) -> None:
+        """Move the optimizer's states to the host, if this copy was made to."""
+        if self._offload_optimizer:
+            self._moments.offload()
+
+    def _optimizer_states(self) -> Iterator[Tensor]:
+        """Yield the moments; the optimizer's step counts are on the host already."""
+        for kept in self._trained_engine().optimizer.state.values():
+            yield from (state for name, state in kept.items() if name != "step")
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         ends = tied_ends(self.stage.model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from usp.hf.lora.adapters import Lora
-from usp.hf.models import ModelConfig
+from usp.hf.models import ModelConfig, model_facts
 from usp.rlhf.plan.plan import CallLayout
 from usp.train.build import EngineRecipe
 from usp.train.engines.base import AdamW
@@ -25,7 +25,8 @@ class RoleSpec:
         seed: for random weights.
         dtype: of forward and backward, and of weights that this copy does not train. Trained weights are float32.
         optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
-        kernel, loss_chunk, mlp_tile, ac: see `EngineRecipe`.
+        kernel: see `EngineRecipe`.
+        loss_chunk: tokens whose logits exist at a time in calls whose layout says nothing.
         lora: adapters, which are trained instead of the weights of `source`.
     """
 
@@ -40,9 +41,12 @@ class RoleSpec:
     max_grad_norm: float = 1.0
     kernel: str = "auto"
     loss_chunk: int = 2048
-    mlp_tile: int = 0
-    ac: str = "none"
     lora: Lora | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return model_facts(self.source, self.config).num_experts > 0
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
         """Return how to build the model's stages and engine in a layout."""
@@ -54,9 +58,10 @@ class RoleSpec:
             sp_layout=layout.sp_layout,
             kernel=self.kernel,
             tp_sequence_parallel=layout.tp_sequence_parallel,
-            ac=self.ac if trained else "none",
-            mlp_tile=self.mlp_tile,
-            loss_chunk=self.loss_chunk,
+            ac=layout.ac,
+            ac_offload=layout.ac_offload,
+            mlp_tile=layout.mlp_tile,
+            loss_chunk=layout.loss_chunk or self.loss_chunk,
             weights_dtype=torch.float32 if trained and self.lora is None else self.dtype,
             lora=self.lora,
         )

@@ -81,7 +81,7 @@ def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: in
 
     Collective over the batch axis, on every rank of the mesh. Returns None if no rank has a sample.
     """
-    rows = pack(samples, unit=unit, budget=layout.micro_batch_tokens, at_least=mesh.size("pp"))
+    rows = pack(samples, unit=unit, budget=layout.token_budget, at_least=mesh.size("pp"))
     longest = max(sum(len(samples["tokens"][index]) for index in row) for row in rows)
     shape = torch.tensor([len(rows), longest], device=mesh.device_type)
     dist.all_reduce(shape, dist.ReduceOp.MAX, group=mesh.group("batch"))

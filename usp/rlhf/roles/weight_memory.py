@@ -1,8 +1,9 @@
-"""Free, restore, offload or share the memory of a model's weights while the model object stays in place."""
+"""Free, restore, offload or share the memory of weights and optimizer states while their tensors stay in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,20 @@ from usp.hf.prune import tied_ends
 
 
 class WeightMemory:
-    """The memory of parameters: plain tensors or DTensors, those of FSDP2 included (between forwards).
+    """The memory of parameters or optimizer states: plain tensors or DTensors, FSDP2's included (between forwards).
 
     Storages are resized in place, as FSDP2 does with gathered parameters, so that parameters, hooks, views and
     optimizers keep referring to the same tensors.
 
     Args:
-        weights: returns the parameters, always in the same order.
+        weights: returns the tensors, always in the same order.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._weights = weights
         self._freed: list[int] = []  # sizes of the freed storages
         self._host: list[Tensor] = []
+        self._arriving: torch.Stream | None = None
 
     def release(self) -> None:
         """Free the memory and lose the values. Does nothing if already freed."""
@@ -44,21 +46,37 @@ class WeightMemory:
         self._freed = []
 
     def offload(self) -> None:
-        """Move the values to pinned host memory. Does nothing for weights on the CPU."""
-        if self._host or self._freed or all(storage.device.type == "cpu" for storage in self._storages()):
+        """Move the values to host memory, pinned for a device; from the CPU, to other host memory."""
+        if self._freed:
             return
-        self._host = [_bytes(storage).to("cpu").pin_memory() for storage in self._storages()]
+        self.load()  # ends what `prefetch` began
+        for storage in self._storages():
+            pinned = storage.device.type != "cpu"
+            values = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            self._host.append(values.copy_(_bytes(storage), non_blocking=True))
+        _synchronize()
         self.release()
 
     def load(self) -> None:
-        """Move offloaded values back to the device."""
-        if not self._host:
+        """Move offloaded values back to the device. Does nothing if they are there."""
+        self.prefetch()
+        if self._arriving is not None:
+            self._arriving.synchronize()
+        self._host, self._arriving = [], None
+
+    def prefetch(self) -> None:
+        """Begin to move offloaded values back, while the device computes; `load` must follow before they are used."""
+        if not self._host or not self._freed:
             return
         self.allocate()
-        for storage, values in zip(self._storages(), self._host, strict=True):
-            _bytes(storage).copy_(values, non_blocking=True)
-        torch.accelerator.current_stream().synchronize()
-        self._host = []
+        storages = self._storages()
+        if storages[0].device.type != "cpu":
+            self._arriving = torch.Stream(storages[0].device)
+            # The new memory may be that of tensors which the device still computes with.
+            self._arriving.wait_stream(torch.accelerator.current_stream(storages[0].device))
+        with self._arriving or nullcontext():
+            for storage, values in zip(storages, self._host, strict=True):
+                _bytes(storage).copy_(values, non_blocking=True)
 
     def _storages(self) -> list[torch.UntypedStorage]:
         return [local_part(weight).untyped_storage() for weight in self._weights()]
@@ -110,6 +128,11 @@ def _placed_like(own: Tensor, values: Tensor) -> Tensor:
         return values
     shape, stride = own.shape, own.stride()
     return DTensor.from_local(values, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

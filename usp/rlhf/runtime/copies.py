@@ -54,7 +54,7 @@ class RoleCopies:
             if meshes[place].member:
                 call = graph.train_call(copy.role) if copy == self._trained.get(copy.role) else calls[0]
                 assert call
-                self._models[copy] = build_role(call, copy.layout, meshes[place])
+                self._models[copy] = build_role(call, plan[call.name], meshes[place])
                 if self._trained.get(copy.role, copy) == copy:
                     self._models[copy].fill()
         filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]

@@ -160,7 +160,7 @@ class StepRunner:
         if isinstance(call.work, Inference):
             key = tokens_key(call)
             sequences = Samples(samples.ids, {**samples.only(set(call.inputs) - {key}).values, "tokens": samples[key]})
-            return self._model(call).inference(sequences, call.work, call.outputs[0])
+            return self._model(call).inference(sequences, call.work, call.outputs[0], self._context.plan[call.name])
         assert isinstance(call.work, Compute)
         group = self._context.groups.get(self._context.plan[call.name].ranks)
         assert group

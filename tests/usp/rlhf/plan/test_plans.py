@@ -76,9 +76,30 @@ def test_separation_trains_on_the_second_half() -> None:
 
 @pytest.mark.parametrize("name", NAMED_PLANS)
 def test_plan_survives_yaml(name: str) -> None:
-    facts = replace(FACTS, dims=ParallelDims(ulysses=2, tp=2), zero=3, tp_sequence_parallel=True)
+    memory = {"ac": "attention-saved", "ac_offload": True, "mlp_tile": 64, "micro_batch_tokens": 0}
+    facts = replace(FACTS, dims=ParallelDims(ulysses=2, tp=2), zero=3, tp_sequence_parallel=True, **memory)
     plan = named_plan(name, ppo(), facts)
     assert from_mapping(yaml.safe_load(yaml.safe_dump(to_mapping(plan)))) == plan
+
+
+def test_memory_options_reach_the_calls_on_which_they_have_an_effect() -> None:
+    graph = ppo()
+    facts = replace(FACTS, zero=3, ac="full", ac_offload=True, mlp_tile=64, micro_batch_tokens=4096)
+    plan = named_plan("flattening", graph, facts)
+    for call in graph.calls:
+        layout, trains = plan[call.name], call.kind == "train_step"
+        assert (layout.ac, layout.ac_offload) == (("full", True) if trains else ("none", False))
+        assert layout.mlp_tile == (64 if call.role else 0)
+        assert layout.micro_batch_tokens == (4096 if call.kind in ("train_step", "inference") else -1)
+    # Checkpointing, micro-batches and chunks do not give a call weights of its own.
+    inference = replace(plan["actor_inference"], micro_batch_tokens=0, loss_chunk=64)
+    plan = replace(plan, calls={**plan.calls, "actor_inference": inference})
+    assert copy_of(graph, plan, graph["actor_inference"]) == trained_copy(graph, plan, "actor")
+
+
+def test_a_micro_batch_has_16384_tokens_on_each_sequence_parallel_rank_unless_told_otherwise() -> None:
+    layout = CallLayout(tuple(range(8)), ParallelDims(ulysses=2, ring=2, dp_shard=2))
+    assert [replace(layout, micro_batch_tokens=n).token_budget for n in (-1, 0, 7)] == [65536, 0, 7]
 
 
 def test_defaults_may_be_left_out_of_a_file() -> None:
@@ -95,7 +116,7 @@ def test_all_violations_of_a_file_are_reported_at_once() -> None:
         from_mapping(yaml.safe_load(text))
     for part in (
         "unknown key 'plan'",
-        "offload: 'ref' must be a list of roles",
+        "offload: 'ref' must be a list of roles, or of optimizers such as actor.optimizer",
         "a: ranks: '0-3-5' must be ranks and ranges, such as 0-3,6",
         "b: {'tp': 2} must be a mapping with `ranks`",
         "c: unknown key 'cp'; tp: '2' must be int; zero: True must be int",
@@ -109,33 +130,43 @@ def test_all_violations_of_a_plan_are_reported_at_once() -> None:
     graph = ppo()
     one = CallLayout((0,), ParallelDims(dp_shard=1))
     calls = {call.name: one for call in graph.calls if call.name != "ref_inference"} | {
-        "actor_generate": CallLayout((0, 1), ParallelDims(dp_shard=2), zero=3, tp_sequence_parallel=True),
-        "actor_train": CallLayout((0, 1, 8, 9), ParallelDims(dp_shard=2)),
-        "critic_train": CallLayout((1, 1), ParallelDims(), zero=5, micro_batch_tokens=-1, sp_layout="spiral"),
-        "critic_inference": CallLayout((), ParallelDims(dp_shard=1)),
+        "actor_generate": CallLayout((0, 1), ParallelDims(dp_shard=2), zero=3, tp_sequence_parallel=True, loss_chunk=8),
+        "actor_train": CallLayout((0, 1, 8, 9), ParallelDims(dp_shard=2), ac="all", mlp_tile=-1),
+        "critic_train": CallLayout(
+            (1, 1), ParallelDims(), zero=5, micro_batch_tokens=-2, sp_layout="spiral", ac_offload=True
+        ),
+        "critic_inference": CallLayout((), ParallelDims(dp_shard=1), ac="full"),
         "reward_inference": CallLayout((0, 1), ParallelDims(dp_shard=1, tp=2, ep=4)),
-        "advantages": CallLayout((0, 1), ParallelDims(dp_shard=1, tp=2)),
+        "advantages": CallLayout((0, 1), ParallelDims(dp_shard=1, tp=2), mlp_tile=8),
         "other": one,
     }
     with pytest.raises(ValueError) as caught:
-        ExecutionPlan("mine", calls, frozenset({"actor", "judge"})).check(graph, world_size=8)
+        ExecutionPlan("mine", calls, frozenset({"actor", "judge", "ref.optimizer", "critic.optimizer"})).check(
+            graph, world_size=8
+        )
     for part in (
         "plan 'mine': no layout for ref_inference",
         "layouts for unknown calls other: the calls are ",
-        "actor_generate: a generate call does not support zero, tp_sequence_parallel: remove them",
+        "actor_generate: a generate call does not support zero, tp_sequence_parallel, loss_chunk: remove them",
+        "actor_train: ac='all' must be one of none, attention-saved, full",
+        "actor_train: mlp_tile=-1 and loss_chunk=0 must be at least 0",
+        "critic_inference: ac and ac_offload keep less for a backward, which only a train_step call has: remove them",
+        "advantages: a function supports no options besides ranks and degrees: remove the others",
         "actor_generate: tp_sequence_parallel requires tp >= 2, got tp=1",
         "actor_train: ranks 8-9 are missing from the world of 8 ranks (0-7): launch more ranks, or use others",
         "actor_train: dp_shard=2 x 1 = 2 ranks must equal the call's ranks, 4",
         "critic_train: ranks [1, 1] must be unique and ascending",
         "critic_train: dp_shard=-1 must be resolved",
         "critic_train: zero=5 must be one of 0, 1, 2, 3",
-        "critic_train: micro_batch_tokens=-1",
+        "critic_train: micro_batch_tokens=-2 must be at least 1, or 0 (no limit) or -1",
+        "critic_train: ac_offload offloads what activation checkpointing saves, but ac is none: use ac: full",
         "critic_train: sp_layout='spiral' must be one of",
         "critic_inference: must have at least one rank",
         "reward_inference: ep=4 must divide",
         "advantages: a function supports only data-parallel degrees, got tp=2",
-        "offload names 'actor', which is trained",
-        "offload names unknown role 'judge': the roles are actor, critic, ref, reward",
+        "offload names 'actor', which is trained: use actor.optimizer",
+        "offload names unknown role 'judge': the roles and optimizers are actor, critic, ref, reward, actor.optimizer",
+        "offload names unknown role 'ref.optimizer'",
     ):
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="plan 'best' must be one of heuristic, flattening"):

@@ -17,6 +17,7 @@ from parallel.reallocation.boxes import local_box, local_part
 from parallel.testing import RankPool
 from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, drawn_model
 from usp.hf.export import save_weights
+from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, scalar_config
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
@@ -148,20 +149,25 @@ class Case:
     shared: bool = False  # tp_sequence_parallel
     family: str = "llama"
     head: Literal["logprobs", "values"] = "logprobs"
+    ac: str = "none"
+    ac_offload: bool = False
+    mlp_tile: int = 0
+    offload: bool = False  # the optimizer, in a call for each mini-batch
 
     @property
     def layout(self) -> CallLayout:
         options = {"zero": self.zero, "micro_batch_tokens": self.budget, "tp_sequence_parallel": self.shared}
+        options |= {name: getattr(self, name) for name in ("ac", "ac_offload", "mlp_tile")}
         return CallLayout(tuple(range(8)), self.dims.resolve(8), **options)  # type: ignore[arg-type]
 
 
 CASES = [
-    Case(ParallelDims(dp_shard=8), zero=3, budget=16),
-    Case(ParallelDims(tp=2, pp=2, dp_shard=2)),
+    Case(ParallelDims(dp_shard=8), zero=3, budget=16, ac="full", mlp_tile=3, offload=True),
+    Case(ParallelDims(tp=2, pp=2, dp_shard=2), offload=True),
     Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
-    Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3"),
+    Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3", ac="attention-saved"),
     Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
-    Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied"),
+    Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied", ac="full", ac_offload=True),
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
 ]
@@ -201,19 +207,32 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     still.fill()
     boxes = {name: local_box(weight) for name, weight in still.weights().items()}
     found["before"] = apart(still.inference(mine, work, "said"), before, "said")
-    model = RoleModel(spec, case.layout, mesh, trained=True)
+    model = RoleModel(spec, case.layout, mesh, trained=True, offload_optimizer=case.offload)
     model.fill()
     found["before, trained"] = apart(said := model.inference(mine, work, "said"), before, "said")
     leads = mesh.rank("pp") == mesh.size("pp") - 1 and mesh.rank("sp") == mesh.rank("tp") == 0
     assert said.ids == (mine.ids if leads else ()) and set(said.values) == ({"said"} if leads else set())
     parts = [mine.of(own) if (own := [i for i in ids if i in mine.ids]) else Samples((), {}) for ids in MINI_BATCHES]
-    metrics = model.train_step(parts, TrainStep(Pairs(case.head), mini_batches=2))
-    assert metrics.pop("optimizer_steps") == 2 and metrics.keys() == wanted["metrics"].keys()
+    calls = [[part] for part in parts] if case.offload else [parts]
+    told = [model.train_step(call, TrainStep(Pairs(case.head), mini_batches=len(call))) for call in calls]
+    metrics = {name: sum(one[name] for one in told) / len(told) for name in told[0]}
+    assert metrics.pop("optimizer_steps") == len(parts) / len(told) and metrics.keys() == wanted["metrics"].keys()
+    if case.offload:
+        assert model.engine is not None and _moment_bytes(model) == {0}
+        moments = [x for name, x in model.state().items() if "exp_avg" in name]  # on the device
+        assert all(local_part(x).isfinite().all() for x in moments) and 0 not in _moment_bytes(model)
+        model.offload_optimizer()
+        assert _moment_bytes(model) == {0}
     found["metrics"] = float(
         torch.tensor([value - wanted["metrics"][name] for name, value in metrics.items()]).abs().amax()
     )
     found["weights"] = weights_apart(model, wanted["weights"])
-    found["after"] = apart(model.inference(mine, work, "said"), after, "said")
+    layers = [layer for layer in decoder_layers(model.stage.model) if next(layer.parameters(), None) is not None]
+    assert {getattr(layer.forward, "recomputes", False) for layer in layers} == {case.ac != "none"}
+    assert {"forward" in vars(layer.mlp) for layer in layers} == {case.mlp_tile > 0}
+    call = replace(case.layout, micro_batch_tokens=40, loss_chunk=3, ac="none", ac_offload=False)  # of its own
+    found["after"] = apart(model.inference(mine, work, "said", call), after, "said")
+    assert model.stage.loss_chunk == 3 and model.layout == case.layout
     assert {name: local_box(weight) for name, weight in still.weights().items()} == boxes, "parameters stay gathered"
     # Weights that are released, allocated, changed, offloaded and loaded.
     still.release()
@@ -234,6 +253,12 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
         found["scores"] = apart(still.inference(mine, Inference("score"), "score"), scores, "score")
     assert len(still.inference(Samples((), {}), work, "said")) == 0
     return found
+
+
+def _moment_bytes(model: RoleModel) -> set[int]:
+    assert model.engine is not None
+    states = [kept[name] for kept in model.engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return {local_part(x).untyped_storage().nbytes() for x in states if local_part(x).numel()}
 
 
 def run_cases(wanted: dict[tuple[str, str], Any]) -> list[dict[str, float]]:

@@ -143,7 +143,7 @@ class Meeting(ToyModel):
         super().__init__(call, layout, mesh)
         self._folder = folder
 
-    def inference(self, samples: Samples, work: Inference, output: str) -> Samples:
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         (self._folder / output).touch()
         deadline = time.monotonic() + 60
         while not all((self._folder / key).exists() for key in ("ref_logprobs", "score", "values")):
