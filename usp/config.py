@@ -110,6 +110,16 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """The load-balancing loss of mixtures of experts, shared by train.py and rlhf.py."""
+
+    router_aux_loss_coef: float = -1.0
+    """MoE load-balancing loss coefficient. -1: router_aux_loss_coef of the model configuration."""
+    router_balance: Annotated[str, one_of(ROUTER_BALANCES)] = "step"
+    """Tokens that the load-balancing loss covers. step: with micro-batches, costs a forward pass that only counts."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """LoRA adapters, shared by train.py and rlhf.py."""
 
@@ -189,10 +199,6 @@ class _Training:
     """AdamW epsilon."""
     max_grad_norm: float = 1.0
     """Maximum global gradient norm. inf: no clipping."""
-    router_aux_loss_coef: float = -1.0
-    """MoE load-balancing loss coefficient. -1: router_aux_loss_coef of the model configuration."""
-    router_balance: Annotated[str, one_of(ROUTER_BALANCES)] = "step"
-    """Tokens that the load-balancing loss covers. step: with micro-batches, costs a forward pass that only counts."""
     seed: int = 0
     """Seed for weight initialization and data order."""
 
@@ -204,7 +210,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig, MemoryConfig, _Training, LoraConfig, ParallelConfig):
+class TrainConfig(RunConfig, MemoryConfig, RouterConfig, _Training, LoraConfig, ParallelConfig):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

@@ -92,6 +92,7 @@ BAD = [
         ["--ac", "some", "--micro-batch-tokens", "-2"],
         ["--ac = 'some' must be one of none", "--micro-batch-tokens = -2"],
     ),
+    (["--router-balance", "micro-batch"], ["--router-balance micro-batch balances experts, and tiny has none: remove"]),
     (["--ac-offload"], ["--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"]),
     (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--plan = plan.yaml does not use --ac: remove"]),
     (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["actor_train: mlp_tile=64 tiles dense MLPs, and those of"]),

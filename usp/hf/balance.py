@@ -80,17 +80,25 @@ class RouterBalance:
         self._routers, self._logits_index = router_modules(model), logits_index(model)
         self._incoming: Tensor | None = None
         self._seen: list[tuple[nn.Module, Tensor]] | None = None
+        self._real: Tensor | None = None
         for router in self._routers:
             router.register_forward_hook(self._record)
 
-    def open(self, incoming: Tensor | None = None) -> None:
-        """Start a micro-batch's forward; `incoming` is the result of `close` on the previous stage."""
-        self._incoming, self._seen = incoming, []
+    def open(self, incoming: Tensor | None = None, real: Tensor | None = None) -> None:
+        """Start a micro-batch's forward.
+
+        Args:
+            incoming: the result of `close` on the previous stage.
+            real: (B, S) bool, False for those of this rank's tokens that are padding and do not count; None: none is.
+        """
+        if real is not None and self.tp_group is not None:
+            real = real.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        self._incoming, self._seen, self._real = incoming, [], None if real is None else real.flatten()
 
     def close(self) -> Tensor:
         """End the forward; return (2, E) float32, counts and probability sums over the layers so far."""
         assert self._seen is not None, "close() without open()"
-        seen, self._seen = self._seen, None
+        seen, self._seen, self._real = self._seen, None, None
         silent = len({id(router) for router in self._routers} - {id(router) for router, _ in seen})
         cut_off = any(_is_trained(router) and not rows.requires_grad for router, rows in seen)
         if silent or (cut_off and torch.is_grad_enabled()):
@@ -137,12 +145,35 @@ class RouterBalance:
 
     def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
+        if self._seen is None and not torch.is_grad_enabled():
+            return  # a forward outside of `open` and `close`
         probabilities = torch.softmax(local_tensor(output[self._logits_index]), dim=-1, dtype=torch.float32)
         # As transformers does: a router that chooses by other scores is balanced by these all the same.
         chosen = probabilities.topk(self.top_k, dim=-1).indices
-        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts).to(torch.float32)
+        if self._real is None:
+            sums = probabilities.sum(dim=0)
+        else:
+            chosen = chosen.where(self._real.unsqueeze(1), self.num_experts)
+            sums = _SumOfReal.apply(probabilities, self._real)
+        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts + 1)[:-1].to(torch.float32)
         if self._seen is not None:
-            self._seen.append((router, torch.stack((counts, probabilities.sum(dim=0)))))
+            self._seen.append((router, torch.stack((counts, sums))))
+
+
+class _SumOfReal(torch.autograd.Function):
+    """Sum (T, E) over the tokens that `real` (T,) names.
+
+    It keeps `real` aside from saved tensors, which a checkpointed layer computes again after other micro-batches began.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TE: Tensor, real_T: Tensor) -> Tensor:
+        ctx.real = real_T
+        return x_TE.where(real_T.unsqueeze(1), 0).sum(dim=0)
+
+    @staticmethod
+    def backward(ctx, grad_E: Tensor):
+        return ctx.real.unsqueeze(1) * grad_E, None
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -63,6 +63,7 @@ class CausalLMStage(nn.Module):
         head: Head | None,
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
+        real: Tensor | None = None,
         **inputs: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
@@ -76,10 +77,11 @@ class CausalLMStage(nn.Module):
             chosen: with `balance`, the second output of the previous stage.
             head: None to only run the layers.
             position_ids, cu_seqlens: from `shard_batch`.
+            real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
             inputs: tensors for `head`, such as `shift_labels`.
         """
         if self.balance is not None:
-            self.balance.open(chosen)
+            self.balance.open(chosen, real)
         options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         if hasattr(self.model.config, "output_router_logits"):
             options["output_router_logits"] = False  # would keep all layers' logits; `balance` uses hooks

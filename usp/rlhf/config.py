@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
-from usp.config import MODEL_HELP, LoraConfig, MemoryConfig, ParallelConfig, RunConfig, one_of
+from usp.config import MODEL_HELP, LoraConfig, MemoryConfig, ParallelConfig, RouterConfig, RunConfig, one_of
 from usp.run.failures import nearest
 
 from .algorithms.registry import ALGORITHMS
@@ -98,7 +98,7 @@ class _Rlhf:
 
 
 @dataclass(frozen=True)
-class RlhfConfig(RunConfig, MemoryConfig, _Rlhf, LoraConfig, ParallelConfig):
+class RlhfConfig(RunConfig, MemoryConfig, RouterConfig, _Rlhf, LoraConfig, ParallelConfig):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 

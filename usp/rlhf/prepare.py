@@ -46,6 +46,7 @@ from .role_specs import (
     memory_violations,
     no_critic,
     role_specs,
+    router_violations,
     unused_models,
     vocabulary_violations,
 )
@@ -132,6 +133,7 @@ def prepare(
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += unused_models(config, algorithm, graph)
     problems += no_critic(specs, graph)
+    problems += router_violations(config, graph, specs)
     problems += _step_violations(config, algorithm, options, graph)
     used = {role: specs[role] for role in graph.roles if role in specs}
     plan = attempt(partial(_plan, config, sft_steps, graph, used, launch))

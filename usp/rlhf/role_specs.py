@@ -11,6 +11,7 @@ import torch
 from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
+from usp.hf.balance import aux_loss_coefficient
 from usp.hf.integrate import rotary_switch
 from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
 from usp.presets import PRESETS
@@ -20,6 +21,7 @@ from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
+from usp.train.validate import balance_violations, with_flags
 
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
@@ -45,6 +47,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             model = load_model_config(source, head, new_head)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
+        has_experts = model_facts(source, model).num_experts > 0  # hybrids have a coefficient even without
         return RoleSpec(
             role,
             source,
@@ -57,6 +60,8 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             max_grad_norm=config.max_grad_norm,
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
+            balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
+            router_balance=config.router_balance,
         )
 
     actor = spec("actor", ("model",), "lm", config.learning_rate)
@@ -126,6 +131,13 @@ def memory_violations(plan: ExecutionPlan, graph: DataflowGraph, specs: Mapping[
         if call.role and plan[call.name].mlp_tile and specs[call.role].has_experts:
             tile, source = plan[call.name].mlp_tile, specs[call.role].source
             yield f"{call.name}: mlp_tile={tile} tiles dense MLPs, and those of {source} are experts: remove it"
+
+
+def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[str, RoleSpec]) -> Iterator[str]:
+    """Yield why no trained model, or not each with experts, can have the load-balancing loss that flags ask for."""
+    facts = [model_facts(specs[role].source, specs[role].config) for role in graph.trained_roles]
+    for one in [found for found in facts if found.num_experts] or facts[:1]:
+        yield from map(with_flags, balance_violations(config, one))
 
 
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:

@@ -28,6 +28,7 @@ from usp.config import (
     LoraConfig,
     MemoryConfig,
     ParallelConfig,
+    RouterConfig,
     TrainConfig,
     flag,
 )
@@ -297,6 +298,17 @@ def _pipeline(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
 
 def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     yield from ep_violations(facts, config.ep)
+    yield from balance_violations(config, facts)
+    if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
+        yield (
+            f"zero=0 replicates every expert, but ep={config.ep} x tp={config.tp} ranks share them: use zero=1 or more"
+        )
+    if facts.num_experts and config.mlp_tile:
+        yield f"mlp_tile={config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
+
+
+def balance_violations(config: RouterConfig, facts: ModelFacts) -> Iterator[str]:
+    """Yield why a model cannot have the load-balancing loss of `config`."""
     if config.router_aux_loss_coef > 0 and not facts.num_experts:
         yield (
             f"router_aux_loss_coef={config.router_aux_loss_coef} balances experts, and {facts.name} has none: remove it"
@@ -308,12 +320,6 @@ def _experts(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
         )
     if config.router_balance != "step" and not facts.num_experts:
         yield f"router_balance={config.router_balance} balances experts, and {facts.name} has none: remove it"
-    if facts.num_experts and config.zero == 0 and config.ep * config.tp > 1:
-        yield (
-            f"zero=0 replicates every expert, but ep={config.ep} x tp={config.tp} ranks share them: use zero=1 or more"
-        )
-    if facts.num_experts and config.mlp_tile:
-        yield f"mlp_tile={config.mlp_tile} tiles dense MLPs, and those of {facts.name} are experts: remove it"
 
 
 def _above(number: int, multiple: int) -> int:

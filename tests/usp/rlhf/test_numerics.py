@@ -144,6 +144,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
             optimizer=ADAM,
             learning_rate=LEARNING_RATE,
             loss_chunk=5,
+            balance=0.5 if family == "mixtral" else 0.0,  # of the routers' load
         )
 
         def generator(model: RoleModel) -> Generator:
@@ -214,6 +215,7 @@ MORE_FAMILIES = {
     "cohere2": "separation",
     "granite": "tp2 pp2 dp2",
     "deepseek_v3": TO_WHOLE_EXPERTS,
+    "mixtral": TO_WHOLE_EXPERTS,
 }
 
 

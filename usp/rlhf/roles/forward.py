@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ def forward_stages(
     stage: CausalLMStage,
     mesh: ParallelMesh,
     micro_batches: Sequence[MicroBatch],
-    head: Head,
+    head: Head | None,
     *,
     dtype: torch.dtype,
     token_parts: int = 1,
@@ -31,6 +32,7 @@ def forward_stages(
 
     Args:
         stage: of this rank.
+        head: None for hidden states.
         dtype: of hidden states.
         token_parts: ranks that hidden states are sharded over within an sp rank: tp under tp_sequence_parallel.
     """
@@ -44,7 +46,8 @@ def forward_stages(
             shape = (x.shape[0], x.shape[1] // token_parts, stage.model.config.hidden_size)
             x = torch.empty(shape, dtype=dtype, device=x.device)
             dist.recv(x, group=group, group_src=rank - 1)
-        output = stage(x, **inputs, head=head)
+        with _without_balance(stage):
+            output = stage(x, **inputs, head=head)
         if stage.last:
             outputs.append(output)
             continue
@@ -58,3 +61,13 @@ def forward_stages(
         # FSDP2 keeps weights gathered for a backward that never comes, and would miss later changes to them.
         stage.reset_iter_state()
     return outputs
+
+
+@contextmanager
+def _without_balance(stage: CausalLMStage) -> Iterator[None]:
+    """Let the stage return what its head does: the load-balancing loss is part of losses alone."""
+    balance, stage.balance = stage.balance, None
+    try:
+        yield
+    finally:
+        stage.balance = balance

@@ -267,6 +267,9 @@ class RoleModel:
             raise ValueError(f"{place} has no samples on any rank: use fewer mini-batches or more samples")
         batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys)
         head = ObjectiveLoss(objective, self.mesh.group("sp"))
+        balance = self.stage.balance
+        if balance is not None and balance.by_micro_batch:
+            balance.coefficient = self.spec.balance / len(batches)
         engine.forward_backward(batches, head)
         metrics = self._sums(head.metrics)
         broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}

@@ -27,6 +27,8 @@ class RoleSpec:
         optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
         kernel: see `EngineRecipe`.
         loss_chunk: tokens whose logits exist at a time in calls whose layout says nothing.
+        balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
+            `EngineRecipe`. A step is a mini-batch.
         lora: adapters, which are trained instead of the weights of `source`.
     """
 
@@ -41,6 +43,8 @@ class RoleSpec:
     max_grad_norm: float = 1.0
     kernel: str = "auto"
     loss_chunk: int = 2048
+    balance: float = 0.0
+    router_balance: str = "step"
     lora: Lora | None = None
 
     @property
@@ -62,6 +66,8 @@ class RoleSpec:
             ac_offload=layout.ac_offload,
             mlp_tile=layout.mlp_tile,
             loss_chunk=layout.loss_chunk or self.loss_chunk,
+            balance=self.balance if trained else 0.0,
+            router_balance=self.router_balance,
             weights_dtype=torch.float32 if trained and self.lora is None else self.dtype,
             lora=self.lora,
         )

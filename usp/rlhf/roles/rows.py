@@ -100,7 +100,8 @@ def micro_batches(
     """Return this rank's tokens of each row, on the mesh's device; no communication.
 
     Has `input_ids`, `position_ids`, `shift_labels` and `cu_seqlens` as `shard_batch`; `SEQUENCE`: the index of each
-    token's sequence in the row, or the number of sequences for padding; and each of `keys` as float32, 0 in padding.
+    token's sequence in the row, or the number of sequences for padding; `real`: bool, False for padding; and each of
+    `keys` as float32, 0 in padding.
     All but `cu_seqlens` are (1, this rank's tokens).
 
     Raises:
@@ -149,6 +150,7 @@ def _micro_batch(
     others = {key: joined([samples[key][index] for index in row], 0, torch.float32) for key in keys}
     for key, value in {SEQUENCE: numbers, **others}.items():
         batch[key] = shard_sequence(value, mesh, layout.sp_layout)
+    batch["real"] = batch[SEQUENCE] < len(tokens)
     return batch
 
 

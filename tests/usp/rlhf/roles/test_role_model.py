@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from parallel.reallocation.boxes import local_box, local_part
@@ -19,6 +20,7 @@ from tests.usp.tiny import ADAM_EPS, CONFIGS, LEARNING_RATE, MAX_NORM, VOCAB, dr
 from usp.hf.export import save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, scalar_config
+from usp.hf.structure.experts import logits_index, router_modules
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.responses import GeneratedResponse, generate_samples
@@ -26,6 +28,7 @@ from usp.rlhf.graph.calls import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.role_spec import RoleSpec
+from usp.rlhf.roles.rows import pack
 from usp.run.failures import TrainingDiverged
 from usp.train.engines.base import AdamW
 
@@ -110,21 +113,34 @@ def said(model: Any, tokens: Tensor, head: str) -> tuple[Tensor, Tensor | None]:
     return torch.cat((chosen, zero)), torch.cat((-(logs.exp() * logs).sum(1), zero))
 
 
-def train_alone(family: str, head: Literal["logprobs", "values"]) -> dict[str, Any]:
-    """Return the outputs before and after two steps, the metrics, and the weights."""
+def train_alone(
+    family: str, head: Literal["logprobs", "values"], balance: float = 0.0, row_tokens: int = 0
+) -> dict[str, Any]:
+    """Return the outputs before and after two steps, the metrics, and the weights.
+
+    balance: weight of the experts' load-balancing loss; row_tokens: of each row of at most so many, not of the step.
+    """
     model, samples, objective = drawn_model(config_of(family, head)), all_samples(), Pairs(head)
+    logits: list[list[Tensor]] = []  # by router and sample
+    for router in router_modules(model):
+        logits.append([])
+        router.register_forward_hook(lambda _, __, out, seen=logits[-1]: seen.append(out[logits_index(model)]))
     optimizer = ADAM.over(model.parameters())
     with torch.no_grad():
         before = [said(model, tokens, head)[0] for tokens in samples["tokens"]]
     history = []
     for ids in MINI_BATCHES:
         part = samples.of(ids)
+        for seen in logits:
+            seen.clear()
         outputs, entropies = zip(*(said(model, tokens, head) for tokens in part["tokens"]), strict=True)
         given = {key: torch.cat(list(part[key])).unsqueeze(0) for key in objective.keys}
         entropy = torch.cat(entropies).unsqueeze(0) if head == "logprobs" else None
         sequences = WholeSequences([len(tokens) for tokens in part["tokens"]])
         loss, metrics = objective(torch.cat(outputs).unsqueeze(0), entropy, given, sequences)
-        loss.backward()
+        rows = pack(part, unit=2, budget=row_tokens) if balance else ()
+        shares = [_balance_of([torch.cat([seen[i] for i in row]) for seen in logits], model.config) for row in rows]
+        (loss + balance * sum(shares) / max(1, len(rows))).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
@@ -136,6 +152,12 @@ def train_alone(family: str, head: Literal["logprobs", "values"]) -> dict[str, A
     means = {name: float(sum(one[name] for one in history)) / len(history) for name in history[0]}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     return {"before": before, "after": after, "metrics": means, "weights": weights}
+
+
+def _balance_of(logits: list[Tensor], config: Any) -> Tensor:
+    loss = load_balancing_loss_func(tuple(logits), config.num_experts, config.num_experts_per_tok)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 # On ranks
@@ -153,6 +175,13 @@ class Case:
     ac_offload: bool = False
     mlp_tile: int = 0
     offload: bool = False  # the optimizer, in a call for each mini-batch
+    balance: float = 0.0
+    router_balance: str = "step"
+
+    @property
+    def alone(self) -> tuple[Any, ...]:
+        """The arguments of `train_alone`."""
+        return self.family, self.head, self.balance, self.budget if self.router_balance == "micro-batch" else 0
 
     @property
     def layout(self) -> CallLayout:
@@ -170,13 +199,19 @@ CASES = [
     Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied", ac="full", ac_offload=True),
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
+    Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, budget=24, family="mixtral", balance=0.5, ac="full"),
+    Case(ParallelDims(pp=2, tp=2, ring=2), zero=1, shared=True, budget=30, family="mixtral", balance=0.5),
+    Case(
+        ParallelDims(ulysses=4, ring=2), zero=2, budget=40, family="mixtral", balance=0.5, router_balance="micro-batch"
+    ),
 ]
 
 
 def spec_of(case: Case) -> RoleSpec:
     config = config_of(case.family, case.head)
     training = {"optimizer": ADAM, "learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM}
-    return RoleSpec("actor", "tiny", config, **training, loss_chunk=5)
+    balancing = {"balance": case.balance, "router_balance": case.router_balance}
+    return RoleSpec("actor", "tiny", config, **training, **balancing, loss_chunk=5)  # type: ignore[arg-type]
 
 
 def own_part(samples: Samples, mesh: ParallelMesh) -> Samples:
@@ -261,9 +296,9 @@ def _moment_bytes(model: RoleModel) -> set[int]:
     return {local_part(x).untyped_storage().nbytes() for x in states if local_part(x).numel()}
 
 
-def run_cases(wanted: dict[tuple[str, str], Any]) -> list[dict[str, float]]:
+def run_cases(wanted: dict[tuple[Any, ...], Any]) -> list[dict[str, float]]:
     groups = ProcessGroups()
-    return [run_case(case, wanted[case.family, case.head], groups) for case in CASES]
+    return [run_case(case, wanted[case.alone], groups) for case in CASES]
 
 
 def stop_and_fail(folder: str) -> list[Any]:
@@ -341,7 +376,7 @@ def test_responses_are_samples_aligned_with_their_tokens() -> None:
 
 
 def test_every_layout_matches_a_single_process(ranks: RankPool) -> None:
-    wanted = {(case.family, case.head): train_alone(case.family, case.head) for case in CASES}
+    wanted = {case.alone: train_alone(*case.alone) for case in CASES}
     found = ranks.run(run_cases, 8, wanted, timeout=400)
     for rank, cases in enumerate(found):
         for case, errors in zip(CASES, cases, strict=True):
