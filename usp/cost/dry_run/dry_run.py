@@ -8,7 +8,7 @@ modelled: the dry run calls the same training step as the trainer.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,12 +109,12 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
         stages = _stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
             engine = _engine(stages, mesh, recipe, foreach=config.device == "cuda")  # as torch does by default
-            _label_state(engine, meter.memory)
+            label_state(engine.stages, engine, meter.memory)
             start_bytes = meter.memory.current_bytes
             meter.memory.restart()
             _step(engine, mesh, config, meter.memory)
             del engine, stages
-        sent = _by_axis(meter.wire, mesh)
+        sent = sent_by_axis(meter.wire, mesh)
     return DryRun(
         config=config,
         world_size=world_size,
@@ -179,19 +179,29 @@ def _engine(stages: list[CausalLMStage], mesh: ParallelMesh, recipe: EngineRecip
 
 def _step(engine: Fsdp2Engine, mesh: ParallelMesh, config: TrainConfig, memory: LiveMemory) -> None:
     """Run the training step, and label what it allocates."""
-    begin, forwards = memory.now, []
-    for stage in engine.stages:
+    begin = memory.now
+    follow_step(engine.stages, engine, memory)
+    batch = blank_batch(config, mesh)
+    memory.label_since(begin, ACTIVATIONS)
+    train_step(engine, mesh, batch, config, config.learning_rate)
+
+
+def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, memory: LiveMemory) -> None:
+    """Label what the stages' forwards allocate for their backwards, and the gradients before the optimizer's step."""
+    forwards: list[int] = []
+    for stage in stages:
         stage.register_forward_pre_hook(lambda *_: forwards.append(memory.now))
         # What a forward allocates and does not free, its backward needs.
         stage.register_forward_hook(lambda *_: memory.label_since(forwards.pop(), ACTIVATIONS))
-    batch = blank_batch(config, mesh)
-    memory.label_since(begin, ACTIVATIONS)
+    if engine is None:
+        return
+    step, parameters = engine.step, engine.parameters.values()
 
-    def label_gradients(share: Tensor) -> float:
-        memory.label((local_tensor(p.grad) for p in engine.parameters.values() if p.grad is not None), GRADIENTS)
-        return 0.0
+    def labelled(learning_rate: float, max_norm: float) -> float:
+        memory.label((local_tensor(p.grad) for p in parameters if p.grad is not None), GRADIENTS)
+        return step(learning_rate, max_norm)
 
-    train_step(engine, mesh, batch, config, config.learning_rate, before_update=label_gradients)
+    engine.step = labelled  # type: ignore[method-assign]
 
 
 def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:
@@ -201,13 +211,15 @@ def blank_batch(config: TrainConfig, mesh: ParallelMesh) -> dict[str, Tensor]:
     return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
 
-def _label_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
-    memory.label((local_tensor(x) for name, x in engine.state().items() if name.startswith("optimizer.")), OPTIMIZER)
-    for stage in engine.stages:
+def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, memory: LiveMemory) -> None:
+    """Label the parameters of the stages, and the optimizer's states, which this makes if there are none."""
+    state = {} if engine is None else engine.state()
+    memory.label((local_tensor(x) for name, x in state.items() if name.startswith("optimizer.")), OPTIMIZER)
+    for stage in stages:
         memory.label((local_tensor(x) for x in (*stage.parameters(), *stage.buffers())), PARAMETERS)
 
 
-def _by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:
+def sent_by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:
     """Return the counted bytes with the axes of each group, most bytes first."""
     axes: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for view in mesh.views for name in view.mesh_dim_names or ()):

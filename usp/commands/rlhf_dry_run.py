@@ -1,0 +1,68 @@
+"""python -m usp rlhf-dry-run: the model calls of an RLHF step on a simulated rank, without devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+
+from usp.rlhf.config import RlhfConfig
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+
+from .flags import as_kind, parse
+
+
+@dataclass(frozen=True)
+class RlhfDryRunConfig(RlhfConfig):
+    """Run the model calls of an RLHF step on one rank without devices, and report the memory and traffic of each.
+
+    For example: python -m usp rlhf-dry-run runs/last/config.yaml --world-size 64 --dp-shard -1 --sp-ulysses 8
+    """
+
+    world_size: int = 0
+    """Number of ranks to simulate."""
+    ranks_per_host: int = 8
+    """Of these; the heuristic plan depends on it."""
+    rank: int = 0
+    """Rank to report on."""
+    json: bool = False
+    """Print JSON, with sizes in bytes."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Print the dry run that `argv` asks for."""
+    asked = parse(argv, RlhfDryRunConfig, prog, leading_config=True)
+    if asked.world_size < 1:
+        raise ConfigurationError(
+            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"
+        )
+    if not 0 <= asked.rank < asked.world_size:
+        raise ConfigurationError(
+            f"--rank = {asked.rank} must be one of the {asked.world_size} ranks: 0 to {asked.world_size - 1}"
+        )
+    if asked.ranks_per_host < 1:
+        raise ConfigurationError(f"--ranks-per-host = {asked.ranks_per_host} must be at least 1")
+    from usp.cost.dry_run.rlhf_calls import RlhfStep, dry_run_calls
+    from usp.cost.dry_run.rlhf_calls_report import calls_json, render_calls
+    from usp.rlhf.prepare import prepare
+
+    device = "cpu" if asked.device == "cpu" else "cuda"
+    dtype = asked.dtype if asked.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    # Checked as a run on the CPU: there may be no other device here, and no step is run.
+    config = replace(
+        as_kind(asked, RlhfConfig), device="cpu", dtype=dtype, attention_kernel="auto", output="", resume=""
+    )
+    hosts = min(asked.ranks_per_host, asked.world_size)
+    step = RlhfStep.of(prepare(config, Launch(asked.rank, asked.world_size, local_world_size=hosts)))
+    roles = {role: replace(spec, kernel=asked.attention_kernel) for role, spec in step.roles.items()}
+    calls = dry_run_calls(replace(step, roles=roles), asked.world_size, asked.rank, torch.device(device))
+    if asked.json:
+        print(json.dumps(calls_json(calls), indent=2))
+    else:
+        console = Console()
+        console.print(f"rank {asked.rank} of {asked.world_size}: {asked.algorithm}, {dtype} on {device}")
+        console.print(render_calls(calls))
