@@ -36,8 +36,7 @@ FILES = {
     "bad.jsonl": '{"prompt": "a", "answer": "b"}\n{"prompt": "", "answer": "b"}\n{"prompt": "a"}\nnot json\n',
     "long.jsonl": json.dumps({"prompt": "x" * 200_000, "answer": "b"}),
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
-    "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n\n"
-    "def broken(prompt, response, answer):\n    return {}['digit']\n",
+    "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
     "needs.py": "import no_such_module\n",
     "grammar.py": "def reward(:\n",
@@ -211,18 +210,41 @@ def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:
     assert reward.function.reward("", "", "") == 0.5
 
 
-@pytest.mark.parametrize(
-    ("function", "said"), [("nothing", "it returned nan"), ("broken", "it raised KeyError: 'digit'")]
-)
-def test_a_failing_reward_ends_the_run_and_saves_the_sample(
-    inputs: Path, tmp_path: Path, function: str, said: str
-) -> None:
-    args = [*SMALL, "--steps", "2", "--output", "run", "--reward-function", f"{inputs / 'reward.py'}:{function}"]
-    with Run(args, tmp_path, script=ROOT / "rlhf.py") as run:
+# Rank 1 fails from its third call on: in the second step that a process runs.
+FAILS = """
+import os
+from itertools import count
+
+calls = count(1)
+
+def reward(prompt, response, answer):
+    if os.environ["RANK"] == "1" and next(calls) > 2:
+        raise SystemExit("the judge has left")
+    return 50.0 + len(response)
+"""
+
+
+def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    args = [*SMALL, "--output", "run", "--reward-function", "fails.py:reward", "--reward-retries", "0"]
+    args += ["--checkpoint-every", "0", "--options", "max_reward_clip=20"]
+    with Run([*args, "--steps", "3"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
-    assert ended.exit_code == 1 and ended.err.count(said) == 1 and "Traceback" not in ended.err
-    (record,) = map(json.loads, (tmp_path / "run" / "bad-samples.jsonl").read_text().splitlines())
-    assert record["step"] == 1 and record["prompt"].endswith("# mark: ") and record["error"] == said
+    assert ended.exit_code == 1 and "error: step 2: the reward function failed for sample " in ended.err, ended.err
+    assert "rank 0 failed" not in ended.err and "rank 1 failed" not in ended.err and "lost its conn" not in ended.err
+    assert "it raised SystemExit: the judge has left" in ended.err and "2 samples are in run/bad-samples" in ended.err
+    assert "checkpoint run/checkpoints/step-00000001: continue with --resume" in ended.err
+    assert ended.err.count("100% of the rewards are clipped by --options max_reward_clip") == 1
+    records = [json.loads(line) for line in (tmp_path / "run" / "bad-samples.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [2, 2] and len({record["sample"] for record in records}) == 2
+    assert all(record["prompt"].endswith("# mark: ") and "SystemExit" in record["traceback"] for record in records)
+    again = ["--steps", "3", "--resume", "auto", "--reward-failure", "drop"]
+    with Run([*args, *again], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 0 and "step 3: the reward function failed for sample" in ended.err, ended.err
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["reward_failures"]) for one in steps] == [(1, 0), (2, 0), (3, 2)]
+    assert all(50 <= one["score"] <= 58 and one["reward"] == 20 for one in steps)
 
 
 # A reward file that kills its rank once in each kind of call.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
+from usp.data.tokenizer import BYTES, ByteTokenizer, Ids, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
 
 AUTO = "auto"
@@ -71,6 +73,26 @@ def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
     if bos == "always" and tokenizer.bos is None:
         raise ValueError(f"bos={bos}, but tokenizer={tokenizer.name} has no BOS: use auto")
     return tokenizer
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Ids:
+    """Return the ids of a chat up to where the assistant's next message begins, shape (ids,), by its chat template.
+
+    The template writes the special tokens, those that begin a document included.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template, and if the template refuses the messages.
+    """
+    if not isinstance(tokenizer, TextTokenizer) or not tokenizer.tokenizer.chat_template:
+        raise ValueError(
+            f"messages need a chat template, which tokenizer={tokenizer.name} does not have: give the prompt as text, "
+            f"or use a tokenizer with one"
+        )
+    try:
+        ids = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template of tokenizer={tokenizer.name} fails for the messages: {error}") from error
+    return np.asarray(ids, dtype=np.int64)
 
 
 def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:

@@ -14,6 +14,9 @@ from usp.run.failures import nearest
 from .algorithms.registry import ALGORITHMS
 
 DEFAULT_SFT_STEPS = 100
+REWARD_FAILURES = ("stop", "zero", "drop")
+LONG_PROMPTS = ("refuse", "drop")
+REWARD_FLAGS = ("reward_function", "reward_retries", "reward_failure")
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,15 @@ class _Rlhf:
     reward_function: Annotated[str, arg(metavar="match|PATH.py:NAME")] = "match"
     """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
 
+    reward_retries: int = 2
+    """Further calls of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
+    reward_failure: Annotated[str, one_of(REWARD_FAILURES)] = "stop"
+    """If it still fails. stop: end the run with a checkpoint. zero: the score is 0. drop: leave the sample out."""
+
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """JSONL file of prompts with answers, or of preference pairs. stdlib: built-in task over Python's own sources."""
+    long_prompts: Annotated[str, one_of(LONG_PROMPTS)] = "refuse"
+    """Lines of --data that do not fit the model's context. refuse: an error. drop: left out, and counted."""
     prompt_tokens: int = 1024
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
     wrong_answers: float = 0.0

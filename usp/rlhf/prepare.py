@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -38,7 +39,7 @@ from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, sft_violations
-from .config import DEFAULT_SFT_STEPS, RlhfConfig, default_of, parse_options
+from .config import DEFAULT_SFT_STEPS, REWARD_FLAGS, RlhfConfig, default_of, parse_options
 from .role_specs import (
     context,
     generation_violations,
@@ -211,34 +212,45 @@ def _open_examples(
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
         keys.append("answer")
-    return open_examples(
-        config.data,
-        keys,
-        tokenizer,
-        prompt_tokens=config.prompt_tokens,
-        longest=longest - config.max_new_tokens if sampled else longest,
-        seed=config.seed,
-        wrong_answers=config.wrong_answers,
-        whole=not sampled,
-    )
+    try:
+        return open_examples(
+            config.data,
+            keys,
+            tokenizer,
+            prompt_tokens=config.prompt_tokens,
+            longest=longest - config.max_new_tokens if sampled else longest,
+            seed=config.seed,
+            wrong_answers=config.wrong_answers,
+            whole=not sampled,
+            drop_long=config.long_prompts == "drop",
+        )
+    except ValueError as error:
+        names = r"\b(data|prompt_tokens|long_prompts|tokenizer)="
+        raise ValueError(re.sub(names, lambda match: f"{flag(match[1])} = ", str(error))) from error
 
 
 def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, examples: Examples) -> ScoreWith | None:
     """Return the function that scores responses, or None if a reward model does, or nothing is scored."""
     name = config.reward_function
     if algorithm.data != "prompts" or config.reward_model:
-        if name == "match":  # the default
+        given = [n for n in REWARD_FLAGS if getattr(config, n) != default_of(RlhfConfig, n)]
+        if not given:
             return None
+        flags = ", ".join(f"{flag(n)} = {getattr(config, n)}" for n in given)
         if algorithm.data != "prompts":
-            raise ValueError(
-                f"--reward-function = {name} is not used: {config.algorithm} does not score responses, remove it"
-            )
-        raise ValueError("--reward-model and --reward-function are mutually exclusive: remove one")
+            raise ValueError(f"{flags} is not used: {config.algorithm} does not score responses, remove it")
+        raise ValueError(f"{flags} is not used with --reward-model, which scores the responses: remove one")
     try:
         function = load_reward_function(name)
     except ValueError as error:
         raise ValueError(f"--reward-function = {error}") from error
-    return ScoreWith(function, tokenizer.decode, lambda index: examples[index].answer)
+    return ScoreWith(
+        function,
+        tokenizer.decode,
+        lambda index: examples[index].answer,
+        retries=config.reward_retries,
+        failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
+    )
 
 
 def _algorithm_options(

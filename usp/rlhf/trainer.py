@@ -9,7 +9,7 @@ RUN/                          the output of a run
     metrics.jsonl             every step
     tensorboard/              the same
     samples.jsonl             some prompts with their responses and scores
-    bad-samples.jsonl         samples that a reward function failed on
+    bad-samples.jsonl         samples that the reward function failed for
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained; with LoRA model/ only for
@@ -24,6 +24,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from usp.rlhf.data.datasets import Example, example_indices
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import ModelCall
+from usp.rlhf.graph.calls import Compute, ModelCall
 from usp.rlhf.plan.plan import CallLayout, optimizer_of
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
@@ -59,12 +60,14 @@ from usp.train.loop import TrainingLoop, learning_rate
 from usp.train.resume import ADAPTER, CHECKPOINTS, MODEL, Start, remember_folder
 
 from .algorithms.algorithm import Algorithm, stateful
+from .algorithms.policy import CLIPPED
 from .algorithms.registry import ALGORITHMS
-from .algorithms.rewards import RewardFailed
+from .algorithms.rewards import RewardFailed, ScoreWith
 from .checkpoints import RlhfState, sft_lora
-from .config import RlhfConfig
+from .config import REWARD_FLAGS, RlhfConfig, default_of
 from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
 
+MOST = 0.5  # share of clipped rewards above which the run warns
 SHOWN = 2  # samples of a step written to samples.jsonl
 
 
@@ -110,7 +113,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             options="",
             rollout="",
             reward_model="",
-            reward_function="match",
+            **{name: default_of(RlhfConfig, name) for name in REWARD_FLAGS},
             critic="",
             ref="",
             steps=prepared.sft_steps,
@@ -186,12 +189,15 @@ class RlhfTrainer(TrainingLoop):
                 ranks_per_host=launch.local_world_size,
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
+                before_changes=self._check_rewards,
                 collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         self.samples = LineFile(self.folder / "samples.jsonl")
         self.taken = 0  # examples
+        self._failed = 0  # samples of the step that the reward function failed for
+        self._warned: set[str] = set()
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
@@ -207,14 +213,48 @@ class RlhfTrainer(TrainingLoop):
         seed = derived_seed(self.config.seed, number)
         try:
             result = self.executor.run_step(self._given(indices), number, seed)
-        except RewardFailed as failed:
-            file = self._keep_bad(number, failed)
-            raise UserCodeFailed(f"step {number}: {failed}; the sample is in {file}") from failed
+        except UserCodeFailed as failed:
+            raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
+        if self._scorers:
+            result.metrics["reward_failures"] = self._failed
         self.done, self.taken = number, self.taken + self.config.prompts
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self._keep_samples(number, result.samples)
+        if result.metrics.get(CLIPPED, 0) > MOST:
+            share, option = result.metrics[CLIPPED], "--options max_reward_clip"
+            self._warn_once(CLIPPED, f"step {number}: {share:.0%} of the rewards are clipped by {option}: raise it")
         self.stopping = self._any(self.stop.requested)
         return RlhfRecord(number, result.metrics, time.perf_counter() - begin)
+
+    def _check_rewards(self) -> None:
+        """Keep the samples that the reward function failed for; raise UserCodeFailed on every rank if it must not."""
+        if not self._scorers:
+            return
+        number, file = self.done + 1, self.folder / "bad-samples.jsonl"
+        records = [record for scorer in self._scorers for record in scorer.take_failures()]
+        self._keep_bad(number, file, records)
+        count = torch.tensor(len(records), device=self.device)
+        dist.all_reduce(count)
+        self._failed = int(count)
+        if not self._failed:
+            return
+        messages = [str(RewardFailed(records[0])) if records else ""] * dist.get_world_size()
+        dist.all_gather_object(messages, messages[0])
+        first = next(filter(None, messages))
+        where = f"the sample is in {file}" if self._failed == 1 else f"{self._failed} samples are in {file}"
+        if self.config.reward_failure == "stop":
+            raise UserCodeFailed(f"{first}; {where}")
+        self._warn_once("failures", f"step {number}: {first}; --reward-failure {self.config.reward_failure}; {where}")
+
+    @cached_property
+    def _scorers(self) -> list[ScoreWith]:
+        works = (call.work for call in self.prepared.graph.calls)
+        return [work.function for work in works if isinstance(work, Compute) and isinstance(work.function, ScoreWith)]
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warn(message)
+        self._warned.add(about)
 
     def _given(self, indices: Sequence[int]) -> Samples:
         """Return the input samples of the graph, the same on every rank."""
@@ -355,6 +395,9 @@ class RlhfTrainer(TrainingLoop):
         if actor is not None and actor.lora is not None:
             lora = actor.lora
             yield f"LoRA: rank {lora.rank}, alpha {lora.alpha}, on {', '.join(lora.targets)}"
+        if dropped := self.prepared.examples.dropped:
+            kept = len(self.prepared.examples)
+            yield f"data: {kept} of {kept + dropped} lines; {dropped} are too long for the context and dropped"
         yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
@@ -371,14 +414,13 @@ class RlhfTrainer(TrainingLoop):
                 "step": number,
                 "prompt": decode(ids[:cut]),
                 "response": decode(ids[cut:]),
-                "score": float(score),
+                "score": float(score) if score.isfinite() else None,
             }
             lines.append(json.dumps(record, ensure_ascii=False))
         self.samples.append(number, lines)
 
-    def _keep_bad(self, number: int, failed: RewardFailed) -> Path:
-        """Write the sample that the reward function failed on, from the rank that called it."""
-        path = self.folder / "bad-samples.jsonl"
-        with path.open("a") as file:
-            file.write(json.dumps({"step": number, **failed.record}, ensure_ascii=False) + "\n")
-        return path
+    def _keep_bad(self, number: int, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the samples that the reward function failed for, from the rank that called it."""
+        if records:
+            with path.open("a") as file:
+                file.writelines(json.dumps({"step": number, **one}, ensure_ascii=False) + "\n" for one in records)

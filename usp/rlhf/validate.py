@@ -21,11 +21,11 @@ from usp.train.validate import (
 )
 
 from .algorithms.algorithm import Algorithm
-from .config import DEFAULT_SFT_STEPS, RlhfConfig
+from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, RlhfConfig
 
 OWN_RANGES = {
     **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots"), AT_LEAST_ONE),
-    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k"), NOT_NEGATIVE),
+    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "reward_retries"), NOT_NEGATIVE),
     **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "micro_batch_tokens": Range(
@@ -38,12 +38,19 @@ OWN_RANGES = {
 
 def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
     """Yield one message per invalid value."""
-    choices = {**CHOICES, "algorithm": tuple(algorithms)}
+    choices = {
+        **CHOICES,
+        "algorithm": tuple(algorithms),
+        "reward_failure": REWARD_FAILURES,
+        "long_prompts": LONG_PROMPTS,
+    }
     yield from value_violations(config, choices, {**RANGES, **OWN_RANGES}).values()
     supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
     if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
         needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
+    if config.data == STDLIB and config.long_prompts != LONG_PROMPTS[0]:
+        yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
     yield from unused_lora_flags(config)
     yield from unused_memory_flags(config)
     algorithm = algorithms.get(config.algorithm)

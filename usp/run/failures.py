@@ -3,7 +3,7 @@
     ConfigurationError   raised on every rank before communication     message, no traceback   exit code 2
     TrainingDiverged     raised on every rank at the same step         message, no traceback   exit code 1
     RanksDisagree        raised on every rank at the same point        message, no traceback   exit code 1
-    UserCodeFailed       raised on one rank                            message, no traceback   exit code 1
+    UserCodeFailed       raised on one rank or, alike, on every rank   message, no traceback   exit code 1
     CheckpointFailed     raised on every rank after the last step      message, no traceback   exit code 1
     lost connection      another rank failed, and reports why          one line                exit code 1
     any other error      on one rank or on all                         traceback and rank      exit code 1
@@ -95,7 +95,7 @@ class TrainingDiverged(RuntimeError):
 
 
 class UserCodeFailed(RuntimeError):
-    """Failure of a user-provided function on this rank; the message needs no traceback."""
+    """Failure of a user-provided function; the message needs no traceback."""
 
 
 class CheckpointFailed(RuntimeError):

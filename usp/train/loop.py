@@ -58,6 +58,7 @@ class TrainingLoop(ABC):
         self.result, self.done, self.stopping = MODEL, 0, False
         self.checkpointer = Checkpointer(folder / CHECKPOINTS, config.keep_checkpoints, device_type)
         self._run_config, self._steps = config, steps
+        self._saved = 0  # the last step of which a checkpoint was begun
         self._failures, self._retry = 0, 0  # saves that failed since the last that did not; the step of the next try
 
     @abstractmethod
@@ -105,6 +106,7 @@ class TrainingLoop(ABC):
 
         Raises CheckpointFailed, with the model written, and Stopped.
         """
+        self._saved = self.done
         if self.is_writer:
             self._begin_folder()
         try:
@@ -169,6 +171,20 @@ class TrainingLoop(ABC):
         if failure := self._settle():
             self._warn(f"{failure}; that of step {self.done} follows")
         self.checkpointer.save(self.done, self.state(), self.extra(), self.best_first())
+        self._saved = self.done
+
+    def keep_done(self) -> str:
+        """Write a checkpoint of the last step that is done, unless there is one, and return what is kept. Collective.
+
+        For a step that fails on every rank before it changes anything.
+        """
+        failure = self._see_through()
+        if self._saved != self.done:
+            self._save()
+            failure = self._see_through()
+        newest = latest(self.folder / CHECKPOINTS)
+        kept = f"checkpoint {newest}: continue with --resume" if newest else "no checkpoint: no step is done"
+        return f"{failure}; {kept}" if failure else kept
 
     def _settle(self) -> str:
         """Wait for the save in progress, if there is one, and return why it failed, or nothing; alike on every rank."""

@@ -101,4 +101,5 @@ def minimise(
     first = [on_rank(rank, [])[2].own for rank in range(degree)]
     results = [on_rank(rank, [list(sums) for sums in zip(*first, strict=True)]) for rank in range(degree)]
     total = torch.stack([loss for loss, _, _ in results]).sum()
-    return total, {name: sum(float(metrics[name]) for _, metrics, _ in results) for name in results[0][1]}
+    seen = {name: [float(metrics[name]) for _, metrics, _ in results] for name in results[0][1]}
+    return total, {name: max(values) if name.endswith("_max") else sum(values) for name, values in seen.items()}

@@ -58,6 +58,8 @@ ALGORITHMS: dict[str, Any] = {
     "dpo": DPO(mini_batches=2),
     "remax": ReMax(generate=SAMPLING, reward=REWARD),
 }
+ONCE = GRPO(generate=replace(SAMPLING, group_size=4), reward=REWARD)
+VARIANTS = {"once": ONCE, "once, recomputed": replace(ONCE, old_logprobs="recompute")}
 PLANS = (
     "flattening",
     "tp2 pp2 dp2",
@@ -129,7 +131,8 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
 
     family: of `tests.usp.tiny`, or a type of transformers.
     """
-    graph = build_graph(algorithm, ALGORITHMS[algorithm])
+    name = algorithm if algorithm in ALGORITHMS else "grpo"
+    graph = build_graph(name, ALGORITHMS.get(algorithm) or VARIANTS[algorithm])
     trained: dict[str, RoleModel] = {}
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
@@ -265,6 +268,25 @@ def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaus
     results = ranks.run(run_all, 8, algorithm, plans, steps, timeout=1200)
     for name in plans:
         check(results, name)
+
+
+def run_variants(plan: str) -> dict[str, Result]:
+    found = {variant: run(variant, plan, 2) for variant in VARIANTS}
+    return found | {f"{variant} alone": run(variant, "alone", 2) for variant in VARIANTS}
+
+
+def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool) -> None:
+    results = ranks.run(run_variants, 8, "generate tp4 dp2, train u2 r2 dp2", timeout=1200)
+    for variant in VARIANTS:
+        check(results, variant, f"{variant} alone")
+    for _, weights in (result["once"] for result in results):
+        for name, weight in weights.items():
+            wanted = next(result["once, recomputed"][1][name] for result in results if name in result["once"][1])
+            assert distance(weight, wanted) < 1e-6, name
+    for (skipped, _), (recomputed, _) in zip(results[0]["once"][0], results[0]["once, recomputed"][0], strict=True):
+        assert skipped["actor/importance_ratio"] == pytest.approx(1, abs=1e-6)
+        for key in ("logprob_difference_max", "logprob_difference_mean"):
+            assert 0 < skipped[key] == pytest.approx(recomputed[key], rel=0.2, abs=1e-6), key
 
 
 def test_steps_of_other_families_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:

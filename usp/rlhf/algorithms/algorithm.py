@@ -11,7 +11,8 @@ from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Objective, Train
 from usp.rlhf.graph.dataflow import DataflowGraph
 
 GIVEN = ("prompt_ids", "prompt_index", "tokens", "mask")  # keys that a step can begin with
-_MAY_BE_INFINITE = ("eps_high", "value_eps_clip", "max_reward_clip")  # inf disables the bound
+# inf disables the bound
+_MAY_BE_INFINITE = ("eps_high", "value_eps_clip", "max_reward_clip", "dual_clip", "max_log_ratio")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import get_args
 
-from torch import Tensor
-
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, Reduce
 
@@ -73,21 +71,15 @@ def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
     section 4.1.2). Also returns `informative`: 1 if the rewards of the group differ."""
     batch = Batch.of(samples, options)
     group_size = options.generate.group_size
-    distances_PG = group_distances(batch.rewards_N, group_size)
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N)
     differs_P = distances_PG.amax(1) - distances_PG.amin(1) > _EQUAL
     differs_N = differs_P.repeat_interleave(group_size)
     if options.scale_by_std:
-        variance_P = distances_PG.square().sum(1) / (group_size - 1)
+        variance_P = distances_PG.square().sum(1) / (counts_P - 1).clamp(min=1)
         distances_PG = distances_PG / (variance_P.sqrt() + _STD_EPSILON)[:, None]
-    kept_N = differs_N if options.drop_equal_groups else None
-    result = batch.result(batch.spread(distances_PG.flatten()), reduce, kept_N)
+    trained_N = differs_N if options.drop_equal_groups else None
+    result = batch.result(batch.spread(distances_PG.flatten()), reduce, trained_N)
     return Samples(samples.ids, {**result, "informative": per_sample(differs_N)})
-
-
-def group_distances(rewards_N: Tensor, group_size: int) -> Tensor:
-    """Return the distance of each reward from the mean of its group, (P, G)."""
-    rewards_PG = rewards_N.unflatten(0, (len(rewards_N) // group_size, group_size))
-    return rewards_PG - rewards_PG.mean(1, keepdim=True)
 
 
 GRPO_ALGORITHM = Algorithm(

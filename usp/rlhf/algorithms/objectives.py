@@ -6,6 +6,7 @@ masked before any arithmetic: even a nan there reaches neither the loss nor a gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,21 +16,24 @@ from torch import Tensor
 
 from usp.rlhf.graph.calls import Sequences
 
+SAMPLED = "logprobs"  # the key of log-probabilities at sampling
+
 Metrics = dict[str, Tensor]
 Estimator = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) -> Tensor:
-    """Estimate KL(policy || reference) per token, from tokens sampled by the policy.
+def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = math.inf) -> Tensor:
+    """Estimate KL(policy || reference) per token, from tokens sampled by the policy and their log(policy / reference).
 
     k1 = log(p / ref): unbiased, of any sign. k2 = k1^2 / 2: biased, with the gradient of the KL. k3 = ref / p - 1 -
-    log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020).
+    log(ref / p): unbiased, never negative (Schulman, "Approximating KL Divergence", 2020); its log-ratio is clamped to
+    +-max_log_ratio.
     """
-    log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(-max_log_ratio, max_log_ratio)
     return (-log_ratio).expm1() + log_ratio  # for close policies exp - 1 would lose all digits
 
 
@@ -57,18 +61,26 @@ class NextToken(ObjectiveDefaults):
 
 @dataclass(frozen=True)
 class ClippedPolicy(ObjectiveDefaults):
-    """sum weights * (max(-A ratio, -A clip(ratio)) + kl * KL(policy || ref) - entropy_bonus * entropy).
+    """sum weights * (surrogate + kl * KL(policy || ref) - entropy_bonus * entropy).
 
-    ratio = exp(logprobs - old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476,
-    equation 10; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
+    surrogate = max(-A ratio, -A clip(ratio)), and at most -A dual_clip where A < 0; ratio = exp(logprobs -
+    old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
+    arXiv 1912.09729, equation 5; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
 
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
-    clip_fraction (where the clipped term is the larger), approx_kl (k3 of the old policy from the new), entropy, and
-    ref_kl if kl is not 0.
+    clip_fraction (where the clipped term is the larger), dual_clip_fraction, clamp_fraction (log-ratios that
+    `max_log_ratio` bounds), approx_kl (k3 of the old policy from the new), entropy, and ref_kl if kl is not 0. Where
+    `old` is not "old_logprobs", also logprob_difference_mean and, over all tokens, logprob_difference_max, of
+    |logprobs - those at sampling|.
 
     Attributes:
+        old: key of old_logprobs. "": the policy is the old one, so its own log-probabilities are, without a gradient;
+            the ratio is 1, and its gradient is that of the log-probabilities.
         eps_low, eps_high: ratios are clipped to [1 - eps_low, 1 + eps_high].
         kl: weight of the KL term; 0: no reference is needed.
+        dual_clip: above 1; inf disables it.
+        max_log_ratio: log-ratios are clamped to +-max_log_ratio before their exponentials, in k3 as well, and beyond it
+            have no gradient; inf disables it. Without it a single token can make the loss infinite.
     """
 
     eps_low: float = 0.2
@@ -77,40 +89,59 @@ class ClippedPolicy(ObjectiveDefaults):
     kl_estimator: Estimator = "k3"
     entropy_bonus: float = 0.0
     temperature: float = 1.0
+    dual_clip: float = 3.0
+    max_log_ratio: float = 20.0
+    old: str = "old_logprobs"
     entropy = True
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("weights", "token_weights", "advantages", "old_logprobs", *(("ref_logprobs",) if self.kl else ()))
+        return ("weights", "token_weights", "advantages", self.old or SAMPLED, *(("ref_logprobs",) if self.kl else ()))
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
     ) -> tuple[Tensor, Metrics]:
         assert entropy_BS is not None
         counts_BS = given["token_weights"] != 0
-        logprobs_BS, entropy_BS, weights_BS, advantages_BS, old_BS = (
+        logprobs_BS, entropy_BS, weights_BS, advantages_BS, given_BS = (
             x.where(counts_BS, 0)
-            for x in (output_BS, entropy_BS, given["weights"], given["advantages"], given["old_logprobs"])
+            for x in (output_BS, entropy_BS, given["weights"], given["advantages"], given[self.old or SAMPLED])
         )
-        ratio_BS = (logprobs_BS - old_BS).exp()
-        free_BS = -advantages_BS * ratio_BS
-        bound_BS = -advantages_BS * ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
-        policy_loss = (weights_BS * torch.maximum(free_BS, bound_BS)).sum()
-        loss = policy_loss
-        seen = {
-            "importance_ratio": ratio_BS,
-            "clip_fraction": (bound_BS > free_BS).to(ratio_BS.dtype),
-            "approx_kl": kl_estimate(old_BS, logprobs_BS, "k3"),
+        free_log_ratio_BS = logprobs_BS - (given_BS if self.old else logprobs_BS.detach())
+        log_ratio_BS = free_log_ratio_BS.clamp(-self.max_log_ratio, self.max_log_ratio)
+        surrogate_BS, seen = self._surrogate(log_ratio_BS.exp(), advantages_BS)
+        loss = policy_loss = (weights_BS * surrogate_BS).sum()
+        seen |= {
+            "clamp_fraction": (free_log_ratio_BS.abs() > self.max_log_ratio).to(weights_BS.dtype),
+            "approx_kl": kl_estimate(-log_ratio_BS, "k3"),
             "entropy": entropy_BS,
         }
         if self.kl:
-            ref_BS = given["ref_logprobs"].where(counts_BS, 0)
-            seen["ref_kl"] = kl_estimate(logprobs_BS, ref_BS, self.kl_estimator)
+            log_ratio_BS = logprobs_BS - given["ref_logprobs"].where(counts_BS, 0)
+            seen["ref_kl"] = kl_estimate(log_ratio_BS, self.kl_estimator, self.max_log_ratio)
             loss = loss + self.kl * (weights_BS * seen["ref_kl"]).sum()
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * (weights_BS * entropy_BS).sum()
+        difference_BS = (logprobs_BS.detach() - given_BS).abs()
+        if compared := self.old != "old_logprobs":
+            seen["logprob_difference_mean"] = difference_BS
         metrics = {name: (given["token_weights"] * value.detach()).sum() for name, value in seen.items()}
+        if compared:
+            metrics["logprob_difference_max"] = difference_BS.amax() if difference_BS.numel() else loss.new_zeros(())
         return loss, {"policy_loss": policy_loss.detach(), **metrics}
+
+    def _surrogate(self, ratio_BS: Tensor, advantages_BS: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the surrogate of each token, and metrics by token."""
+        free_BS = -advantages_BS * ratio_BS
+        bound_BS = -advantages_BS * ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
+        clipped_BS = torch.maximum(free_BS, bound_BS)
+        far_BS = (advantages_BS < 0) & (ratio_BS > self.dual_clip)
+        seen = {
+            "importance_ratio": ratio_BS,
+            "clip_fraction": (bound_BS > free_BS).to(ratio_BS.dtype),
+            "dual_clip_fraction": far_BS.to(ratio_BS.dtype),
+        }
+        return clipped_BS.where(~far_BS, -advantages_BS * self.dual_clip), seen
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ Shapes as in `response_rows`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 
 from .algorithm import Options, at_least, finite, logprobs, one_of, train
 from .loss_weights import Aggregation, Weighting
-from .objectives import ClippedPolicy
-from .response_rows import Responses, per_sample
+from .objectives import SAMPLED, ClippedPolicy
+from .response_rows import Responses, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
-_PENALTY = ("old_logprobs", "ref_logprobs")
+CLIPPED = "reward_clipped"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,13 @@ class PolicyOptions(Options):
         reward: reward function; None: the model of the role "reward".
         reward_bias, reward_scaling, max_reward_clip, zero_unfinished: see `RewardShape`.
         kl: weight of the KL divergence from the role "ref"; 0: no such role.
-        eps_low, eps_high: see `ClippedPolicy`.
+        eps_low, eps_high, dual_clip, max_log_ratio: see `ClippedPolicy`. The last two have verl's values.
         entropy_bonus: weight of the entropy term of the loss.
         aggregation: see `Weighting`; the length of "constant" is generate.max_new_tokens.
+        old_logprobs: the log-probabilities of the old policy. recompute: by the call actor_inference, in its layout.
+            rollout: those at sampling, uncorrected, so the ratio holds the difference of the two layouts as well. auto:
+            recompute, but where a step has one optimizer step and no KL penalty in the reward, the policy is the old
+            one when it trains (see `ClippedPolicy.old`), and nothing is computed twice.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
         min_group_size: 2 if the responses to a prompt are compared with each other.
     """
@@ -47,13 +52,16 @@ class PolicyOptions(Options):
     reward: ScoreWith | None = None
     reward_bias: float = 0.0
     reward_scaling: float = 1.0
-    max_reward_clip: float = 20.0
+    max_reward_clip: float = math.inf
     zero_unfinished: bool = False
     kl: float = 0.1
     eps_low: float = 0.2
     eps_high: float = 0.2
+    dual_clip: float = 3.0
+    max_log_ratio: float = 20.0
     entropy_bonus: float = 0.0
     aggregation: Aggregation = "token_mean"
+    old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
     max_importance_ratio: float = 5.0
 
     @property
@@ -61,13 +69,34 @@ class PolicyOptions(Options):
         """Return whether the KL penalty is subtracted from rewards."""
         return self.kl > 0
 
+    @property
+    def old_key(self) -> str:
+        """Return the key of the old policy's log-probabilities; "" where the policy itself is the old one."""
+        if self.old_logprobs == "rollout":
+            return SAMPLED
+        once = self.mini_batches * self.epochs == 1 and not self.kl_in_reward
+        return "" if self.old_logprobs == "auto" and once else "old_logprobs"
+
+    @property
+    def reward_numbers(self) -> tuple[str, ...]:
+        """Return the keys of `Batch.result` with one number per sample."""
+        clipped = (CLIPPED,) if math.isfinite(self.max_reward_clip) else ()
+        return ("reward", *clipped, *(("kl",) if self.kl_in_reward else ()))
+
     def shape(self) -> RewardShape:
         return RewardShape(self.reward_bias, self.reward_scaling, self.max_reward_clip, self.zero_unfinished)
 
     def objective(self) -> ClippedPolicy:
         """Return the actor's objective."""
-        bonus, temperature = self.entropy_bonus, self.generate.temperature
-        return ClippedPolicy(self.eps_low, self.eps_high, entropy_bonus=bonus, temperature=temperature)
+        return ClippedPolicy(
+            self.eps_low,
+            self.eps_high,
+            entropy_bonus=self.entropy_bonus,
+            temperature=self.generate.temperature,
+            dual_clip=self.dual_clip,
+            max_log_ratio=self.max_log_ratio,
+            old=self.old_key,
+        )
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()
@@ -76,10 +105,15 @@ class PolicyOptions(Options):
         yield from at_least(self.generate, 1, "max_new_tokens")
         yield from at_least(self.generate, self.min_group_size, "group_size")
         yield from one_of(self, "aggregation", get_args(Aggregation))
+        yield from one_of(self, "old_logprobs", ("auto", "recompute", "rollout"))
         if not self.generate.temperature > 0:
             yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
         if self.eps_low >= 1:
             yield f"eps_low={self.eps_low} must be below 1: ratios are positive"
+        if not self.dual_clip > 1:
+            yield f"dual_clip={self.dual_clip} must be above 1: it bounds ratios that are; inf disables it"
+        if not self.max_log_ratio > 0:
+            yield f"max_log_ratio={self.max_log_ratio} must be above 0: policies could not differ; inf disables it"
         if not self.max_reward_clip > 0:
             yield f"max_reward_clip={self.max_reward_clip} must be above 0: rewards would all be 0"
         if not self.reward_scaling:
@@ -109,15 +143,17 @@ def policy_calls(
         grouped: keep all responses to a prompt on one rank of `advantages`.
     """
     temperature = options.generate.temperature
-    numbers = (*(("reward", "kl") if options.kl_in_reward else ("reward",)), *scalars)
+    numbers = (*options.reward_numbers, *scalars)
     compute = Compute(advantages, options.generate.group_size if grouped else 1, numbers)
-    reads = ("tokens", "mask", "score", "finished", *(_PENALTY if options.kl_in_reward else ()), *inputs)
+    penalty = (options.old_key, "ref_logprobs") if options.kl_in_reward else ()
+    reads = tuple(dict.fromkeys(("tokens", "mask", "score", "finished", *penalty, *inputs)))
+    recompute = "old_logprobs" in (*reads, options.old_key)
     gives = ("advantages", "weights", "token_weights", *per_token, *numbers)
     stop_above = ("importance_ratio", options.max_importance_ratio) if options.max_importance_ratio else None
     return (
         generate("actor_generate", options.generate),
         score(options),
-        logprobs("actor", "old_logprobs", temperature),
+        *((logprobs("actor", "old_logprobs", temperature),) if recompute else ()),
         *((logprobs("ref", "ref_logprobs", temperature),) if options.kl else ()),
         *between,
         ModelCall("advantages", "", compute, reads, gives),
@@ -146,8 +182,11 @@ class Batch:
     """The scored samples of this rank, from which `advantages` functions start.
 
     Attributes:
-        rewards_N: of whole responses, shaped by `RewardShape`, float64.
+        responses: without the tokens of samples that are dropped.
+        rewards_N: of whole responses, shaped by `RewardShape`, float64; 0 for samples that are dropped.
         log_ratios_NR: log(policy / ref) per token, float64; 0 if the reward has no KL penalty.
+        kept_N: bool, False for samples that the reward function failed for, if such samples are dropped: statistics
+            must leave them out, and their advantages do not count.
     """
 
     samples: Samples
@@ -155,29 +194,35 @@ class Batch:
     responses: Responses
     rewards_N: Tensor
     log_ratios_NR: Tensor
+    kept_N: Tensor
 
     @staticmethod
-    def of(samples: Samples, options: PolicyOptions) -> Batch:
-        responses = Responses(samples["mask"])
-        rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N)
+    def of(samples: Samples, options: PolicyOptions, scores: tuple[str, ...] = ("score",)) -> Batch:
+        """Collect what `advantages` functions read; `scores` are the keys of the scores that a sample must have."""
+        kept_N = torch.ones(len(samples), dtype=torch.bool)
+        if options.reward is not None and options.reward.failure == "drop":
+            kept_N = torch.stack([scalars(samples[key]).isfinite() for key in scores]).all(0)
+        responses = Responses([mask * kept for mask, kept in zip(samples["mask"], kept_N, strict=True)])
+        rewards_N = options.shape()(samples["score"], samples["finished"], responses.lengths_N).where(kept_N, 0)
         log_ratios_NR = torch.zeros(responses.inside_NR.shape, dtype=torch.float64)
         if options.kl_in_reward:
-            policy_NR, ref_NR = (responses.rows(samples[key]) for key in _PENALTY)
+            policy_NR, ref_NR = (responses.rows(samples[key]) for key in (options.old_key, "ref_logprobs"))
             log_ratios_NR = policy_NR - ref_NR
-        return Batch(samples, options, responses, rewards_N, log_ratios_NR)
+        return Batch(samples, options, responses, rewards_N, log_ratios_NR, kept_N)
 
     def token_rewards(self, kl: float) -> Tensor:
         """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2)."""
         return self.responses.at_end(self.rewards_N) - kl * self.log_ratios_NR
 
-    def result(self, advantages_NR: Tensor, reduce: Reduce, kept_N: Tensor | None = None) -> dict[str, list[Tensor]]:
+    def result(self, advantages_NR: Tensor, reduce: Reduce, trained_N: Tensor | None = None) -> dict[str, list[Tensor]]:
         """Return the outputs of every `advantages` function. Four all-reduces.
 
-        weights: by `options.aggregation`, over samples in `kept_N`. token_weights: equal for all tokens of a
-        mini-batch. kl: of whole responses, if the reward has a KL penalty.
+        weights: by `options.aggregation`, over samples in `trained_N`. token_weights: equal for all tokens of a
+        mini-batch. reward and kl (of whole responses, if the reward has a KL penalty) are nan for samples that are
+        dropped. reward_clipped: 1 where `max_reward_clip` changed the reward, if it is finite.
         """
         ids, masks = self.samples.ids, list(self.responses.masks)
-        counted = masks if kept_N is None else [mask * kept for mask, kept in zip(masks, kept_N, strict=True)]
+        counted = masks if trained_N is None else [m * trained for m, trained in zip(masks, trained_N, strict=True)]
         options = self.options
         weighting = Weighting(options.aggregation, options.mini_batches, length=options.generate.max_new_tokens)
         by_token = replace(weighting, aggregation="token_mean")
@@ -185,11 +230,25 @@ class Batch:
             "advantages": self.responses.per_token(advantages_NR),
             "weights": weighting(ids, counted, reduce),
             "token_weights": by_token(ids, masks, reduce),
-            "reward": per_sample(self.rewards_N),
+            "reward": per_sample(self.rewards_N.where(self.kept_N, math.nan)),
         }
+        if CLIPPED in options.reward_numbers:
+            result[CLIPPED] = per_sample(options.shape().clips(self.samples["score"]))
         if options.kl_in_reward:
-            result["kl"] = per_sample(self.log_ratios_NR.sum(1))
+            result["kl"] = per_sample(self.log_ratios_NR.sum(1).where(self.kept_N, math.nan))
         return result
+
+    def group_distances(self, rewards_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distance of each reward from the mean of its prompt's, (P, G), and how many these are, (P,).
+
+        P prompts with G responses each. Samples that are dropped have distance 0 and do not count.
+        """
+        size = self.options.generate.group_size
+        shape = (len(rewards_N) // size, size)
+        rewards_PG, kept_PG = rewards_N.view(shape), self.kept_N.view(shape)
+        counts_P = kept_PG.sum(1)
+        means_P = (rewards_PG * kept_PG).sum(1) / counts_P.clamp(min=1)
+        return (rewards_PG - means_P[:, None]) * kept_PG, counts_P
 
     def spread(self, x_N: Tensor) -> Tensor:
         """Repeat one number per response over its tokens, (N, R)."""

@@ -151,7 +151,8 @@ class PPOAdvantages:
         options, coefficient = self.options, self.kl.coefficient
         batch = rewarded = Batch.of(samples, options)
         if options.normalise_rewards:
-            rewarded = replace(batch, rewards_N=whitened(batch.rewards_N, moments(batch.rewards_N, reduce)))
+            of_rewards = moments(batch.rewards_N[batch.kept_N], reduce)
+            rewarded = replace(batch, rewards_N=whitened(batch.rewards_N, of_rewards))
         responses = batch.responses
         inside_NR = responses.inside_NR
         values_NR = self.returns.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
@@ -164,7 +165,7 @@ class PPOAdvantages:
             advantages_NR = whitened(advantages_NR, of_errors)
         self.returns = self.returns.updated(of_returns)
         if options.kl_in_reward:
-            divergence = moments(batch.log_ratios_NR.sum(1), reduce)
+            divergence = moments(batch.log_ratios_NR.sum(1)[batch.kept_N], reduce)
             self.kl = self.kl.updated(divergence.mean, int(divergence.count))
         vary = of_returns.variance > EPSILON**2  # otherwise only rounding is left to explain
         explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0

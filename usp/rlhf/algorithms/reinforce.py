@@ -12,7 +12,6 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
 
 from .algorithm import Algorithm, fraction
-from .grpo import group_distances
 from .loss_weights import Aggregation
 from .policy import Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums
@@ -65,12 +64,10 @@ class ReMax(PolicyOptions):
 def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the mean reward of the other responses to the prompt (arXiv 2402.14740)."""
     batch = Batch.of(samples, options)
-    group_size = options.generate.group_size
-    rewards_N = batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1)
-    distances_PG = group_distances(rewards_N, group_size)
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1))
     # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
-    advantages_N = (distances_PG * (group_size / (group_size - 1))).flatten()
-    return Samples(samples.ids, batch.result(batch.spread(advantages_N), reduce))
+    advantages_PG = distances_PG * (counts_P / (counts_P - 1).clamp(min=1))[:, None]
+    return Samples(samples.ids, batch.result(batch.spread(advantages_PG.flatten()), reduce))
 
 
 def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples, reduce: Reduce) -> Samples:
@@ -83,7 +80,7 @@ def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples,
 
 def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the reward of the greedy response to the prompt from the returns (arXiv 2310.10505)."""
-    batch = Batch.of(samples, options)
+    batch = Batch.of(samples, options, ("score", "greedy_score"))
     shape = options.shape()
     baselines_N = shape(samples["greedy_score"], samples["greedy_finished"], torch.zeros(len(samples)))
     returns_NR = discounted_sums(batch.token_rewards(options.kl), 1.0)

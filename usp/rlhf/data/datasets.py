@@ -4,6 +4,10 @@
                    {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
     stdlib         find the mark hidden in a piece of the Python standard library's source code
 
+A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
+tokenizer's chat template makes it a prompt for the assistant's next message. Under "messages" the last one may be the
+answer. The other values are text, or a list of one message, whose content they are.
+
 The built-in task has a verifiable answer and needs the whole prompt to be read.
 """
 
@@ -14,12 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from usp.data.files import STDLIB, DataFile, find_files
 from usp.data.tokenizer import Ids, Tokenizer, as_document
+from usp.hf.tokenizers import chat_prompt
 from usp.run.failures import nearest
 
 MARKS = "①②③④⑤⑥⑦⑧"
@@ -44,11 +49,28 @@ class Example:
 
 
 class Examples(Protocol):
-    """A collection of examples with random access."""
+    """A collection of examples with random access. dropped: lines of the file that are too long."""
+
+    @property
+    def dropped(self) -> int: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Example: ...
+
+
+@dataclass(frozen=True, eq=False)
+class FileExamples:
+    """The examples of a file."""
+
+    examples: Sequence[Example]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +87,7 @@ class HiddenMark:
     prompt_tokens: int
     seed: int
     wrong_answers: float = 0.0
+    dropped: ClassVar[int] = 0
 
     def __len__(self) -> int:
         return 2**31
@@ -110,14 +133,16 @@ def open_examples(
     seed: int,
     wrong_answers: float = 0.0,
     whole: bool = False,
+    drop_long: bool = False,
 ) -> Examples:
-    """Open `data`: stdlib, or a JSONL file whose lines have text under each of `keys`.
+    """Open `data`: stdlib, or a JSONL file whose lines have text or messages under each of `keys`.
 
     Args:
         prompt_tokens: length of the longest built-in prompt.
         longest: maximum tokens in a prompt, so that the response fits the model's context.
         wrong_answers: fraction of built-in examples with a wrong answer.
         whole: prompt and answer are trained on together, so together they must fit in `longest`.
+        drop_long: leave out lines that do not fit in `longest`.
 
     Raises:
         ValueError: naming every invalid line, and prompts that are too long.
@@ -125,25 +150,33 @@ def open_examples(
     if data == STDLIB:
         if not SHORTEST <= prompt_tokens <= longest:
             raise ValueError(
-                f"--prompt-tokens = {prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
+                f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
             )
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
     file = Path(data).expanduser()
     if not file.is_file() or file.suffix != ".jsonl":
-        raise ValueError(f"--data = {data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
-    examples, problems = [], []
+        raise ValueError(f"data={data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
+    examples, problems, dropped = [], [], 0
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
                 examples.append(_parse(line, keys, tokenizer, longest, whole))
+            except _TooLong as error:
+                dropped += drop_long
+                problems += [] if drop_long else [f"line {number}: {error}"]
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
         more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
-        raise ValueError(f"--data = {data}: {'; '.join(problems[:5])}{more}")
+        raise ValueError(f"data={data}: {'; '.join(problems[:5])}{more}")
     if not examples:
-        raise ValueError(f"--data = {data} holds no lines")
-    return examples
+        lines = f"no prompt of at most {longest} tokens, as long_prompts=drop asks for" if dropped else "no lines"
+        raise ValueError(f"data={data} holds {lines}")
+    return FileExamples(examples, dropped)
+
+
+class _TooLong(ValueError):
+    """A line whose tokens exceed the model's context."""
 
 
 def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool) -> Example:
@@ -153,24 +186,73 @@ def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, w
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
-    for key in keys:
-        if not isinstance(row.get(key), str):
+    first = "messages" if "messages" in row and "prompt" not in row else "prompt"
+    if first == "messages" and "answer" in keys and "answer" not in row:
+        row |= _answered(row["messages"])
+    for key in (first, *keys[1:]):
+        if key not in row:
             raise ValueError(f"no text under {key!r}{nearest(key, row)}")
-    prompt = as_document(tokenizer, tokenizer.encode(row["prompt"]), end=False)
-    if not 1 <= len(prompt) <= longest:
-        raise ValueError(
+    prompt = _prompt(row[first], first, tokenizer)
+    texts = {key: _text(row[key], key) for key in keys[1:]}
+    if not len(prompt):
+        raise ValueError("a prompt of 0 tokens, expected at least 1")
+    advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
+    if len(prompt) > longest:
+        raise _TooLong(
             f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
-            f"shorten it, lower --max-new-tokens, or use a model with a longer context"
+            f"{advice}"
         )
-    for key in keys[1:] if whole else ():
-        tokens = len(as_document(tokenizer, tokenizer.encode(row[key]), begin=False))
+    for key, text in texts.items() if whole else ():
+        tokens = len(as_document(tokenizer, tokenizer.encode(text), begin=False))
         if len(prompt) + tokens > longest:
-            raise ValueError(
+            raise _TooLong(
                 f"a prompt of {len(prompt)} tokens and {tokens} under {key!r} exceed the model's context of {longest}: "
-                f"shorten them, or use a model with a longer context"
+                f"{advice}"
             )
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
-    return Example(prompt, row[answer] if answer in keys else "", row[rejected] if rejected in keys else "")
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""))
+
+
+def _answered(value: Any) -> dict[str, Any]:
+    """Return a chat that the assistant's message ends as a prompt and its answer; nothing for another."""
+    messages = _messages(value, "messages")
+    if messages[-1]["role"] != "assistant":
+        return {}
+    return {"messages": messages[:-1], "answer": messages[-1]["content"]}
+
+
+def _prompt(value: Any, key: str, tokenizer: Tokenizer) -> Ids:
+    """Return the ids of text, or of messages to which the assistant responds."""
+    if isinstance(value, str) and key == "prompt":
+        return as_document(tokenizer, tokenizer.encode(value), end=False)
+    return chat_prompt(tokenizer, _messages(value, key))
+
+
+def _text(value: Any, key: str) -> str:
+    """Return text, or the content of a list of one message."""
+    if isinstance(value, str):
+        return value
+    messages = _messages(value, key)
+    if len(messages) != 1:
+        raise ValueError(f"{len(messages)} messages under {key!r}, expected text or one message")
+    return messages[0]["content"]
+
+
+def _messages(value: Any, key: str) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{_found(value)} under {key!r}, expected text or a list of messages")
+    for message in value:
+        named = isinstance(message, dict) and message.keys() >= {"role", "content"}
+        if not named or not (isinstance(message["role"], str) and isinstance(message["content"], str)):
+            raise ValueError(f"a message under {key!r} has no text under 'role' and 'content': {_found(message)}")
+    return value
+
+
+def _found(value: Any) -> str:
+    """Name a JSON value that is not as expected."""
+    if isinstance(value, dict):
+        return f"an object with the keys {', '.join(value) or 'none'}"
+    return "an empty list" if value == [] else "null" if value is None else f"a {type(value).__name__}"
 
 
 def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:

@@ -53,8 +53,9 @@ class Objective(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's share of the loss (0-dim), and detached 0-dim metrics.
 
-        Both are summed over ranks and micro-batches. The given weights carry the normalization, computed over the whole
-        mini-batch beforehand, so the sum is the same loss in every layout.
+        Both are summed over ranks and micro-batches; of metrics named *_max the largest is taken. The given weights
+        carry the normalization, computed over the whole mini-batch beforehand, so the sum is the same loss in every
+        layout.
         """
 
 

@@ -279,15 +279,19 @@ class RoleModel:
         return metrics
 
     def _sums(self, metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Sum the metrics of the last stage over micro-batches and ranks; broadcast them to every rank."""
+        """Sum the last stage's metrics over micro-batches and ranks, or take the largest; broadcast them."""
         totals: dict[str, float] = {}
         if self.stage.last:
             names = sorted(metrics[0])
-            total = torch.stack([torch.stack([one[name].double() for name in names]) for one in metrics]).sum(0)
+            values = torch.stack([torch.stack([one[name].double() for name in names]) for one in metrics])
+            total, largest = values.sum(0), values.amax(0)
             for axis in ("loss", "tp"):
                 dist.all_reduce(total, group=self.mesh.group(axis))
+                if any(map(_is_largest, names)):
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.group(axis))
             # tp ranks differ by rounding: average, so that all take the same decisions.
-            totals = dict(zip(names, (total / self.mesh.size("tp")).tolist(), strict=True))
+            sums = dict(zip(names, (total / self.mesh.size("tp")).tolist(), strict=True))
+            totals = sums | {name: top for name, top in zip(names, largest.tolist(), strict=True) if _is_largest(name)}
         if self.mesh.size("pp") == 1:
             return totals
         known = [totals]
@@ -318,7 +322,12 @@ def _above(metrics: Mapping[str, float], name: str, bound: float) -> bool:
     return metrics[name] > bound
 
 
+def _is_largest(name: str) -> bool:
+    return name.endswith("_max")
+
+
 def _averages(seen: Sequence[Mapping[str, float]], norms: Sequence[float]) -> dict[str, float]:
     averages = {name: sum(one[name] for one in seen) / len(seen) for name in seen[0]} if seen else {}
+    averages |= {name: max(one[name] for one in seen) for name in averages if _is_largest(name)}
     grad_norm = sum(norms) / len(norms) if norms else 0.0
     return {**averages, "grad_norm": grad_norm, "optimizer_steps": float(len(norms))}

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from parallel import ProcessGroups, agree
+from usp.rlhf.algorithms.algorithm import stateful
 from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import key_kinds
 from usp.rlhf.plan.operations import schedule
@@ -55,6 +57,8 @@ class Executor:
         folder: of the run, for its timeline; None: no files.
         collect: keys whose values are collected on rank 0 after every step.
         progress: called with every operation of this rank as it begins.
+        before_changes: called on every rank before the first operation of a step that changes weights, or the state of
+            a function: what it raises on all of them leaves everything as the last step did.
 
     Raises:
         ValueError: naming every violation, if the plan does not fit the graph and the world size.
@@ -73,6 +77,7 @@ class Executor:
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda doing: None,
+        before_changes: Callable[[], None] = lambda: None,
     ) -> None:
         world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
@@ -94,7 +99,10 @@ class Executor:
                 copies.model(operation.copy).offload()
         timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
-        self._progress = progress
+        self._progress, self._before_changes = progress, before_changes
+        changing = {*stateful(graph), *(call.name for call in graph.calls if isinstance(call.work, TrainStep))}
+        changes = (operation.kind == "call" and operation.call in changing for operation in operations)
+        self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Run step `number`. Every rank passes all samples: prompts, if the graph generates.
@@ -112,7 +120,9 @@ class Executor:
         agree(value, self._world, "number, seed and samples of a step", context.device)
         context.timeline.step = number
         runner = StepRunner(context, step, seed)
-        for operation in context.operations:
+        for place, operation in enumerate(context.operations):
+            if place == self._first_change:
+                self._before_changes()
             if self._rank in operation.ranks:
                 self._progress(f"{operation.kind} {operation.name}")
                 runner.run(operation)

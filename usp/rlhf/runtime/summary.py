@@ -41,9 +41,10 @@ def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
 def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
     """Return the metrics of a step.
 
-    "actor/loss": of a train step. "score": mean over samples, for every key with one number per sample.
+    "actor/loss": of a train step. "score": mean over samples but those with nan, for every key with one number per
+    sample.
     "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
-    |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys.
+    |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
     """
     metrics: dict[str, float] = {}
     numbers: dict[str, list[float]] = {}
@@ -56,5 +57,8 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
         largest, total, tokens = (of_keys.pop(key) for key in (MAX, SUM, TOKENS))
         metrics["logprob_difference_max"] = largest.max().item()
         metrics["logprob_difference_mean"] = (total.sum() / tokens.sum().clamp(min=1)).item()
+    for name in ("logprob_difference_max", "logprob_difference_mean"):
+        if f"actor/{name}" in metrics:
+            metrics[name] = metrics.pop(f"actor/{name}")
     of_keys |= {f"{key}_length": torch.tensor(of_key, dtype=torch.float64) for key, of_key in lengths.items()}
-    return metrics | {key: values.mean().item() for key, values in of_keys.items()}
+    return metrics | {key: values.nanmean().item() for key, values in of_keys.items()}

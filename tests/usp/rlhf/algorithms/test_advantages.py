@@ -29,6 +29,7 @@ from usp.rlhf.algorithms.reinforce import (
     rloo_advantages,
 )
 from usp.rlhf.algorithms.response_rows import discounted_sums
+from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.algorithms.statistics import Moments, RunningMoments
 from usp.rlhf.data.mini_batches import mini_batch_ids
 from usp.rlhf.data.samples import Samples
@@ -142,6 +143,8 @@ def test_gae(gamma: float, lam: float) -> None:
     check_rows(samples, "returns", returns, result)
     assert [float(x) for x in result["reward"]] == pytest.approx(shaped(samples, options), rel=1e-6)
     assert 0.0 in shaped(samples, options) and 2.0 in map(abs, shaped(samples, options))
+    clipped = [abs(3 * (float(score) - 0.5)) > 2 for score in samples["score"]]
+    assert [bool(x) for x in result["reward_clipped"]] == clipped and 0 < sum(clipped) < 12
     errors = [x for row in expected for x in row]
     flat = [x for row in returns for x in row]
     explained = 1 - statistics.pvariance(errors) / statistics.pvariance(flat)
@@ -386,6 +389,57 @@ def test_results_do_not_depend_on_ranks(make_function: Callable[[], Function]) -
         for of_rank in functions if isinstance(function, Stateful) else ():
             assert isinstance(of_rank, Stateful)
             assert of_rank.state_dict() == pytest.approx(function.state_dict(), rel=1e-12)
+
+
+DROP = ScoreWith(lambda *_: 0.0, list, float, failure="drop")
+ONE = Generate(max_new_tokens=7, stop_ids=(0,))
+DROPPING: dict[str, tuple[Callable[[PolicyOptions], Function], PolicyOptions]] = {
+    "ppo": (PPOAdvantages, PPO(generate=ONE, kl_target=0.5, normalise_rewards=True, mini_batches=1)),  # type: ignore[dict-item]
+    "grpo": (lambda o: partial(grpo_advantages, o), GRPO(generate=GROUP)),  # type: ignore[arg-type]
+    "rloo": (lambda o: partial(rloo_advantages, o), RLOO(generate=GROUP)),  # type: ignore[arg-type]
+    "reinforce++": (lambda o: partial(reinforce_plus_plus_advantages, o), ReinforcePlusPlus()),  # type: ignore[arg-type]
+    "remax": (lambda o: partial(remax_advantages, o), ReMax()),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_samples_without_a_score_are_left_out(name: str) -> None:
+    """The others get what they would get without them; of a whole group where a baseline compares its members."""
+    make_function, options = DROPPING[name]
+    gone = {4, 5, 6, 7} if options.generate.group_size > 1 else {2, 9}
+    samples = make()
+    scores = [torch.tensor(math.nan) if i in gone else score for i, score in enumerate(samples["score"])]
+    function = make_function(replace(options, reward=DROP))
+    found = function(samples.updated(Samples(samples.ids, {"score": scores})), alone)
+    wanted_function = make_function(options)
+    others = [i for i in samples.ids if i not in gone]
+    wanted = wanted_function(Samples(tuple(range(len(others))), samples.of(others).values), alone)
+    for key in wanted.values:
+        torch.testing.assert_close([found[key][i] for i in others], wanted[key], rtol=1e-6, atol=1e-7)
+        for i in gone:
+            value = found[key][i]
+            unknown = key in ("reward", "kl") and bool(value.isnan())
+            assert unknown or key in ("kl_coefficient", "explained_variance") or not value.any(), key
+    if isinstance(function, Stateful):
+        assert isinstance(wanted_function, Stateful)
+        adapted = function.state_dict()
+        assert adapted.pop("kl_coefficient") == pytest.approx(options.kl, rel=0.2)  # by the number of samples
+        assert adapted == pytest.approx({key: wanted_function.state_dict()[key] for key in adapted})
+
+
+def test_a_group_without_one_of_its_members() -> None:
+    samples, options = make(), GRPO(generate=GROUP, reward=DROP)
+    scores = [*samples["score"][:5], torch.tensor(math.nan), *samples["score"][6:]]
+    samples = samples.updated(Samples(samples.ids, {"score": scores}))
+    rest = [float(scores[i]) for i in (4, 6, 7)]
+    mean, std = statistics.fmean(rest), statistics.stdev(rest)
+    expected = [(rest[0] - mean) / (std + 1e-4), 0.0, *((r - mean) / (std + 1e-4) for r in rest[1:])]
+    found = grpo_advantages(options, samples, alone)
+    assert [float(x.max() + x.min()) for x in found["advantages"][4:8]] == pytest.approx(expected, abs=1e-5)
+    assert not found["weights"][5].any() and not found["token_weights"][5].any()
+    found = rloo_advantages(RLOO(generate=GROUP, reward=DROP, kl=0.0), samples, alone)
+    expected = [rest[0] - (rest[1] + rest[2]) / 2, 0.0, rest[1] - (rest[0] + rest[2]) / 2]
+    assert [float(x.max() + x.min()) for x in found["advantages"][4:7]] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("make_function", FUNCTIONS.values(), ids=FUNCTIONS.keys())

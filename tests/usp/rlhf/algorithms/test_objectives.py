@@ -39,6 +39,7 @@ def make(seed: int = 0) -> Samples:
         "weights": [mask / (2 + n) for n, mask in enumerate(masks)],
         "advantages": numbers(),
         "old_logprobs": numbers(0.3),
+        "logprobs": numbers(0.3),
         "ref_logprobs": numbers(0.3),
         "values": numbers(0.3),
         "returns": numbers(),
@@ -74,10 +75,17 @@ def next_token(samples: Samples, output: list[float], entropy: list[float]) -> d
 
 
 def clipped_policy(
-    low: float = 0.2, high: float = 0.2, kl: float = 0.0, estimator: str = "k3", bonus: float = 0.0
+    low: float = 0.2,
+    high: float = 0.2,
+    kl: float = 0.0,
+    estimator: str = "k3",
+    bonus: float = 0.0,
+    dual: float = 3.0,
+    bound: float = 20.0,
 ) -> Oracle:
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
-        names = ("importance_ratio", "clip_fraction", "approx_kl", "entropy", "policy_loss", "loss")
+        fractions = ("clip_fraction", "dual_clip_fraction", "clamp_fraction")
+        names = ("importance_ratio", *fractions, "approx_kl", "entropy", "policy_loss", "loss")
         totals = dict.fromkeys((*names, *(("ref_kl",) if kl else ())), 0.0)
         for i, t, new, e in tokens_of(samples, output, entropy):
             if not samples["mask"][i][t]:
@@ -86,15 +94,21 @@ def clipped_policy(
                 float(samples[key][i][t])
                 for key in ("old_logprobs", "ref_logprobs", "advantages", "weights", "token_weights")
             )
-            ratio = math.exp(new) / math.exp(old)
+            ratio = min(max(math.exp(new) / math.exp(old), math.exp(-bound)), math.exp(bound))
             clipped = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
             surrogate = min(ratio * a, clipped * a)  # PPO, equation 7, which is maximised
+            if a < 0:
+                surrogate = max(surrogate, dual * a)  # dual clip, equation 5
             log_r = ref - new
+            if estimator == "k3":
+                log_r = min(max(log_r, -bound), bound)
             divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[estimator]
             totals["policy_loss"] -= w * surrogate
             totals["loss"] += w * (-surrogate + kl * divergence - bonus * e)
             totals["importance_ratio"] += mean * ratio
             totals["clip_fraction"] += mean * (clipped * a < ratio * a)
+            totals["dual_clip_fraction"] += mean * (a < 0 and ratio > dual)
+            totals["clamp_fraction"] += mean * (abs(new - old) > bound)
             totals["approx_kl"] += mean * (ratio - 1 - math.log(ratio))
             totals["entropy"] += mean * e
             if kl:
@@ -151,6 +165,11 @@ CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
     "k1": (ClippedPolicy(kl=0.7, kl_estimator="k1"), make, clipped_policy(kl=0.7, estimator="k1")),
     "k2": (ClippedPolicy(kl=0.7, kl_estimator="k2"), make, clipped_policy(kl=0.7, estimator="k2")),
     "k3": (ClippedPolicy(kl=0.7), make, clipped_policy(kl=0.7)),
+    "bounds": (
+        ClippedPolicy(kl=0.7, dual_clip=1.3, max_log_ratio=0.4),
+        make,
+        clipped_policy(kl=0.7, dual=1.3, bound=0.4),
+    ),
     "entropy": (ClippedPolicy(entropy_bonus=0.3), make, clipped_policy(bonus=0.3)),
     "value": (ClippedValue(0.2), make, clipped_value),
     "reward_model": (PreferredScore(), make_pairs, preferred_score),
@@ -275,5 +294,52 @@ def test_a_ratio_of_one_gives_the_policy_gradient() -> None:
 
 def test_k3_keeps_its_digits_where_policies_are_close() -> None:
     difference = torch.linspace(-1e-4, 1e-4, 21)
-    k3 = kl_estimate(difference, torch.zeros(21), "k3")
+    k3 = kl_estimate(difference, "k3")
     torch.testing.assert_close(k3, difference.square() / 2, rtol=0, atol=2e-11)
+
+
+@pytest.mark.parametrize("far", [100.0, -100.0])
+@pytest.mark.parametrize("moved", ["old_logprobs", "ref_logprobs"])
+def test_a_far_token_leaves_the_loss_and_its_gradient_finite(far: float, moved: str) -> None:
+    """In float32, where the exponential of its log-ratio is not, and without the bounds the metrics are not either."""
+
+    def step(objective: ClippedPolicy) -> tuple[Tensor, dict[str, float], Tensor]:
+        samples, (output, entropy) = make(), said()
+        values = {key: [x.float() for x in samples[key]] for key in objective.keys}
+        values[moved] = [x - far * (torch.arange(len(x)) == 2) for x in values[moved]]
+        output = output.float().requires_grad_()
+        samples = Samples(samples.ids, {**values, "tokens": samples["tokens"]})
+        loss, metrics = minimise(objective, samples, output, entropy.float())
+        loss.backward()
+        assert output.grad is not None
+        return loss, metrics, output.grad
+
+    loss, metrics, gradient = step(ClippedPolicy(kl=0.1))
+    assert loss.isfinite() and all(map(math.isfinite, metrics.values())) and gradient.isfinite().all()
+    assert (metrics["clamp_fraction"] > 0) == (moved == "old_logprobs")
+    loss, metrics, gradient = step(ClippedPolicy(kl=0.1, dual_clip=math.inf, max_log_ratio=math.inf))
+    overflows = (far > 0) == (moved == "old_logprobs")
+    assert all(map(math.isfinite, metrics.values())) != overflows
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_a_policy_that_is_the_old_one_needs_no_old_logprobs(degree: int) -> None:
+    """Loss, metrics and gradient are those of its own log-probabilities as the old ones."""
+
+    def step(objective: ClippedPolicy, samples: Samples) -> tuple[float, dict[str, float], Tensor]:
+        output, entropy = (x.requires_grad_() for x in said())
+        loss, metrics = minimise(objective, samples, output, entropy, degree, padding=4)
+        loss.backward()
+        assert output.grad is not None
+        return loss.item(), metrics, output.grad
+
+    samples, output = make(), said()[0]
+    recomputed = samples.updated(Samples(samples.ids, {"old_logprobs": list(output.split(LENGTHS))}))
+    loss, metrics, gradient = step(ClippedPolicy(kl=0.3), recomputed)
+    found, seen, found_gradient = step(ClippedPolicy(kl=0.3, old=""), samples)
+    assert found == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-12)
+    differences = (output - torch.cat(list(samples["logprobs"]))).abs()[torch.cat(list(samples["mask"])) != 0]
+    assert seen.pop("logprob_difference_max") == pytest.approx(differences.max().item())
+    assert seen.pop("logprob_difference_mean") == pytest.approx(differences.mean().item())
+    assert seen == pytest.approx(metrics, rel=1e-12, abs=1e-12) and seen["importance_ratio"] == pytest.approx(1)

@@ -112,6 +112,25 @@ def test_the_rank_that_sees_it_raises() -> None:
         on_ranks([function, function], make(), [(4, 5), (9,)])
 
 
+@pytest.mark.parametrize("failure", ["zero", "drop", "stop"])
+def test_a_sample_that_fails_again_is_recorded_and_has_no_score(failure: Any) -> None:
+    calls: list[str] = []
+
+    def reward(prompt: str, response: str, answer: str) -> float:
+        calls.append(answer)
+        if answer == "bb" or calls.count("a") == 1 == len(calls) - calls.index("a"):
+            raise SystemExit("the judge has left")
+        return 1.0
+
+    function = score_with(reward, retries=2, pause=0.0, failure=failure)
+    scores = [float(x) for x in function(make(), alone)["score"]]
+    assert calls == ["ccc", "a", "a", "bb", "bb", "bb"]
+    assert scores[:2] == [1, 1] and (scores[2] == 0 if failure == "zero" else math.isnan(scores[2]))
+    (record,) = function.take_failures()
+    assert (record["sample"], record["error"]) == (9, "it raised SystemExit: the judge has left")
+    assert not function.take_failures()
+
+
 def test_an_interrupt_is_not_caught() -> None:
     def reward(prompt: str, response: str, answer: str) -> float:
         raise KeyboardInterrupt
@@ -128,9 +147,10 @@ def test_the_shape_of_rewards() -> None:
     def shaped(shape: RewardShape) -> list[float]:
         return shape(score, finished, lengths).tolist()
 
-    assert shaped(RewardShape()) == [0, 1, 2, 20, -20]
+    assert shaped(RewardShape()) == [0, 1, 2, 30, -30] and not RewardShape().clips(score).any()
+    assert RewardShape(bias=1, scaling=2, max_clip=5).clips(score).tolist() == [False, False, False, True, True]
     assert shaped(RewardShape(bias=1, scaling=2, max_clip=5)) == [-2, 0, 2, 5, -5]
-    assert shaped(RewardShape(zero_unfinished=True)) == [0, 1, 0, 20, 0]
+    assert shaped(RewardShape(zero_unfinished=True)) == [0, 1, 0, 30, 0]
     # the penalty grows over the last 4 of 10 tokens (DAPO, equation 13)
-    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10)) == [0, 1, 1.5, 19, -21]
-    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10, overlong_penalty=2)) == [0, 1, 1, 18, -22]
+    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10)) == [0, 1, 1.5, 29, -31]
+    assert shaped(RewardShape(overlong_buffer=4, max_tokens=10, overlong_penalty=2)) == [0, 1, 1, 28, -32]

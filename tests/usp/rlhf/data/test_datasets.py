@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
-from usp.data.tokenizer import ByteTokenizer
+from usp.data.tokenizer import ByteTokenizer, Tokenizer
+from usp.hf.tokenizers import load_tokenizer
 from usp.rlhf.algorithms.rewards import match
-from usp.rlhf.data.datasets import MARKS, QUESTION, example_indices, open_examples
+from usp.rlhf.data.datasets import MARKS, QUESTION, Examples, example_indices, open_examples
 
 KEYS = ("prompt", "answer")
 
@@ -79,6 +85,87 @@ def test_prompt_and_answer_must_fit_the_context_together(tmp_path: Path) -> None
         ValueError, match=r"line 1: a prompt of 3 tokens and .* under 'answer' exceed .* context of 10:"
     ):
         open_examples(str(tmp_path / "long.jsonl"), KEYS, ByteTokenizer(), **made, whole=True)
+
+
+def opened(tmp_path: Path, *rows: dict, keys: tuple[str, ...] = KEYS, longest: int = 60, **options: Any) -> Examples:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = options.pop("tokenizer", ByteTokenizer())
+    data = str(tmp_path / "rows.jsonl")
+    return open_examples(data, keys, tokenizer, prompt_tokens=1, longest=longest, seed=0, **options)
+
+
+def test_lines_that_are_too_long_can_be_dropped(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * n, "answer": "a"} for n in (3, 61, 60, 99)]
+    with pytest.raises(ValueError, match=r"line 2: a prompt of 61 tokens, .* long_prompts=drop.*; line 4: "):
+        opened(tmp_path, *rows)
+    found = opened(tmp_path, *rows, drop_long=True)
+    assert [len(found[n].prompt) for n in range(len(found))] == [3, 60] and found.dropped == 2
+    with pytest.raises(ValueError, match="holds no prompt of at most 2 tokens"):
+        opened(tmp_path, *rows, longest=2, drop_long=True)
+    with pytest.raises(ValueError, match=r"rows\.jsonl: line 5: a prompt of 0 tokens"):
+        opened(tmp_path, *rows, {"prompt": "", "answer": "a"}, drop_long=True)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a chat template that writes its BOS, as it also does before a text."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=ByteLevel.alphabet())
+    )
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    saved = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    saved.chat_template = TEMPLATE
+    saved.save_pretrained(folder)
+    return load_tokenizer(str(folder), parse_special=True)
+
+
+def test_messages_are_prompts_by_the_chat_template(tmp_path: Path, chat: Tokenizer) -> None:
+    asked = [{"role": "system", "content": "brief"}, {"role": "user", "content": "2+2?"}]
+    four = {"role": "assistant", "content": "4"}
+    rows = [
+        {"prompt": asked, "answer": "4"},
+        {"messages": asked, "answer": [four]},
+        {"messages": [*asked, four]},
+    ]
+    found = opened(tmp_path, *rows, tokenizer=chat)
+    assert chat.bos == 0 and chat.encode("<s>").tolist() == [0]
+    for n in range(3):
+        text = "<s>system: brief</s>user: 2+2?</s>assistant: "
+        assert found[n].prompt.tolist() == chat.encode(text).tolist() and found[n].answer == "4"
+    pair = {"prompt": asked, "chosen": [four], "rejected": [{**four, "content": "5"}]}
+    found = opened(tmp_path, pair, keys=("prompt", "chosen", "rejected"), tokenizer=chat)
+    assert (found[0].answer, found[0].rejected) == ("4", "5")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": [{"role": "user", "content": "a"}]}, "chat template, which tokenizer=bytes does not have"),
+        ({"prompt": ["a"]}, "a message under 'prompt' has no text under 'role' and 'content': a str"),
+        ({"prompt": [{"role": "user", "content": None}]}, "has no text under .* an object with the keys role, content"),
+        ({"messages": []}, "an empty list under 'messages', expected text or a list of messages"),
+        ({"prompt": 3}, "a int under 'prompt', expected text or a list of messages"),
+        ({"promt": "a"}, r"no text under 'prompt' \(did you mean 'promt'\?\)"),
+        ({"prompt": "a", "answer": [{"role": "a", "content": "b"}] * 2}, "2 messages under 'answer', expected text"),
+    ],
+)
+def test_what_is_no_prompt_is_named(tmp_path: Path, row: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=f"line 1: .*{said}"):
+        opened(tmp_path, {"answer": "a", **row})
+
+
+def test_a_template_that_refuses_messages_says_why(tmp_path: Path, chat: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"line 1: the chat template of tokenizer=.* fails for the messages: no tools"):
+        opened(tmp_path, {"prompt": [{"role": "tool", "content": "a"}], "answer": "a"}, tokenizer=chat)
 
 
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
