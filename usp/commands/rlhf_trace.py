@@ -16,12 +16,16 @@ from .flags import output_problem
 
 @dataclass(frozen=True)
 class RlhfTraceConfig:
-    """Show the timeline of an RLHF run as a table, a trace for chrome://tracing or ui.perfetto.dev, and a plot."""
+    """Show where the time of an RLHF run goes: a summary of its steps; of one step the idle share of each rank, the
+    critical path and a plot; and a trace for chrome://tracing or ui.perfetto.dev.
+
+    An operation's work begins when its last rank has arrived. What the others spend until then is waiting.
+    """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Output directory of the run."""
-    step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
-    """Step to show."""
+    step: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the last)")] = None
+    """Step to show and plot; the summary and the trace are then of this step, too, instead of all."""
     out: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(default: RUN/timeline/timeline.png)")] = (
         None
     )
@@ -32,14 +36,17 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     """Print the table of a run's timeline, and write its trace and plot."""
     asked = tyro.cli(RlhfTraceConfig, args=argv, prog=prog)
     from usp.rlhf.runtime.timeline import read_events
-    from usp.rlhf.runtime.trace import plot, shown, table, write_chrome_trace
+    from usp.rlhf.runtime.trace import by_step, path_table, plot, rank_table, summary_table, write_chrome_trace
 
-    events = shown(read_events(asked.run, asked.step))
+    events = read_events(asked.run, asked.step)
     out = asked.out or asked.run / "timeline" / "timeline.png"
     if problem := output_problem("--out", out, ".png"):
         raise ValueError(problem)
-    Console().print(table(events))
-    plot(events, out)
+    number, step = list(by_step(events).items())[-1]
+    console = Console()
+    for table in (summary_table(events), rank_table(number, step), path_table(number, step)):
+        console.print(table)
+    plot([event for event in events if event.step == number], out)
     trace = out.with_suffix(".json")
     write_chrome_trace(events, trace)
-    print(f"plot: {out}\ntrace: {trace} (for chrome://tracing or ui.perfetto.dev)")
+    print(f"plot of step {number}: {out}\ntrace: {trace} (for chrome://tracing or ui.perfetto.dev)")

@@ -136,8 +136,11 @@ class StepRunner:
         if needed:
             with context.timeline.record("wait", call.name):
                 self._wait(needed)
-        batches = self._step.partition(call)[layout.number_of(self._rank)]
-        with context.timeline.record(call.kind, call.name):
+        number = layout.number_of(self._rank)
+        batches = self._step.partition(call)[number]
+        with context.timeline.record(call.kind, call.name) as recorded:
+            if (isinstance(call.work, Generate) and layout.dims.ep == 1) or isinstance(call.work, Compute):
+                recorded.group = number  # data-parallel ranks do not meet, unless a function reduces
             if isinstance(call.work, TrainStep):
                 mini_batches = [self._step.take(call, batch) for batch in batches]
                 metrics = self._model(call).train_step(mini_batches, call.work)
@@ -145,14 +148,14 @@ class StepRunner:
                     self.metrics.update({f"{call.role}/{name}": float(value) for name, value in metrics.items()})
                 return
             ids = sorted(i for batch in batches for i in batch)
-            result = self._run_work(call, self._step.take(call, ids))
+            result = self._run_work(call, self._step.take(call, ids), recorded)
         if self._rank in layout.leaders:
             self._step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> Role:
         return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))
 
-    def _run_work(self, call: ModelCall, samples: Samples) -> Samples:
+    def _run_work(self, call: ModelCall, samples: Samples, recorded: BytesMoved) -> Samples:
         if isinstance(call.work, Generate):
             result = self._model(call).generate(samples, call.work, derived_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}
@@ -166,6 +169,7 @@ class StepRunner:
         assert group
 
         def reduce(value: Tensor) -> Tensor:
+            recorded.group = 0
             total = value.detach().to(self._context.device, copy=True)
             dist.all_reduce(total, group=group)
             return total.to(value.device)

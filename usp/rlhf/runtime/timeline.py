@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
@@ -27,9 +27,11 @@ class Event:
         kind: of an `Operation`, with "call" replaced by the call's kind (generate, inference, train_step, compute); or
             wait, for values from other ranks. Transfers overlap with other events: on a receiving rank they last from
             the post to the end of the wait, on other ranks until the post returns.
-        start, end: seconds since the run began, on rank 0's clock.
+        start, end: seconds since the run began, on rank 0's clock. An event includes the time until all of the
+            operation's ranks have arrived; `activity` tells waiting from work.
         sent, received: bytes that the operation moves between ranks, without communication inside a model.
         minimum: bytes that this rank lacked, so had to receive.
+        group: ranks of an operation wait only for those with the same number.
     """
 
     step: int
@@ -41,15 +43,17 @@ class Event:
     sent: int = 0
     received: int = 0
     minimum: int = 0
+    group: int = 0
 
 
 @dataclass
 class BytesMoved:
-    """Bytes that an operation moves on this rank, filled in while it runs: see `Event`."""
+    """Bytes that an operation moves on this rank, and its group, filled in while it runs: see `Event`."""
 
     sent: int = 0
     received: int = 0
     minimum: int = 0
+    group: int = 0
 
 
 def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
@@ -85,7 +89,7 @@ class Timeline:
 
     @contextmanager
     def record(self, kind: str, name: str) -> Iterator[BytesMoved]:
-        """Record the operation in the `with` block, which may fill in the bytes."""
+        """Record the operation in the `with` block, which may fill in the bytes and the group."""
         start, moved = self.now(), BytesMoved()
         yield moved
         self.add(kind, name, start, moved)
@@ -126,6 +130,7 @@ def read_events(run: Path, step: int | None = None) -> list[Event]:
 
 def _parse(path: Path) -> Iterator[Event]:
     names = {field.name for field in fields(Event)}
+    needed = {field.name for field in fields(Event) if field.default is MISSING}
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -134,7 +139,7 @@ def _parse(path: Path) -> Iterator[Event]:
             if number == len(lines):  # the run was killed while writing
                 return
             raise ValueError(f"{path}, line {number} is not an event: {error}") from None
-        if not isinstance(values, dict) or set(values) != names:
+        if not isinstance(values, dict) or not needed <= values.keys() <= names:
             raise ValueError(f"{path}, line {number} is not an event: expected the keys {', '.join(sorted(names))}")
         yield Event(**values)
 

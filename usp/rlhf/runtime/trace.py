@@ -1,15 +1,18 @@
-"""Views of a run's timeline: a table, a trace for chrome://tracing or ui.perfetto.dev, and a plot."""
+"""Views of a run's timeline: tables, a trace for chrome://tracing or ui.perfetto.dev, and a plot of a step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 from rich.table import Table
 
+from .activity import Activity, activities, bounds, covered, critical_path, rank_times
 from .timeline import Event
 
 _COLOURS = {
@@ -23,26 +26,30 @@ _COLOURS = {
     "load": "#997755",
     "offload": "#ccaa77",
     "release": "#444444",
-    "wait": "#dddddd",
+    "waiting": "#e4e4e4",
+    "critical path": "black",
 }
-_THIN = ("transfer",)  # concurrent with other events, so drawn below them
 _HATCHED = ("reallocate", "load", "offload")
+_SHORT = 0.005  # of a step: shorter parts of the critical path are listed as one
 
 
 @dataclass(frozen=True)
 class Total:
-    """Events of one kind and name, averaged over steps.
+    """Work of one kind and name in a step, averaged over steps.
 
     Attributes:
-        seconds: from the first rank's start to the last rank's end.
+        seconds: in which at least one rank works on it; deviation: their standard deviation over steps.
         share: fraction of the step time.
+        waiting: seconds that its first rank waits for the last to arrive.
         bytes, minimum: received by all ranks, and the least that they need.
     """
 
     kind: str
     name: str
     seconds: float
+    deviation: float
     share: float
+    waiting: float
     bytes: int
     minimum: int
 
@@ -53,131 +60,229 @@ class Total:
 
 
 def shown(events: Sequence[Event]) -> list[Event]:
-    """Return the events with transfers clipped to begin when the first sender does: receives are posted long before."""
+    """Return the transfers clipped to begin when the first sender does: receives are posted long before."""
+    transfers = [event for event in events if event.kind == "transfer"]
     first: dict[tuple[int, str], float] = {}
-    for event in events:
-        if event.kind == "transfer" and event.sent:
+    for event in transfers:
+        if event.sent:
             key = (event.step, event.name)
             first[key] = min(event.start, first.get(key, event.start))
 
     def clipped(event: Event) -> Event:
-        sent = first.get((event.step, event.name), event.start) if event.kind == "transfer" else event.start
+        sent = first.get((event.step, event.name), event.start)
         return replace(event, start=min(max(event.start, sent), event.end))
 
-    return [clipped(event) for event in events]
+    return [clipped(event) for event in transfers]
 
 
 def totals(events: Sequence[Event]) -> list[Total]:
     """Return a `Total` for each kind and name, ordered by first start."""
-    steps = sorted({event.step for event in events})
-    whole = sum(_span([event for event in events if event.step == step]) for step in steps)
-    found: dict[tuple[str, str], list[Event]] = {}
+    of_step = by_step(events)
+    lengths = {step: _length(found) for step, found in of_step.items()}
+    worked: dict[tuple[str, str], dict[int, list[Activity]]] = defaultdict(lambda: {step: [] for step in of_step})
+    moved: dict[tuple[str, str], list[Event]] = {}
     for event in sorted(events, key=lambda event: event.start):
-        found.setdefault((event.kind, event.name), []).append(event)
+        if event.kind != "wait":
+            moved.setdefault((event.kind, event.name), []).append(event)
+    for step, found in of_step.items():
+        for activity in found:
+            worked[activity.event.kind, activity.event.name][step].append(activity)
     rows = []
-    for (kind, name), alike in found.items():
-        seconds = sum(_span([event for event in alike if event.step == step]) for step in steps)
-        received, minimum = (sum(getattr(event, key) for event in alike) for key in ("received", "minimum"))
-        share = seconds / whole if whole else 0.0
-        rows.append(Total(kind, name, seconds / len(steps), share, received // len(steps), minimum // len(steps)))
+    for key in [*moved, *(worked.keys() - moved.keys())]:
+        steps, alike = worked[key], moved.get(key, [])
+        seconds = [covered(found) for found in steps.values()]
+        waits = [max((activity.waiting for activity in found), default=0.0) for found in steps.values()]
+        received, minimum = (
+            sum(getattr(event, name) for event in alike) // len(steps) for name in ("received", "minimum")
+        )
+        share = sum(seconds) / (sum(lengths.values()) or 1.0)
+        rows.append(Total(*key, mean(seconds), pstdev(seconds), share, mean(waits), received, minimum))
     return rows
 
 
-def _span(events: Sequence[Event]) -> float:
-    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+def by_step(events: Sequence[Event]) -> dict[int, list[Activity]]:
+    """Return the activities of each step."""
+    found: dict[int, list[Activity]] = {step: [] for step in sorted({event.step for event in events})}
+    for activity in activities(events):
+        found[activity.event.step].append(activity)
+    return found
 
 
-def table(events: Sequence[Event]) -> Table:
-    """Return the totals as a table to print."""
-    steps = sorted({event.step for event in events})
-    title = f"step {steps[0]}" if len(steps) == 1 else f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}"
-    result = Table(title=f"{title}, {len({event.rank for event in events})} ranks")
-    for heading in ("kind", "name"):
-        result.add_column(heading)
-    for heading in ("seconds", "share", "bytes", "minimum", "ratio"):
+def _length(step: Sequence[Activity]) -> float:
+    begin, end = bounds(step)
+    return end - begin
+
+
+def summary_table(events: Sequence[Event]) -> Table:
+    """Return the totals of one or more steps as a table to print."""
+    lengths = {step: _length(found) for step, found in by_step(events).items()}
+    steps, average = list(lengths), mean(lengths.values())
+    ranks = f"{len({event.rank for event in events})} ranks"
+    if len(steps) == 1:
+        result = _table(f"step {steps[0]}, {ranks}: {average:.3f} s", ("kind", "name"))
+    else:
+        length = f"{average:.3f} s, standard deviation {pstdev(lengths.values()):.3f} s"
+        result = _table(f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}, {ranks}: {length}", ("kind", "name"))
+    several = len(steps) > 1
+    times = ("work (s)", "deviation", "of step") if several else ("work (s)", "of step")
+    for heading in (*times, "wait before (s)", "bytes", "minimum", "ratio"):
         result.add_column(heading, justify="right")
     for row in totals(events):
         moved = (f"{row.bytes:,}", f"{row.minimum:,}") if row.bytes or row.minimum else ("", "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        result.add_row(row.kind, row.name, f"{row.seconds:.3f}", f"{row.share:.1%}", *moved, ratio)
+        deviation = (f"{row.deviation:.3f}",) if several else ()
+        seconds = (f"{row.seconds:.3f}", *deviation, f"{row.share:.1%}", f"{row.waiting:.3f}")
+        result.add_row(row.kind, row.name, *seconds, *moved, ratio)
+    return result
+
+
+def rank_table(number: int, step: Sequence[Activity]) -> Table:
+    """Return what every rank did with the time of a step as a table to print."""
+    result = _table(f"step {number}: each rank", ("rank",))
+    for heading in ("work (s)", "waiting (s)", "no operation (s)", "idle"):
+        result.add_column(heading, justify="right")
+    for time in rank_times(step):
+        seconds = (f"{value:.3f}" for value in (time.work, time.waiting, time.between))
+        result.add_row(str(time.rank), *seconds, f"{time.idle_share:.1%}")
+    return result
+
+
+def path_table(number: int, step: Sequence[Activity]) -> Table:
+    """Return the critical path of a step as a table to print, in order of time."""
+    result = _table(f"step {number}: critical path", ("rank", "kind", "name"))
+    for heading in ("seconds", "of step"):
+        result.add_column(heading, justify="right")
+    length, path = _length(step), critical_path(step)
+    long = [part for part in path if part.seconds >= _SHORT * length]
+    for part in long:
+        share = f"{part.seconds / length:.1%}" if length else ""
+        result.add_row(str(part.rank), part.kind, part.name, f"{part.seconds:.3f}", share)
+    if len(long) < len(path):
+        rest = sum(part.seconds for part in path) - sum(part.seconds for part in long)
+        share = f"{rest / length:.1%}"
+        result.add_row("", "", f"{len(path) - len(long)} parts below {_SHORT:.1%}", f"{rest:.3f}", share)
+    return result
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    result = Table(title=title, title_justify="left")
+    for heading in headings:
+        result.add_column(heading)
     return result
 
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
-    """Write a JSON trace with one process per rank; transfers are on a separate thread."""
-    records: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({event.rank for event in events})
-    ]
-    records += [
-        {
-            "ph": "X",
-            "name": event.name,
-            "cat": event.kind,
-            "pid": event.rank,
-            "tid": int(event.kind in _THIN),
-            "ts": event.start * 1e6,
-            "dur": (event.end - event.start) * 1e6,
-            "args": {k: getattr(event, k) for k in ("kind", "step", "sent", "received", "minimum")},
-        }
-        for event in events
-    ]
+    """Write a JSON trace with one process per rank; waiting is a slice of its own, transfers are a second thread."""
+    records: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        records.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for thread, name in enumerate(("operations", "transfers")):
+            records.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+    for activity in activities(events):
+        records += _slices(activity)
+    for event in shown(events):
+        records.append(_slice(event, event.name, event.kind, 1, event.start, event.end, _moved(event)))
     path.write_text(json.dumps({"traceEvents": records}), encoding="utf-8")
 
 
+def _slices(activity: Activity) -> Iterator[dict[str, Any]]:
+    event = activity.event
+    if activity.waiting:
+        name = (
+            f"wait for {event.name}" if activity.last == event.rank else f"{event.name}: wait for rank {activity.last}"
+        )
+        yield _slice(event, name, "waiting", 0, activity.start, activity.begin, {"step": event.step})
+    if activity.work or not activity.waiting:
+        yield _slice(event, event.name, event.kind, 0, activity.begin, activity.end, _moved(event))
+
+
+def _moved(event: Event) -> dict[str, Any]:
+    return {key: getattr(event, key) for key in ("kind", "step", "sent", "received", "minimum")}
+
+
+def _slice(
+    event: Event, name: str, kind: str, thread: int, start: float, end: float, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "cat": kind, "pid": event.rank, "tid": thread, **times, "args": more}
+
+
 def plot(events: Sequence[Event], path: Path) -> None:
-    """Write a PNG with one row per rank: calls and reallocations, with transfers as thin bars below them."""
+    """Write a PNG of one step with one row per rank: work, waiting, and the critical path.
+
+    Transfers are thin bars below; in the row itself they stand only where a call waits for them.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    ranks = sorted({event.rank for event in events})
-    begin = min(event.start for event in events)
-    width = max(event.end for event in events) - begin
-    figure = Figure(figsize=(14, 2.2 + 0.55 * len(ranks)), layout="constrained")
+    step, transfers = activities(events), shown(events)
+    times = rank_times(step)
+    rows = {time.rank: row for row, time in enumerate(times)}
+    begin, end = bounds(step)
+    width = end - begin
+    figure = Figure(figsize=(14, 2.6 + 0.6 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for event in events:
-        thin, duration = event.kind in _THIN, event.end - event.start
+
+    def bar(rank: int, kind: str, start: float, end: float, thin: bool = False) -> None:
         axes.barh(
-            ranks.index(event.rank) + (0.38 if thin else -0.06),
-            max(duration, width / 2000),  # shorter ones would be invisible
-            left=event.start - begin,
+            rows[rank] + (0.38 if thin else -0.06),
+            max(end - start, width / 2000),  # shorter ones would be invisible
+            left=start - begin,
             height=0.12 if thin else 0.7,
-            color=_COLOURS.get(event.kind, "black"),
-            hatch="////" if event.kind in _HATCHED else None,
+            color=_COLOURS.get(kind, "black"),
+            hatch="////" if kind in _HATCHED else None,
             edgecolor="white",
             linewidth=0.3,
         )
-    _label(axes, events, ranks, begin, width)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(len(ranks) - 0.4, -0.6)
+
+    for activity in step:
+        rank, kind = activity.event.rank, activity.event.kind
+        if activity.waiting:
+            bar(rank, "waiting", activity.start, activity.begin)
+        if activity.work or not activity.waiting:
+            bar(rank, kind, activity.begin, activity.end)
+    for event in transfers:
+        bar(event.rank, event.kind, event.start, event.end, thin=True)
+    _draw_path(axes, step, rows, begin)
+    _label(axes, step, rows, begin, width)
+    axes.set_yticks(range(len(rows)), [f"rank {time.rank}\nidle {time.idle_share:.0%}" for time in times])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, width * 1.005 or 1.0)
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(f"seconds of step {events[0].step}")
     axes.spines[["top", "right"]].set_visible(False)
-    kinds = [kind for kind in _COLOURS if any(event.kind == kind for event in events)]
+    present = {"waiting", "critical path", *(event.kind for event in events)}
+    kinds = [kind for kind in _COLOURS if kind in present]
     handles = [Patch(facecolor=_COLOURS[k], hatch="////" if k in _HATCHED else None, edgecolor="white") for k in kinds]
     figure.legend(handles, kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _label(axes: Any, events: Sequence[Event], ranks: Sequence[int], begin: float, width: float) -> None:
+def _draw_path(axes: Any, step: Sequence[Activity], rows: Mapping[int, int], begin: float) -> None:
+    """Draw the critical path as one line along the tops of its bars."""
+    points = [(at - begin, rows[part.rank] - 0.44) for part in critical_path(step) for at in (part.start, part.end)]
+    axes.plot(*zip(*points, strict=True) if points else ((), ()), color=_COLOURS["critical path"], linewidth=1.8)
+
+
+def _label(axes: Any, step: Sequence[Activity], rows: Mapping[int, int], begin: float, width: float) -> None:
     """Label bars that are wide enough inside, and other calls above the plot, with a line to the first of each."""
-    inside: set[tuple[int, str]] = set()
-    narrow: dict[tuple[int, str], tuple[float, int]] = {}
-    for event in sorted(events, key=lambda event: (event.start, event.rank)):
-        if event.kind in (*_THIN, "wait", "announce", "release"):
+    inside: set[str] = set()
+    narrow: dict[str, tuple[float, int]] = {}
+    for activity in sorted(step, key=lambda activity: (activity.begin, activity.event.rank)):
+        kind, name = activity.event.kind, activity.event.name
+        if kind in ("transfer", "wait", "announce", "release"):
             continue
-        middle, row = (event.start + event.end) / 2 - begin, ranks.index(event.rank)
-        text = f"{event.kind} {event.name}" if event.kind in _HATCHED else event.name
-        if event.end - event.start > 0.0062 * width * len(text):
-            back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if event.kind in _HATCHED else None
+        middle, row = (activity.begin + activity.end) / 2 - begin, rows[activity.event.rank]
+        text = f"{kind} {name}" if kind in _HATCHED else name
+        if activity.work > 0.0062 * width * len(text):
+            back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if kind in _HATCHED else None
             axes.text(middle, row - 0.06, text, ha="center", va="center", fontsize=8, clip_on=True, bbox=back)
-            inside.add((event.step, text))
-        elif event.kind not in _HATCHED:
-            narrow.setdefault((event.step, text), (middle, row))
+            inside.add(text)
+        elif kind not in _HATCHED:
+            narrow.setdefault(text, (middle, row))
     free = -width
-    for (step, text), (middle, row) in sorted(narrow.items(), key=lambda item: item[1]):
-        if (step, text) not in inside:
+    for text, (middle, row) in sorted(narrow.items(), key=lambda item: item[1]):
+        if text not in inside:
             free = max(middle, free + 0.018 * width)
             line = {"arrowstyle": "-", "color": "gray", "linewidth": 0.5, "relpos": (0, 0)}
             axes.annotate(

@@ -19,15 +19,17 @@ from parallel.testing import RankPool
 from tests.usp.rlhf.toy import Alone, SharingModel, ToyModel, ppo, prompts
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Reduce
+from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.executor import Executor, StepResult
 from usp.rlhf.runtime.timeline import BytesMoved, Event
+from usp.rlhf.runtime.trace import totals
 
 STEPS, PROMPTS = 3, 5
+SLOW = 0.5  # seconds
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
 FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
@@ -166,10 +168,19 @@ def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path:
     ranks.run(run_meeting, 8, tmp_path, timeout=120)
 
 
-def run_stale() -> list[dict[str, float]]:
+class Slow(ToyModel):
+    """A model that takes a while to generate."""
+
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        time.sleep(SLOW)
+        return super().generate(prompts, work, seed)
+
+
+def run_stale() -> tuple[list[dict[str, float]], tuple[Event, ...]]:
+    """Return the metrics of two steps, the second with stale weights, and this rank's events of the first."""
     graph = ppo()
     plan = separation(graph, replace(FACTS, world_size=4))
-    made = executor(graph, plan, ProcessGroups(), build_role=partial(ToyModel, stale=True))
+    made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, stale=True))
     copies = made._context.copies
 
     def forget(copy: WeightCopy, moved: BytesMoved) -> None:
@@ -178,16 +189,23 @@ def run_stale() -> list[dict[str, float]]:
 
     first = made.run_step(prompts(PROMPTS, 1), number=1, seed=1)
     copies.reallocate = forget  # type: ignore[method-assign]
-    return [first.metrics, made.run_step(prompts(PROMPTS, 2), number=2, seed=2).metrics]
+    return [first.metrics, made.run_step(prompts(PROMPTS, 2), number=2, seed=2).metrics], first.events
 
 
-def test_stale_weights_are_noticed(ranks: RankPool) -> None:
+def test_stale_weights_are_noticed_and_waiting_for_slow_ranks_is_not_moving(ranks: RankPool) -> None:
     alone = Alone()
     wanted = [alone.step(ppo(), prompts(PROMPTS, n), derived_seed(n, "actor_generate"))[0] for n in (1, 2)]
-    first, second = ranks.run(run_stale, 4)[0]
+    found = ranks.run(run_stale, 4)
+    first, second = found[0][0]
     assert {key: first[key] for key in wanted[0]} == pytest.approx(wanted[0], abs=1e-5)
     assert abs(second["actor/loss"] - wanted[1]["actor/loss"]) > 1e-2
     assert abs(second["critic/loss"] - wanted[1]["critic/loss"]) > 1e-2
+    events = [event for _, of_rank in found for event in of_rank]
+    # The training ranks join the reallocation of the critic at once, those that generate only afterwards.
+    moved = next(row for row in totals(events) if row.kind == "reallocate" and row.name.startswith("critic"))
+    assert moved.waiting > 0.8 * SLOW and moved.seconds < 0.2 * SLOW and moved.share < 0.2
+    lasted = [event.end - event.start for event in events if event.kind == "reallocate" and event.name == moved.name]
+    assert max(lasted) > 0.8 * SLOW
 
 
 def scores(samples: Samples, reduce: Reduce) -> Samples:

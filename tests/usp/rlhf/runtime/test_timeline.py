@@ -1,16 +1,19 @@
-"""A timeline is written, read, and shown as a table, a trace and a plot."""
+"""A timeline is written, read, divided into waiting and work, and shown as tables, a trace and a plot."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from usp.__main__ import main
+from usp.rlhf.runtime.activity import BETWEEN, activities, bounds, critical_path, rank_times
 from usp.rlhf.runtime.timeline import Event, Timeline, read_events
-from usp.rlhf.runtime.trace import plot, totals
+from usp.rlhf.runtime.trace import plot, totals, write_chrome_trace
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum
     ("reallocate", "actor", range(8), 0.0, 0.4, 4000, 4000),
@@ -21,11 +24,78 @@ CALLS = (  # kind, name, ranks, start, end, bytes, minimum
     ("inference", "reward_inference", range(4, 6), 3.2, 4.9, 0, 0),
     ("inference", "critic_inference", range(6, 8), 3.2, 4.0, 0, 0),
     ("transfer", "ref_inference to advantages", range(8), 4.4, 5.0, 300, 200),
-    ("wait", "advantages", range(4), 4.4, 5.0, 0, 0),
+    ("wait", "advantages", range(8), 4.4, 5.0, 0, 0),
     ("compute", "advantages", range(8), 5.0, 5.05, 0, 0),
     ("train_step", "actor_train", range(4), 5.05, 8.0, 0, 0),
     ("train_step", "critic_train", range(4, 8), 5.05, 7.0, 0, 0),
 )
+
+
+# A step of separation: rank 0 generates, rank 1 trains. kind, name, rank, start, end, bytes sent, bytes received
+SEPARATION = (
+    ("release", "actor", 0, 0.0, 0.1, 0, 0),
+    ("reallocate", "actor", 0, 0.1, 4.2, 0, 900),  # rank 1 has work until 4.0: 0.2 s of moving
+    ("compute", "before", 1, 0.0, 4.0, 0, 0),
+    ("reallocate", "actor", 1, 4.0, 4.2, 900, 0),
+    ("generate", "actor_generate", 0, 4.2, 6.0, 0, 0),
+    ("announce", "lengths", 1, 4.3, 6.2, 0, 0),
+    ("announce", "lengths", 0, 6.1, 6.2, 0, 0),
+    ("transfer", "early to actor_train", 0, 6.2, 6.2, 10, 0),
+    ("inference", "actor_inference", 0, 6.2, 8.0, 0, 0),
+    ("transfer", "actor_inference to actor_train", 0, 8.0, 8.1, 50, 0),
+    ("wait", "actor_train", 1, 6.4, 8.3, 0, 0),
+    ("transfer", "early to actor_train", 1, 6.2, 6.5, 0, 10),
+    ("transfer", "actor_inference to actor_train", 1, 6.2, 8.3, 0, 50),
+    ("train_step", "actor_train", 1, 8.3, 10.0, 0, 0),
+)
+
+
+def separation() -> list[Event]:
+    return [Event(1, rank, k, n, start, end, *moved) for k, n, rank, start, end, *moved in SEPARATION]
+
+
+def test_waiting_is_not_work() -> None:
+    found = {(a.event.kind, a.event.name, a.event.rank): a for a in activities(separation())}
+    spent = {key: (round(a.waiting, 9), round(a.work, 9), a.last) for key, a in found.items() if a.waiting}
+    assert spent == {
+        ("reallocate", "actor", 0): (3.9, 0.2, 1),
+        ("announce", "lengths", 1): (1.8, 0.1, 0),
+        ("transfer", "actor_inference to actor_train", 1): (1.5, 0.3, 0),  # since the one before: 6.5
+    }
+    assert found["transfer", "early to actor_train", 1].work == pytest.approx(0.1)  # sent before rank 1 waited
+    moving = next(row for row in totals(separation()) if row.kind == "reallocate")
+    assert (moving.seconds, moving.share, moving.waiting) == (pytest.approx(0.2), pytest.approx(0.02), 3.9)
+    idle = {time.rank: (time.work, time.waiting, time.idle_share) for time in rank_times(activities(separation()))}
+    assert idle[0] == pytest.approx((0.1 + 0.2 + 1.8 + 0.1 + 1.8 + 0.1, 3.9, 0.59))
+    assert idle[1] == pytest.approx((4.0 + 0.2 + 0.1 + 0.1 + 0.3 + 1.7, 3.3, 0.36))
+
+
+def test_the_critical_path_follows_the_rank_that_was_waited_for() -> None:
+    path = critical_path(activities(separation()))
+    assert [(part.rank, part.name) for part in path] == [
+        (1, "before"),
+        (0, "actor"),
+        (0, "actor_generate"),
+        (0, BETWEEN),
+        (0, "lengths"),
+        (0, "actor_inference"),
+        (1, "actor_inference to actor_train"),
+        (1, "actor_train"),
+    ]
+    assert sum(part.seconds for part in path) == pytest.approx(10.0)
+    for step in (separation(), events(1), [replace(e, start=e.end) for e in separation()]):
+        found = activities(step)
+        whole = critical_path(found)
+        assert (whole[0].start, whole[-1].end) == bounds(found)
+        assert all(before.end == after.start for before, after in pairwise(whole))
+
+
+def test_ranks_of_different_groups_do_not_wait_for_each_other() -> None:
+    late = [Event(1, rank, "generate", "actor_generate", 2.0 * rank, 3.0 + rank, group=rank) for rank in range(2)]
+    assert [(a.waiting, a.work) for a in activities(late)] == [(0, 3), (0, 2)]
+    assert totals(late)[0].seconds == 4.0
+    joined = [replace(event, group=0) for event in late]
+    assert [(a.waiting, a.work) for a in activities(joined)] == [(2, 1), (0, 2)]
 
 
 def events(step: int) -> list[Event]:
@@ -87,14 +157,26 @@ def test_the_command_prints_a_table_and_writes_a_trace_and_a_plot(
     out = tmp_path / "plot.png"
     assert main(["rlhf-trace", str(tmp_path), "--step", "2", "--out", str(out)], {}) == 0
     printed = capsys.readouterr().out
-    assert "step 2, 8 ranks" in printed
-    (row,) = (line for line in printed.splitlines() if "ref_inference to advantages" in line)
-    assert [cell.strip() for cell in row.split("│")[3:8]] == ["0.600", "7.5%", "2,400", "1,600", "1.500"]
+    assert "step 2, 8 ranks: 8.000 s" in printed
+    row = next(line for line in printed.splitlines() if "ref_inference to advantages" in line)
+    assert [cell.strip() for cell in row.split("│")[3:9]] == ["0.600", "7.5%", "0.000", "2,400", "1,600", "1.500"]
     assert out.read_bytes().startswith(b"\x89PNG")
     records = json.loads(out.with_suffix(".json").read_text())["traceEvents"]
-    assert sum(record["ph"] == "X" for record in records) == len(events(2))
+    assert {record["args"]["step"] for record in records if record["ph"] == "X"} == {2}
     assert main(["rlhf-trace", str(tmp_path)], {}) == 0
-    assert (tmp_path / "timeline" / "timeline.png").exists()
+    printed = capsys.readouterr().out
+    for part in ("mean of 2 steps, 1 to 2, 8 ranks: 8.000 s", "step 2: each rank", "step 2: critical path"):
+        assert part in printed
+    assert f"plot of step 2: {tmp_path / 'timeline' / 'timeline.png'}" in printed
+
+
+def test_a_trace_shows_waiting_as_slices_of_its_own(tmp_path: Path) -> None:
+    write_chrome_trace(separation(), tmp_path / "trace.json")
+    slices = [r for r in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if r["ph"] == "X"]
+    moves = [(r["cat"], r["name"], r["dur"]) for r in slices if r["pid"] == 0 and "actor" in r["name"].split(":")[0]]
+    assert ("waiting", "actor: wait for rank 1", pytest.approx(3.9e6)) in moves
+    assert ("reallocate", "actor", pytest.approx(0.2e6)) in moves
+    assert sum(r["tid"] == 1 for r in slices) == 4
 
 
 @pytest.mark.parametrize(
