@@ -30,6 +30,9 @@ class Event:
         start, end: seconds since the run began, on rank 0's clock.
         sent, received: bytes that the operation moves between ranks, without communication inside a model.
         minimum: bytes that this rank lacked, so had to receive.
+        crossed: of a reallocation, bytes received from other hosts.
+        host_minimum: bytes that no rank of this host had, and this one is its first to need: summed over ranks, the
+            bytes that had to cross.
     """
 
     step: int
@@ -41,6 +44,8 @@ class Event:
     sent: int = 0
     received: int = 0
     minimum: int = 0
+    crossed: int = 0
+    host_minimum: int = 0
 
 
 @dataclass
@@ -50,6 +55,8 @@ class BytesMoved:
     sent: int = 0
     received: int = 0
     minimum: int = 0
+    crossed: int = 0
+    host_minimum: int = 0
 
 
 def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
