@@ -6,7 +6,11 @@ in the same run on the same ranks, in alternation. Layouts are (pp, dp, tp), in 
 are also sharded over dp.
 
     python -m benchmarks.realloc            # about three minutes on two cores
+    python -m benchmarks.realloc --cluster  # two emulated hosts of four ranks, connected by 1 Gbit/s
     python -m benchmarks.realloc --quick    # one case, a small model; saves nothing
+
+On two hosts, the second baseline is the same reallocation with one fetch per rank: each rank receives what it lacks
+from the ranks that hold it, although others of its host receive the same from there.
 """
 
 from __future__ import annotations
@@ -14,13 +18,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Spans, in_turns, median_milliseconds
 from benchmarks.harness.record import Record, finish
 from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
@@ -29,7 +35,8 @@ from parallel.reallocation.param_layout import Kind
 from parallel.testing import RankPool
 
 BUCKET = 64 << 20
-OURS, RAW = "ours", "raw all-to-all"
+RATE = "1gbit"  # between the hosts of --cluster
+OURS, RAW, APART = "ours", "raw all-to-all", "one fetch per rank"
 COLUMNS = (
     "ranks",
     "from",
@@ -41,6 +48,19 @@ COLUMNS = (
     "extra MB per rank",
     "ms",
     "GB/s",
+    "of raw",
+)
+CLUSTER_COLUMNS = (
+    "from",
+    "to",
+    "MB between hosts",
+    "one fetch per rank",
+    "of the minimum",
+    "MB inside hosts",
+    "in total of the minimum",
+    "rounds",
+    "ms",
+    "of one fetch per rank",
     "of raw",
 )
 
@@ -67,10 +87,19 @@ class Case:
     dst: Layout
     hidden: int = 1536
     bucket_bytes: int = BUCKET
+    hosts: int = 1
 
     def plan(self) -> ReallocPlan:
         layouts = [param_layout(layout, self.hidden) for layout in (self.src, self.dst)]
-        return plan_realloc(*layouts, bucket_bytes=self.bucket_bytes, ranks_per_host=self.ranks)
+        return plan_realloc(*layouts, bucket_bytes=self.bucket_bytes, ranks_per_host=self.ranks // self.hosts)
+
+    @property
+    def apart(self) -> Case:
+        """The case as if every rank were a host: each fetches what it lacks from the least loaded rank that holds it.
+
+        In the cases here all ranks that do are on one host, but for norms, so none is nearer than another.
+        """
+        return replace(self, hosts=self.ranks)
 
 
 CASES = (
@@ -83,6 +112,20 @@ CASES = (
     Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2)),
     Case(4, Layout(2, 1, 2), Layout(1, 4, 1)),
     Case(4, Layout(1, 2, 1), Layout(1, 1, 2, first=2)),
+)
+
+ON_TWO_HOSTS = tuple(
+    Case(8, src, dst, hosts=2)
+    for src, dst in (
+        (Layout(1, 4, 1, zero=True), Layout(1, 4, 1, first=4)),
+        (Layout(1, 4, 1, zero=True), Layout(1, 2, 2, first=4)),
+        (Layout(1, 8, 1, zero=True), Layout(1, 8, 1)),
+        (Layout(1, 8, 1, zero=True), Layout(1, 4, 2)),
+        (Layout(2, 2, 2), Layout(1, 8, 1)),
+        (Layout(1, 1, 8), Layout(2, 4, 1)),
+        (Layout(1, 4, 1, zero=True), Layout(1, 1, 4, first=4)),  # no rank of a host needs what another one needs
+        (Layout(1, 8, 1, zero=True), Layout(1, 2, 4)),
+    )
 )
 
 
@@ -145,26 +188,38 @@ def measure(case: Case, warmups: int, iterations: int) -> dict[str, Spans]:
     """Return the spans of all timed calls by system, after checking that the weights arrived."""
     plan, rank = case.plan(), dist.get_rank()
     groups = ProcessGroups()
-    reallocation = Reallocation(plan, groups, torch.device("cpu"))
     src = {name: torch.full(boxes[rank].sizes, 1.0) for name, boxes in plan.src.boxes.items() if rank in boxes}
     dst = {name: torch.zeros(boxes[rank].sizes) for name, boxes in plan.dst.boxes.items() if rank in boxes}
-    group = groups.get(plan.ranks)
-    systems: dict[str, Callable[[], Any]] = {OURS: lambda: reallocation.run(src, dst), RAW: lambda: None}
-    if group is not None:
-        sends = [plan.links.get((rank, peer), 0) for peer in plan.ranks]
-        receives = [plan.links.get((peer, rank), 0) for peer in plan.ranks]
-        sent, received = (torch.ones(sum(sizes), dtype=torch.uint8) for sizes in (sends, receives))
-        systems[RAW] = lambda: dist.all_to_all_single(received, sent, receives, sends, group=group)
-    spans: dict[str, Spans] = {OURS: [], RAW: []}
-    for round_, name in in_turns((RAW, OURS), warmups + iterations):
+    systems: dict[str, Callable[[], Any]] = {RAW: all_to_all(plan, groups)}
+    for name, planned in ((OURS, plan), (APART, case.apart.plan()))[: 2 if case.hosts > 1 else 1]:
+        systems[name] = partial(Reallocation(planned, groups, torch.device("cpu")).run, src, dst)
+    spans: dict[str, Spans] = {name: [] for name in systems}
+    for round_, name in in_turns(tuple(systems), warmups + iterations):
+        for tensor in dst.values():
+            tensor.zero_()
         dist.barrier()
         start = time.perf_counter_ns()  # all processes of a machine share this clock
         systems[name]()
         if round_ >= warmups:
             spans[name].append((start, time.perf_counter_ns()))
+        assert name == RAW or all(bool((tensor == 1).all()) for tensor in dst.values())
     dist.barrier()
-    assert all(bool((tensor == 1).all()) for tensor in dst.values())
     return spans
+
+
+def measure_all(cases: Sequence[Case], warmups: int, iterations: int) -> list[dict[str, Spans]]:
+    return [measure(case, warmups, iterations) for case in cases]
+
+
+def all_to_all(plan: ReallocPlan, groups: ProcessGroups) -> Callable[[], Any]:
+    """Return an all-to-all with as many bytes on every link as the plan."""
+    group, rank = groups.get(plan.ranks), dist.get_rank()
+    if group is None:
+        return lambda: None
+    sends = [plan.links.get((rank, peer), 0) for peer in plan.ranks]
+    receives = [plan.links.get((peer, rank), 0) for peer in plan.ranks]
+    sent, received = (torch.ones(sum(sizes), dtype=torch.uint8) for sizes in (sends, receives))
+    return lambda: dist.all_to_all_single(received, sent, receives, sends, group=group)
 
 
 # In the parent process
@@ -173,8 +228,8 @@ def measure(case: Case, warmups: int, iterations: int) -> dict[str, Spans]:
 def summarise(case: Case, spans: Sequence[Mapping[str, Spans]]) -> dict[str, Any]:
     """Return one row of data from all ranks' spans."""
     plan = case.plan()
-    milliseconds = {name: median_milliseconds(rank[name] for rank in spans) for name in (OURS, RAW)}
-    return {
+    milliseconds = {name: median_milliseconds(rank[name] for rank in spans) for name in spans[0]}
+    row = {
         "ranks": case.ranks,
         "src": str(case.src),
         "dst": str(case.dst),
@@ -185,6 +240,15 @@ def summarise(case: Case, spans: Sequence[Mapping[str, Spans]]) -> dict[str, Any
         "extra_bytes": plan.extra_bytes,
         "milliseconds": milliseconds,
         "of_raw": milliseconds[RAW] / milliseconds[OURS],
+    }
+    if case.hosts == 1:
+        return row
+    return row | {
+        "hosts": case.hosts,
+        "tier_bytes": plan.tier_bytes._asdict(),
+        "minimum_tier_bytes": plan.minimum_tier_bytes._asdict(),
+        "between_apart": replace(case.apart.plan(), ranks_per_host=plan.ranks_per_host).tier_bytes.between,
+        "of_apart": milliseconds[OURS] / milliseconds[APART],
     }
 
 
@@ -206,6 +270,34 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def cluster_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    between, inside = row["tier_bytes"].values()
+    return (
+        row["src"],
+        row["dst"],
+        f"{between / 1e6:.0f}",
+        f"{row['between_apart'] / 1e6:.0f}",
+        f"{between / row['minimum_tier_bytes']['between']:.3f}",
+        f"{inside / 1e6:.0f}",
+        f"{row['bytes'] / row['minimum_bytes']:.3f}",
+        str(row["rounds"]),
+        " / ".join(f"{row['milliseconds'][name]:.0f}" for name in (OURS, APART, RAW)),
+        f"{row['of_apart']:.2f}",
+        f"{row['of_raw']:.2f}",
+    )
+
+
+def cluster_notes(rows: list[dict[str, Any]]) -> list[str]:
+    shared = [row["of_apart"] for row in rows if row["between_apart"] > row["tier_bytes"]["between"]]
+    return [
+        "ms: medians of ours / one fetch per rank / a raw all-to-all of our bytes on every link. of raw: ratio of the "
+        "bandwidths.",
+        "The minimum between hosts: what hosts lack. In total: what ranks lack.",
+        f"Where replicas share a host: {statistics.geometric_mean(shared):.2f} of the time of one fetch per rank "
+        f"(geometric mean), at most {max(shared):.2f}.",
+    ]
+
+
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     ratios = [row["of_raw"] for row in rows]
     return [
@@ -217,19 +309,38 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def on_one_host(cases: Sequence[Case], iterations: int) -> Iterator[dict[str, Any]]:
+    with RankPool() as ranks:
+        for case in cases:
+            yield summarise(case, ranks.run(measure, case.ranks, case, 2, iterations, timeout=600))
+
+
+def on_two_hosts(cases: Sequence[Case], iterations: int) -> Iterator[dict[str, Any]]:
+    with cluster(2, RATE) as hosts:
+        by_rank = hosts.call(measure_all, 4, cases, 1, iterations, timeout=3600.0)
+    yield from (summarise(case, spans) for case, spans in zip(cases, zip(*by_rank, strict=True), strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small case; save nothing")
-    parser.add_argument("--iterations", type=int, default=11, help="timed calls per system")
+    parser.add_argument("--cluster", action="store_true", help=f"two emulated hosts of four ranks, connected by {RATE}")
+    parser.add_argument("--iterations", type=int, help="timed calls per system (default 11; 5 with --cluster)")
     arguments = parser.parse_args()
-    cases = [Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=192)] if arguments.quick else CASES
-    rows = []
-    with RankPool() as ranks:
-        for case in cases:
-            rows.append(summarise(case, ranks.run(measure, case.ranks, case, 2, arguments.iterations, timeout=600)))
-            print(*cells(rows[-1]), sep="  ", flush=True)
-    question = "Reallocation of weights, against a raw all-to-all of the same bytes"
-    record = Record.of("realloc", question, COLUMNS, map(cells, rows), notes(rows), rows)
+    if arguments.cluster:
+        if reason := unavailable():
+            raise SystemExit(f"--cluster is not available: {reason}")
+        cases = [replace(case, hidden=384) for case in ON_TWO_HOSTS[:1]] if arguments.quick else ON_TWO_HOSTS
+        rows, shown = [*on_two_hosts(cases, arguments.iterations or 5)], (CLUSTER_COLUMNS, cluster_cells, cluster_notes)
+        name, command = "realloc_cluster", "python -m benchmarks.realloc --cluster"
+        question = f"Reallocation of weights on two hosts of four CPU ranks, {RATE} between them"
+    else:
+        cases = [Case(4, Layout(1, 4, 1, zero=True), Layout(1, 2, 2), hidden=192)] if arguments.quick else CASES
+        rows, shown = [*on_one_host(cases, arguments.iterations or 11)], (COLUMNS, cells, notes)
+        name, command = "realloc", ""
+        question = "Reallocation of weights, against a raw all-to-all of the same bytes"
+    columns, of_row, below = shown
+    record = Record.of(name, question, columns, map(of_row, rows), below(rows), rows, command=command)
     finish(record, save=not arguments.quick)
 
 

@@ -74,11 +74,15 @@ class ParamLayout:
         return text.hexdigest()
 
 
-def holdings(boxes: Mapping[int, Box]) -> list[Holding]:
-    """Split the boxes that ranks hold of a parameter into disjoint boxes, each held completely by the same ranks."""
+def holdings(held: Iterable[tuple[int, Box]]) -> list[Holding]:
+    """Split the boxes of a parameter into disjoint boxes, each held completely by the same ranks.
+
+    Args:
+        held: (rank, box); a rank may hold several boxes, and these may overlap.
+    """
     ranks_of: dict[Box, tuple[int, ...]] = {}
-    for rank, box in sorted(boxes.items()):
-        ranks_of[box] = (*ranks_of.get(box, ()), rank)
+    for rank, box in held:
+        ranks_of[box] = _merged(ranks_of.get(box, ()), (rank,))
     parts: list[Holding] = []
     for box, ranks in ranks_of.items():
         cut, rest = [], [box]
@@ -87,7 +91,7 @@ def holdings(boxes: Mapping[int, Box]) -> list[Holding]:
             if common is None:
                 cut.append(part)
                 continue
-            cut.append(Holding(common, tuple(sorted(part.ranks + ranks))))
+            cut.append(Holding(common, _merged(part.ranks, ranks)))
             cut += [Holding(outside, part.ranks) for outside in part.box.minus(common)]
             rest = [outside for piece in rest for outside in piece.minus(common)]
         parts = cut + [Holding(piece, ranks) for piece in rest]
@@ -126,6 +130,10 @@ def gather_layout(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
     if violations:
         raise ValueError(f"ranks must hold boxes of the same parameters: {'; '.join(violations)}")
     return ParamLayout({name: next(iter(found)) for name, found in kinds.items()}, boxes)
+
+
+def _merged(ranks: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*ranks, *others}))
 
 
 def _shown(found: Mapping[Kind, Iterable[int]]) -> str:

@@ -1,12 +1,15 @@
 """Plan of a reallocation: the boxes that ranks send to each other to move parameters to another layout. Pure.
 
-    needs      of each receiver: its box in the new layout minus what it already holds, split where the holders change
-    holders    of each need: those on the receiver's host, if any, otherwise all
-    sender     the only holder, or the one of several holders with the least to send so far
+    needs      what a rank lacks and a rank of its host holds: from there
+               what a whole host lacks: once from another host to one of the ranks that need it, which sends it on to
+               the others of its host
+    holders    of each need: all ranks that hold it, of the receiver's host if there are any
+    choice     of holder and first receiver, where there are several: those with the least to send and to receive so far
 
 Parameters with the same shape and boxes are planned once, because layers repeat. No rank receives what it already
-holds, or anything twice, so the number of bytes is minimal. Broadcasting each box to all its holders in the new layout,
-as ReaL does (arXiv 2406.14088), sends up to 7/6 as much if replicas share a host.
+holds, or anything twice, and no byte crosses to a host twice, so both the bytes in total and those between hosts are
+minimal. Broadcasting each box to all its holders in the new layout, as ReaL does (arXiv 2406.14088), sends up to 7/6 as
+much if replicas share a host.
 """
 
 from __future__ import annotations
@@ -16,20 +19,47 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .boxes import Box
 from .param_layout import Kind, ParamLayout, holdings
 
+_Key = TypeVar("_Key", int, tuple[int, int])
+
+ONWARD_DELAY = 2  # rounds until a received box is sent on: the messages of two rounds are in flight at any time
+_PIPELINE_ROUNDS = 8  # where boxes are sent on: of 8 + 2 rounds, all but the last 2 keep the link between hosts busy
+_PIPELINE_BYTES = 2 << 20  # from another host to a rank in a round: fewer are not worth a round
+
+
+class Route(NamedTuple):
+    """The ranks that a box passes.
+
+    Attributes:
+        onward: ranks on the receiver's host to which the receiver sends the box on.
+    """
+
+    sender: int
+    receiver: int
+    onward: tuple[int, ...] = ()
+
+    @property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """The (sender, receiver) of each time that the box is sent."""
+        return ((self.sender, self.receiver), *((self.receiver, rank) for rank in self.onward))
+
 
 class Need(NamedTuple):
-    """A box that a rank has to receive, and the nearest ranks that hold all of it, ascending."""
+    """A box that ranks of one host lack, and the nearest ranks that hold all of it; ranks ascend."""
 
-    receiver: int
+    receivers: tuple[int, ...]
     box: Box
     holders: tuple[int, ...]
+
+    @property
+    def has_choice(self) -> bool:
+        return len(self.receivers) > 1 or len(self.holders) > 1
 
 
 class _Pattern(NamedTuple):
@@ -41,8 +71,7 @@ class _Pattern(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    sender: int
-    receiver: int
+    route: Route
     box: Box
 
 
@@ -55,24 +84,44 @@ class Moves:
     transfers: tuple[Transfer, ...]
 
 
+class TierBytes(NamedTuple):
+    """Bytes by tier: between hosts and inside them."""
+
+    between: int
+    inside: int
+
+
 @dataclass(frozen=True)
 class ReallocPlan:
     """Transfers from `src` to `dst`, in rounds in each of which no rank sends or receives more than `bucket_bytes`.
 
     Attributes:
-        links: bytes by (sender, receiver).
-        grain: the bytes of a link are divided over rounds evenly up to this number of bytes, so that elements, and
-            rows of up to this size, are not split.
+        copies: further layouts in which the values of `src` are in memory; ranks send from these as well, and keep what
+            they hold there.
+        routes: bytes by route.
+        shares: into how many rounds the bytes of each route are divided.
+        grain: they are divided evenly up to this number of bytes, so that elements, and rows of up to this size, are
+            not split.
     """
 
     src: ParamLayout
+    copies: tuple[ParamLayout, ...]
     dst: ParamLayout
     bucket_bytes: int
     ranks_per_host: int
     moves: tuple[Moves, ...]
-    links: Mapping[tuple[int, int], int]
-    rounds: int
+    routes: Mapping[Route, int]
+    shares: int
     grain: int
+
+    @property
+    def layouts(self) -> tuple[ParamLayout, ...]:
+        return (self.src, *self.copies, self.dst)
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Bytes by (sender, receiver)."""
+        return _sums((hop, size) for route, size in self.routes.items() for hop in route.hops)
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
@@ -84,22 +133,51 @@ class ReallocPlan:
         """Bytes received by rank, without ranks that receive nothing."""
         return _sums((receiver, size) for (_, receiver), size in self.links.items())
 
+    @cached_property
+    def crossed_bytes(self) -> dict[int, int]:
+        """Bytes received from other hosts by rank, without ranks that receive nothing from there."""
+        return _sums((to, size) for (sender, to), size in self.links.items() if self.host(sender) != self.host(to))
+
+    @property
+    def tier_bytes(self) -> TierBytes:
+        """Bytes that the plan sends, by tier."""
+        between = sum(self.crossed_bytes.values())
+        return TierBytes(between, self.total_bytes - between)
+
     def lacking_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank holds in `dst` but not in `src`: the minimum that it has to receive."""
-        return sum(
-            _lacking(rank, self.src.boxes[name], boxes) * self.wire_dtype(name).itemsize
-            for name, boxes in self.dst.boxes.items()
-            if rank in boxes
-        )
+        """Return the bytes that a rank holds in `dst` but not before: the minimum that it has to receive."""
+        return self._lacking_bytes(rank, (rank,), ())
+
+    def host_lacking_bytes(self, rank: int) -> int:
+        """Return the bytes that no rank of this one's host holds before, and no lower one there holds in `dst`.
+
+        Their sum over the ranks of a host is the minimum that it has to receive from other hosts.
+        """
+        first = self.host(rank) * self.ranks_per_host
+        return self._lacking_bytes(rank, range(first, first + self.ranks_per_host), range(first, rank))
 
     @property
     def minimum_bytes(self) -> int:
-        """Minimum that any plan has to send, computed from the two layouts without the transfers."""
+        """Minimum that any plan has to send, computed from the layouts without the transfers."""
         return sum(map(self.lacking_bytes, self.dst.ranks))
+
+    @property
+    def minimum_tier_bytes(self) -> TierBytes:
+        """Minimum by tier: what hosts lack has to cross between them, and the rest of what ranks lack need not."""
+        between = sum(map(self.host_lacking_bytes, self.dst.ranks))
+        return TierBytes(between, self.minimum_bytes - between)
+
+    def host(self, rank: int) -> int:
+        return rank // self.ranks_per_host
 
     def wire_dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a parameter is sent: the smaller of its two dtypes, or that of `dst` if equal."""
         return _wire_dtype(self.src.parameters[name], self.dst.parameters[name])
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds; the last ones only send on what arrived before."""
+        return self.shares + (ONWARD_DELAY if any(route.onward for route in self.routes) else 0)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -107,9 +185,9 @@ class ReallocPlan:
         return tuple(sorted(self.sent_bytes.keys() | self.received_bytes.keys()))
 
     @property
-    def identity(self) -> tuple[str, str, int, int]:
+    def identity(self) -> tuple[object, ...]:
         """Inputs of the plan: plans with equal identities are equal."""
-        return (self.src.digest, self.dst.digest, self.bucket_bytes, self.ranks_per_host)
+        return (*(layout.digest for layout in self.layouts), self.bucket_bytes, self.ranks_per_host)
 
     @property
     def total_bytes(self) -> int:
@@ -121,66 +199,94 @@ class ReallocPlan:
         message = min(self.bucket_bytes, max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0))
         return message * 2 * min(self.rounds, 2)
 
-    def kept(self, rank: int) -> dict[str, Box]:
-        """Return the boxes that a rank holds in both layouts, by name, which are copied locally."""
-        boxes = {}
-        for name, held in self.dst.boxes.items():
-            before = self.src.boxes[name]
-            if rank in held and rank in before and (common := held[rank].overlap(before[rank])):
-                boxes[name] = common
-        return boxes
+    def source(self, name: str, rank: int, box: Box) -> int:
+        """Return the index of the first layout in which a rank that sends a box holds all of it.
+
+        The last layout, `dst`, is that of a box which the rank has received.
+        """
+        held = (layout.boxes.get(name, {}).get(rank) for layout in self.layouts)
+        return next(index for index, other in enumerate(held) if other is not None and box.overlap(other) == box)
+
+    def kept(self, rank: int) -> list[tuple[str, int, Box]]:
+        """Return what a rank holds before and in `dst`, which is copied locally: disjoint boxes as (name, index, box).
+
+        The index is that of a layout.
+        """
+        kept = []
+        for name, wanted in self.dst.boxes.items():
+            rest = [wanted[rank]] if rank in wanted else []
+            for index, layout in enumerate(self.layouts[:-1]):
+                held = layout.boxes.get(name, {}).get(rank)
+                if held is not None:
+                    kept += [(name, index, common) for part in rest if (common := part.overlap(held))]
+                    rest = [outside for part in rest for outside in part.minus(held)]
+        return kept
+
+    def _lacking_bytes(self, rank: int, before: Sequence[int], after: Sequence[int]) -> int:
+        """Count the bytes of a rank in `dst` that none of some ranks holds before, and none of others in `dst`."""
+        total = 0
+        for name, wanted in self.dst.boxes.items():
+            if rank in wanted:
+                held = [layout.boxes.get(name, {}).get(other) for layout in self.layouts[:-1] for other in before]
+                rest = _outside(wanted[rank], filter(None, (*held, *map(wanted.get, after))))
+                total += sum(box.numel for box in rest) * self.wire_dtype(name).itemsize
+        return total
 
 
-def plan_realloc(src: ParamLayout, dst: ParamLayout, *, bucket_bytes: int, ranks_per_host: int) -> ReallocPlan:
+def plan_realloc(
+    src: ParamLayout, dst: ParamLayout, *, copies: Sequence[ParamLayout] = (), bucket_bytes: int, ranks_per_host: int
+) -> ReallocPlan:
     """Plan the transfers that turn layout `src` into layout `dst`.
 
     Floating-point parameters may change dtype: weights trained in float32 can be sent in bfloat16.
 
     Args:
+        copies: further layouts in which the values of `src` are in memory, of any of its parameters.
         bucket_bytes: maximum that a rank sends, and maximum that it receives, in a round.
         ranks_per_host: rank r is on host r // ranks_per_host.
 
     Raises:
         ValueError: listing all parameters of `dst` that are missing from `src`, have another shape there, have another
-            dtype and are not both floating-point, or have elements that no rank holds; for a bucket too small for the
-            number of peers.
+            dtype and are not both floating-point, or have elements that no rank holds; parameters of a copy with
+            another shape, or a dtype that neither `src` nor `dst` has; for a bucket too small for the number of routes.
     """
     if ranks_per_host < 1:
         raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
-    violations = _differences(src, dst)
+    violations = _differences(src, copies, dst)
     problems = list(violations.values())
     alike: dict[tuple[object, ...], list[str]] = {}
     for name in sorted(dst.parameters.keys() - violations.keys()):
         kinds = (src.parameters[name].dtype, dst.parameters[name])
-        pattern = (*kinds, *src.boxes[name].items(), None, *dst.boxes[name].items())
+        pattern = (*kinds, *_held((src, *copies), name), None, *dst.boxes[name].items())
         alike.setdefault(pattern, []).append(name)
     patterns = []
     for names in alike.values():
-        held, wanted = src.boxes[names[0]], dst.boxes[names[0]]
+        held, wanted = _held((src, *copies), names[0]), dst.boxes[names[0]]
         needs = list(_needs(held, wanted, ranks_per_host))
-        found = _sums((need.receiver, need.box.numel) for need in needs)
-        for rank in wanted:
-            if missing := _lacking(rank, held, wanted) - found.get(rank, 0):
+        found = _sums((receiver, need.box.numel) for need in needs for receiver in need.receivers)
+        for rank, box in wanted.items():
+            lacking = _outside(box, (part for holder, part in held if holder == rank))
+            if missing := sum(part.numel for part in lacking) - found.get(rank, 0):
                 problems.append(f"no rank holds {missing} elements of {', '.join(names)} that rank {rank} needs")
         itemsize = _wire_dtype(src.parameters[names[0]], dst.parameters[names[0]]).itemsize
         patterns.append(_Pattern(tuple(names), itemsize, needs))
     if problems:
         raise ValueError(f"the parameters cannot be reallocated: {'; '.join(problems)}")
-    moves = _choose_senders(patterns)
-    links: Counter[tuple[int, int]] = Counter()
+    moves = _choose_routes(patterns, ranks_per_host)
+    routes: Counter[Route] = Counter()
     for move in moves:
-        for sender, receiver, box in move.transfers:
-            links[sender, receiver] += box.numel * move.itemsize * len(move.names)
-    rounds, grain = _rounds(links, bucket_bytes, max((move.itemsize for move in moves), default=1))
-    return ReallocPlan(src, dst, bucket_bytes, ranks_per_host, moves, dict(links), rounds, grain)
+        for route, box in move.transfers:
+            routes[route] += box.numel * move.itemsize * len(move.names)
+    shares, grain = _shares(routes, bucket_bytes, max((move.itemsize for move in moves), default=1))
+    return ReallocPlan(src, tuple(copies), dst, bucket_bytes, ranks_per_host, moves, dict(routes), shares, grain)
 
 
 def _wire_dtype(src: Kind, dst: Kind) -> torch.dtype:
     return src.dtype if src.dtype.itemsize < dst.dtype.itemsize else dst.dtype
 
 
-def _differences(src: ParamLayout, dst: ParamLayout) -> dict[str, str]:
-    """Return the parameters of `dst` that `src` cannot provide, with the reason."""
+def _differences(src: ParamLayout, copies: Sequence[ParamLayout], dst: ParamLayout) -> dict[str, str]:
+    """Return the parameters of `dst` that the layouts before cannot provide, with the reason."""
     found = {}
     for name, kind in dst.parameters.items():
         held = src.parameters.get(name)
@@ -190,81 +296,123 @@ def _differences(src: ParamLayout, dst: ParamLayout) -> dict[str, str]:
         convertible = held.dtype.is_floating_point and kind.dtype.is_floating_point
         if held.shape != kind.shape or not (held.dtype == kind.dtype or convertible):
             found[name] = f"{name} is {held.shape} {held.dtype} in src and {kind.shape} {kind.dtype} in dst"
+            continue
+        for other in (copy.parameters[name] for copy in copies if name in copy.parameters):
+            if other not in (held, kind):  # rounded values would differ from those of src
+                found[name] = f"{name} is {other.shape} {other.dtype} in a copy, but must be as in src or dst"
     return found
 
 
-def _needs(held: Mapping[int, Box], wanted: Mapping[int, Box], ranks_per_host: int) -> Iterator[Need]:
-    parts = holdings(held)
-    for receiver, box in wanted.items():
-        for part in parts:
-            if receiver in part.ranks or (common := part.box.overlap(box)) is None:
+def _held(layouts: Iterable[ParamLayout], name: str) -> list[tuple[int, Box]]:
+    """Return what ranks hold of a parameter in any of the layouts."""
+    return [held for layout in layouts for held in layout.boxes.get(name, {}).items()]
+
+
+def _outside(box: Box, others: Iterable[Box]) -> list[Box]:
+    """Return the part of a box outside all others, as disjoint boxes."""
+    rest = [box]
+    for other in others:
+        rest = [outside for part in rest for outside in part.minus(other)]
+    return rest
+
+
+def _needs(held: Iterable[tuple[int, Box]], wanted: Mapping[int, Box], ranks_per_host: int) -> Iterator[Need]:
+    for part, holders in holdings(held):
+        far: dict[int, list[tuple[int, Box]]] = {}  # what ranks need, by host that lacks it
+        for receiver, box in wanted.items():
+            if receiver in holders or (common := part.overlap(box)) is None:
                 continue
-            near = tuple(rank for rank in part.ranks if rank // ranks_per_host == receiver // ranks_per_host)
-            yield Need(receiver, common, near or part.ranks)
+            host = receiver // ranks_per_host
+            if near := tuple(rank for rank in holders if rank // ranks_per_host == host):
+                yield Need((receiver,), common, near)
+            else:
+                far.setdefault(host, []).append((receiver, common))
+        for lacked in far.values():
+            yield from (Need(receivers, box, holders) for box, receivers in holdings(lacked))
 
 
-def _lacking(rank: int, held: Mapping[int, Box], wanted: Mapping[int, Box]) -> int:
-    """Count the elements that a rank needs and does not hold."""
-    common = wanted[rank].overlap(held[rank]) if rank in held else None
-    return wanted[rank].numel - (common.numel if common else 0)
+class _Loads:
+    """Chooses routes, so that ranks share what is sent between hosts, and then what is sent at all."""
+
+    def __init__(self, ranks_per_host: int) -> None:
+        self._ranks_per_host = ranks_per_host
+        self._sent: Counter[int] = Counter()
+        self._out: Counter[int] = Counter()  # to other hosts
+        self._in: Counter[int] = Counter()  # from other hosts
+
+    def choose(self, need: Need, size: int) -> Route:
+        """Return the route of a need of `size` bytes, and count it."""
+        crosses = need.holders[0] // self._ranks_per_host != need.receivers[0] // self._ranks_per_host
+        sender = min(need.holders, key=lambda rank: (crosses and self._out[rank], self._sent[rank]))
+        receiver = min(need.receivers, key=lambda rank: (self._in[rank], self._sent[rank]))
+        route = Route(sender, receiver, tuple(rank for rank in need.receivers if rank != receiver))
+        for hop in route.hops:
+            self._sent[hop[0]] += size
+        if crosses:
+            self._out[sender] += size
+            self._in[receiver] += size
+        return route
 
 
-def _choose_senders(patterns: Sequence[_Pattern]) -> tuple[Moves, ...]:
-    """Assign needs with a single holder first, then the others, large boxes first, to the least loaded holder.
+def _choose_routes(patterns: Sequence[_Pattern], ranks_per_host: int) -> tuple[Moves, ...]:
+    """Assign needs without a choice first, then the others, large boxes first.
 
     Moves are sorted by descending element size, so that elements are aligned in messages.
     """
-    loads: Counter[int] = Counter()
-    moves = []
+    loads = _Loads(ranks_per_host)
+    moves, several = [], []
     for names, itemsize, needs in patterns:
-        transfers = tuple(Transfer(holders[0], receiver, box) for receiver, box, holders in needs if len(holders) == 1)
-        for transfer in transfers:
-            loads[transfer.sender] += transfer.box.numel * itemsize * len(names)
+        size = itemsize * len(names)
+        fixed = [need for need in needs if not need.has_choice]
+        transfers = tuple(Transfer(loads.choose(need, need.box.numel * size), need.box) for need in fixed)
         moves.append(Moves(names, itemsize, transfers))
-    several = [p._replace(needs=[need for need in p.needs if len(need.holders) > 1]) for p in patterns]
+        several.append(_Pattern(names, itemsize, [need for need in needs if need.has_choice]))
     for pattern in sorted(several, key=lambda p: -max((need.box.numel * p.itemsize for need in p.needs), default=0)):
         moves += _least_loaded(pattern, loads)
     return tuple(sorted((move for move in moves if move.transfers), key=lambda move: -move.itemsize))
 
 
-def _least_loaded(pattern: _Pattern, loads: Counter[int]) -> list[Moves]:
-    """Choose the senders of each parameter, updating the loads; equal choices share one `Moves`."""
-    chosen: dict[tuple[int, ...], list[str]] = {}
+def _least_loaded(pattern: _Pattern, loads: _Loads) -> list[Moves]:
+    """Choose the routes of each parameter; equal choices share one `Moves`."""
+    chosen: dict[tuple[Route, ...], list[str]] = {}
     for name in pattern.names:
-        senders = []
-        for need in pattern.needs:
-            sender = min(need.holders, key=loads.__getitem__)
-            loads[sender] += need.box.numel * pattern.itemsize
-            senders.append(sender)
-        chosen.setdefault(tuple(senders), []).append(name)
-    moves = []
-    for choice, names in chosen.items():
-        transfers = (Transfer(s, need.receiver, need.box) for s, need in zip(choice, pattern.needs, strict=True))
-        moves.append(Moves(tuple(names), pattern.itemsize, tuple(transfers)))
-    return moves
+        routes = tuple(loads.choose(need, need.box.numel * pattern.itemsize) for need in pattern.needs)
+        chosen.setdefault(routes, []).append(name)
+    return [
+        Moves(
+            tuple(names),
+            pattern.itemsize,
+            tuple(Transfer(route, need.box) for route, need in zip(routes, pattern.needs, strict=True)),
+        )
+        for routes, names in chosen.items()
+    ]
 
 
-def _rounds(links: Mapping[tuple[int, int], int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:
-    """Return the number of rounds and the grain: how much more than its even share of a link a round may take."""
+def _shares(routes: Mapping[Route, int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:
+    """Return the number of shares and the grain: how much more than its even share of a route a round may take."""
     loads: dict[tuple[str, int], list[int]] = {}
-    for (sender, receiver), size in links.items():
-        loads.setdefault(("sends", sender), []).append(size)
-        loads.setdefault(("receives", receiver), []).append(size)
-    peers = max(map(len, loads.values()), default=1)
-    grain = max(itemsize, bucket_bytes // (8 * peers))
+    passed: Counter[int] = Counter()  # received and sent on
+    for route, size in routes.items():
+        for sender, receiver in route.hops:
+            loads.setdefault(("sends", sender), []).append(size)
+            loads.setdefault(("receives", receiver), []).append(size)
+        passed[route.receiver] += size if route.onward else 0
+    shares = min(_PIPELINE_ROUNDS, max(1, *(size // _PIPELINE_BYTES for size in passed.values()))) if routes else 0
+    parts = max(map(len, loads.values()), default=1)
+    grain = max(itemsize, bucket_bytes // (8 * parts))
     if all(sum(sizes) <= bucket_bytes for sizes in loads.values()):
-        return min(1, len(links)), grain
-    spare = bucket_bytes - grain * peers
+        return shares, grain
+    spare = bucket_bytes - grain * parts
     if spare < 1:
         raise ValueError(
-            f"bucket_bytes={bucket_bytes} must be above {grain * peers}: {grain} bytes for each of up to {peers} peers "
-            f"of a rank"
+            f"bucket_bytes={bucket_bytes} must be above {grain * parts}: {grain} bytes for each of up to {parts} "
+            f"routes through a rank"
         )
-    return max(math.ceil(sum(sizes) / spare) for sizes in loads.values()), grain
+    return max(shares, *(math.ceil(sum(sizes) / spare) for sizes in loads.values())), grain
 
 
-def _sums(items: Iterable[tuple[int, int]]) -> dict[int, int]:
-    sums: Counter[int] = Counter()
-    for rank, size in items:
-        sums[rank] += size
+def _sums(items: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
+    sums: Counter[_Key] = Counter()
+    for key, size in items:
+        sums[key] += size
     return dict(sorted(sums.items()))

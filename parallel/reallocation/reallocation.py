@@ -4,9 +4,10 @@
     round 1           pack | transfer .............. | unpack
     round 2                                  pack | transfer ...
 
-Every link sends the same share of its bytes in every round, so that no round waits for one busy rank, and messages of
-at most two rounds are in memory. Large pieces are separate messages, sent from or received into the parameter directly
-if contiguous there. Small and strided pieces are packed and unpacked.
+Every route carries the same share of its bytes in every round, so that no round waits for one busy rank, and messages
+of at most two rounds are in memory. What has crossed to a host in round n is sent on inside the host in round n + 2,
+from the parameter that it was received into, while later shares cross. Large pieces are separate messages, sent from or
+received into the parameter directly if contiguous there. Small and strided pieces are packed and unpacked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from parallel.groups import ProcessGroups
 
 from .boxes import Box, local_part
 from .param_layout import ParamLayout
-from .realloc_plan import ReallocPlan
+from .realloc_plan import ONWARD_DELAY, ReallocPlan, Route
 
 _SEPARATE_BYTES = 512 << 10  # size from which a piece is a separate message: below, packing it is cheaper
 
@@ -38,41 +39,50 @@ class Piece(NamedTuple):
 class Round(NamedTuple):
     """Pieces that one rank sends and receives, in order, by peer."""
 
-    sends: Mapping[int, Sequence[Piece]]
-    receives: Mapping[int, Sequence[Piece]]
+    sends: dict[int, list[Piece]]
+    receives: dict[int, list[Piece]]
 
 
 def rank_rounds(plan: ReallocPlan, rank: int) -> list[Round]:
     """Return a rank's part of a plan; sender and receiver derive the same pieces in the same order. Pure."""
-    sends: dict[int, list[Piece]] = {}
-    receives: dict[int, list[Piece]] = {}
+    passing: dict[Route, list[Piece]] = {}
     for move in plan.moves:
-        own = [transfer for transfer in move.transfers if rank in (transfer.sender, transfer.receiver)]
+        own = [transfer for transfer in move.transfers if any(rank in hop for hop in transfer.route.hops)]
         for name in move.names:
-            for sender, receiver, box in own:
-                peers, peer = (sends, receiver) if sender == rank else (receives, sender)
-                peers.setdefault(peer, []).append(Piece(name, box))
-    shares = [{peer: _shares(pieces, plan) for peer, pieces in sorted(peers.items())} for peers in (sends, receives)]
-    return [Round(*({peer: parts[n] for peer, parts in side.items()} for side in shares)) for n in range(plan.rounds)]
+            for route, box in own:
+                passing.setdefault(route, []).append(Piece(name, box))
+    rounds = [Round({}, {}) for _ in range(plan.rounds)]
+    for route, pieces in sorted(passing.items()):
+        for number, share in enumerate(_shares(pieces, plan)):
+            for hop, (sender, receiver) in enumerate(route.hops):
+                sends, receives = rounds[number + (ONWARD_DELAY if hop else 0)]
+                if rank == sender:
+                    sends.setdefault(receiver, []).extend(share)
+                elif rank == receiver:
+                    receives.setdefault(sender, []).extend(share)
+    for of_peers in (side for of_round in rounds for side in of_round):
+        for pieces in of_peers.values():  # elements are aligned in messages, because large ones come first
+            pieces.sort(key=lambda piece: -plan.wire_dtype(piece.name).itemsize)
+    return rounds
 
 
 def _shares(pieces: Sequence[Piece], plan: ReallocPlan) -> list[list[Piece]]:
-    """Divide pieces, in order, into shares of equal size for all rounds, up to the plan's grain."""
+    """Divide pieces, in order, into the plan's shares, which are equally large up to its grain."""
     itemsizes = [plan.wire_dtype(piece.name).itemsize for piece in pieces]
     total = sum(piece.box.numel * itemsize for piece, itemsize in zip(pieces, itemsizes, strict=True))
-    shares: list[list[Piece]] = [[] for _ in range(plan.rounds)]
+    shares: list[list[Piece]] = [[] for _ in range(plan.shares)]
     number = sent = 0
     for (name, box), itemsize in zip(pieces, itemsizes, strict=True):
         row = box.numel // box.sizes[0] if box.sizes else 1
         whole = row if row * itemsize <= plan.grain else 1
         done = 0
         while done < box.numel:
-            count = min(box.numel - done, (total * (number + 1) // plan.rounds - sent) // itemsize)
+            count = min(box.numel - done, (total * (number + 1) // plan.shares - sent) // itemsize)
             if done + count < box.numel:
                 count -= count % whole
             shares[number] += [Piece(name, part) for part in box.run(done, done + count)]
             done, sent = done + count, sent + count * itemsize
-            number += done < box.numel  # the rest belongs to the next round
+            number += done < box.numel  # the rest belongs to the next share
     return shares
 
 
@@ -94,85 +104,87 @@ class Reallocation:
         self._group = groups.get(plan.ranks) if plan.ranks else None
         if self._group is not None:
             dist.barrier(self._group)  # NCCL needs a collective of the whole group before point-to-point messages
+        rounds = rank_rounds(plan, self._rank)
         self._rounds = [
-            (_messages(sends, plan.src, plan, self._rank), _messages(receives, plan.dst, plan, self._rank))
-            for sends, receives in rank_rounds(plan, self._rank)
+            (self._messages(sends, received=False), self._messages(receives, received=True))
+            for sends, receives in rounds
         ]
         self._kept = [
-            (name, box.slices(plan.src.boxes[name][self._rank]), box.slices(plan.dst.boxes[name][self._rank]))
-            for name, box in plan.kept(self._rank).items()
+            (name, index, self._slices(name, index, box), self._slices(name, -1, box))
+            for name, index, box in plan.kept(self._rank)
         ]
 
     @torch.no_grad()
-    def run(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-        """Copy the weights of `src` to `dst`. Collective over the ranks of both; other ranks may call it too.
+    def run(
+        self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]] = ()
+    ) -> None:
+        """Copy the weights of `src` to `dst`. Collective over the ranks of all layouts; other ranks may call it too.
 
         Values are bitwise equal, unless `dst` has a smaller dtype: then they are rounded before being sent.
 
         Args:
-            src, dst: parameters of this rank in the plan's two layouts, which must not share memory.
+            src, dst, copies: parameters of this rank in the plan's layouts. `dst` must not share memory with others.
 
         Raises:
             ValueError: before anything is sent, listing every parameter of this rank that is missing, or whose local
                 part does not have the shape and dtype of the plan.
         """
-        before = _local_parts(src, self.plan.src, self._rank, "src")
-        after = _local_parts(dst, self.plan.dst, self._rank, "dst")
+        names = ("src", *("a copy" for _ in self.plan.copies), "dst")
+        tensors = (src, *copies, dst)
+        held = [_local_parts(*one, self._rank) for one in zip(tensors, self.plan.layouts, names, strict=True)]
         pending = _Pending([], [], [])
         for sends, receives in self._rounds:
-            posted = self._post(sends, receives, before, after)
+            posted = self._post(sends, receives, held)
             pending.wait()
             pending = posted
-        for name, old, new in self._kept:  # while the last round is transferred
-            after[name][new].copy_(before[name][old])
+        for name, index, old, new in self._kept:  # while the last round is transferred
+            held[-1][name][new].copy_(held[index][name][old])
         pending.wait()
 
     def _post(
-        self,
-        sends: Sequence[_Message],
-        receives: Sequence[_Message],
-        before: Mapping[str, Tensor],
-        after: Mapping[str, Tensor],
+        self, sends: Sequence[_Message], receives: Sequence[_Message], held: Sequence[Mapping[str, Tensor]]
     ) -> _Pending:
-        """Start sending parts of `before` to peers and receiving parts of `after` from peers."""
+        """Start sending parts of `held` to peers and receiving parts of it from peers."""
         operations, sent, received = [], [], []
         for message in receives:
-            buffer, copies = _buffer(message, after, self._device)
+            buffer, copies = _buffer(message, held, self._device)
             received += copies
             operations.append(dist.P2POp(dist.irecv, buffer, message.peer, self._group))
         for message in sends:
-            buffer, copies = _buffer(message, before, self._device)
+            buffer, copies = _buffer(message, held, self._device)
             for values, part in copies:
                 values.copy_(part)
             operations.append(dist.P2POp(dist.isend, buffer, message.peer, self._group))
             sent.append(buffer)
         return _Pending(dist.batch_isend_irecv(operations) if operations else [], sent, received)
 
+    def _messages(self, peers: Mapping[int, Sequence[Piece]], *, received: bool) -> list[_Message]:
+        messages = []
+        for peer, pieces in peers.items():
+            small, dtypes = [], []
+            for name, box in pieces:
+                index = -1 if received else self.plan.source(name, self._rank, box)
+                place, dtype = (index, name, self._slices(name, index, box)), self.plan.wire_dtype(name)
+                if box.numel * dtype.itemsize < _SEPARATE_BYTES:
+                    small.append(place)
+                    dtypes.append(dtype)
+                else:
+                    messages.append(_Message(peer, [place], [dtype]))
+            if small:
+                messages.append(_Message(peer, small, dtypes))
+        return messages
+
+    def _slices(self, name: str, index: int, box: Box) -> tuple[slice, ...]:
+        """Return where a box is in this rank's part of a parameter in a layout."""
+        return box.slices(self.plan.layouts[index].boxes[name][self._rank])
+
 
 class _Message(NamedTuple):
-    """Pieces sent together: their parameters, their slices of this rank's local parts, and their dtypes."""
+    """Pieces sent together: the layout and parameter of each, its slices of this rank's part, and its dtype."""
 
     peer: int
-    places: Sequence[tuple[str, tuple[slice, ...]]]
+    places: Sequence[tuple[int, str, tuple[slice, ...]]]
     dtypes: Sequence[torch.dtype]
-
-
-def _messages(
-    peers: Mapping[int, Sequence[Piece]], layout: ParamLayout, plan: ReallocPlan, rank: int
-) -> list[_Message]:
-    messages = []
-    for peer, pieces in peers.items():
-        small, dtypes = [], []
-        for name, box in pieces:
-            place, dtype = (name, box.slices(layout.boxes[name][rank])), plan.wire_dtype(name)
-            if box.numel * dtype.itemsize < _SEPARATE_BYTES:
-                small.append(place)
-                dtypes.append(dtype)
-            else:
-                messages.append(_Message(peer, [place], [dtype]))
-        if small:
-            messages.append(_Message(peer, small, dtypes))
-    return messages
 
 
 class _Pending(NamedTuple):
@@ -190,21 +202,20 @@ class _Pending(NamedTuple):
 
 
 def _buffer(
-    message: _Message, tensors: Mapping[str, Tensor], device: torch.device
+    message: _Message, held: Sequence[Mapping[str, Tensor]], device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return a message's bytes, and its pieces in them with their parts of `tensors`: none if no copy is needed."""
-    parts = [tensors[name][slices] for name, slices in message.places]
+    """Return a message's bytes, and its pieces in them with their parts of `held`: none if no copy is needed."""
+    parts = [held[index][name][slices] for index, name, slices in message.places]
     only, dtype = parts[0], message.dtypes[0]
     if len(parts) == 1 and only.dtype == dtype and only.is_contiguous() and only.device.type == device.type:
         return only.view(-1).view(torch.uint8), []
     sizes = [part.numel() * dtype.itemsize for part, dtype in zip(parts, message.dtypes, strict=True)]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    # Elements are aligned, because large ones come first.
     pieces = zip(buffer.split(sizes), message.dtypes, parts, strict=True)
     return buffer, [(values.view(dtype).view(part.shape), part) for values, dtype, part in pieces]
 
 
-def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, rank: int, what: str) -> dict[str, Tensor]:
+def _local_parts(tensors: Mapping[str, Tensor], layout: ParamLayout, what: str, rank: int) -> dict[str, Tensor]:
     parts, violations = {}, []
     for name, boxes in layout.boxes.items():
         if rank not in boxes:

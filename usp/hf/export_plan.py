@@ -101,7 +101,7 @@ def plan_tensors(
     for rank, held in enumerate(holders):
         for name, part in held.items():
             boxes.setdefault(name, {})[rank] = part.box
-    parts = {name: holdings(held) for name, held in boxes.items()}
+    parts = {name: holdings(held.items()) for name, held in boxes.items()}
     files = plan_files(tensors, {name: dtype.itemsize for name, dtype in dtypes.items()}, max_shard_bytes)
     by_writer: list[list[FilePlan]] = [[] for _ in holders]
     for number, (name, file) in enumerate(zip(names_of(len(files)), files, strict=True)):

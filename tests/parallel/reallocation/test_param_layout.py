@@ -41,7 +41,8 @@ def test_boxes_outside_the_parameter_are_refused() -> None:
 
 
 def test_holdings_are_split_where_the_holders_change() -> None:
-    parts = holdings({0: Box((0, 0), (4, 4)), 1: Box((2, 0), (4, 4)), 2: Box((2, 0), (4, 4)), 3: Box((3, 1), (1, 2))})
+    boxes = {0: Box((0, 0), (4, 4)), 1: Box((2, 0), (4, 4)), 2: Box((2, 0), (4, 4)), 3: Box((3, 1), (1, 2))}
+    parts = holdings([*boxes.items(), (0, Box((3, 0), (1, 4)))])  # rank 0 holds one row twice
     held = torch.zeros(6, 4, dtype=torch.int64)
     for box, ranks in parts:
         assert not held[box.slices()].any()

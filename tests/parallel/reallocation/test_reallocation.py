@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,8 +35,11 @@ def bits(tensor: Tensor) -> Tensor:
 # All pairs, on eight ranks
 
 
-def run_pairs(pairs: list[tuple[str, str]]) -> tuple[list[int], list[str]]:
-    """Return the bytes that this rank sends for each of these pairs, and those whose result is not bitwise correct."""
+def run_pairs(pairs: list[tuple[str, str]]) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return the bytes that this rank sends for each of these pairs, in all and to the other host of four ranks.
+
+    Also return the pairs whose result is not bitwise correct.
+    """
     groups, rank = ProcessGroups(), dist.get_rank()
     held = {name: plain_tensors(grid.layout(), rank) for name, grid in GRIDS.items()}
     layouts = {name: grid.layout() for name, grid in GRIDS.items()}
@@ -50,13 +55,26 @@ def run_pairs(pairs: list[tuple[str, str]]) -> tuple[list[int], list[str]]:
         reallocation = Reallocation(plan, groups, CPU)
         for tensor in targets[dst].values():
             local_part(tensor).fill_(float("nan"))
-        with count_sent_bytes() as counted:
+        with count_sent_bytes() as counted, patch.object(dist, "P2POp", counting(crossed := Counter())):
             reallocation.run(held[src], targets[dst])
-        sent.append(counted.total)
+        sent.append((counted.total, crossed.total()))
         parts = ((local_part(targets[dst][name]), local_part(held[dst][name])) for name in held[dst])
         if not all(torch.equal(bits(got), bits(expected)) for got, expected in parts):
             wrong.append(f"{src} -> {dst}")
     return sent, wrong
+
+
+def counting(crossed: Counter[int]) -> Callable[..., dist.P2POp]:
+    """Return `dist.P2POp` that also counts the bytes sent to each rank of another host of four."""
+
+    def operation(op: Callable, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.P2POp:
+        crossed[peer] += tensor.nbytes if op is dist.isend and peer // 4 != dist.get_rank() // 4 else 0
+        return POST(op, tensor, peer, group)
+
+    return operation
+
+
+POST = dist.P2POp
 
 
 def held_bytes(layout: ParamLayout) -> list[Tensor]:
@@ -82,22 +100,41 @@ def test_all_pairs_are_exact_and_send_the_minimum_number_of_bytes(ranks: RankPoo
     masks = {name: held_bytes(grid.layout()) for name, grid in GRIDS.items()}
     assert len({tuple(tuple(mask.tolist()) for mask in held) for held in masks.values()}) == len(GRIDS) >= 25
     for (src, dst), *sent in zip(pairs, *(sent for sent, _ in results), strict=True):
-        fewest = sum(int((after & ~before).sum()) for before, after in zip(masks[src], masks[dst], strict=True))
-        assert sum(sent) == fewest, (src, dst)
+        assert tuple(map(sum, zip(*sent, strict=True))) == fewest(masks[src], masks[dst]), (src, dst)
+
+
+def fewest(before: list[Tensor], after: list[Tensor]) -> tuple[int, int]:
+    """Return how many bytes ranks lack, and how many hosts of four ranks lack."""
+    total = sum(int((new & ~old).sum()) for old, new in zip(before, after, strict=True))
+    hosts = ([torch.stack(masks[n : n + 4]).any(0) for n in range(0, 8, 4)] for masks in (before, after))
+    return total, sum(int((new & ~old).sum()) for old, new in zip(*hosts, strict=True))
+
+
+def test_all_pairs_are_planned_with_the_fewest_bytes_of_each_tier(exhaustive: bool) -> None:
+    """Without --exhaustive every eighth plan is also executed, in this process."""
+    layouts = {name: grid.layout() for name, grid in GRIDS.items()}
+    masks = {name: held_bytes(layout) for name, layout in layouts.items()}
+    for number, (src, dst) in enumerate(itertools.product(GRIDS, GRIDS)):
+        plan = plan_realloc(layouts[src], layouts[dst], bucket_bytes=BUCKET, ranks_per_host=4)
+        total, between = fewest(masks[src], masks[dst])
+        assert plan.tier_bytes == plan.minimum_tier_bytes == (between, total - between), (src, dst)
+        if exhaustive or number % 8 == 0:
+            assert interpret(plan) == (total, between, []), (src, dst)
 
 
 # Random layouts, in one process
 
 
 @st.composite
-def random_layouts(draw: st.DrawFn) -> tuple[ParamLayout, ParamLayout]:
-    """Draw two layouts of a few parameters on up to six ranks.
+def random_layouts(draw: st.DrawFn) -> tuple[ParamLayout, ParamLayout, tuple[ParamLayout, ...]]:
+    """Draw two layouts of a few parameters on up to six ranks, and up to two further copies.
 
     In the first, each part of a recursively split parameter has an owner, whose box may be larger than the part. In the
-    second, ranks hold any box or nothing.
+    others, ranks hold any box or nothing.
     """
     parameters, wanted, src, dst = {}, {}, {}, {}
     world = draw(st.integers(1, 6))
+    copies: list[dict[str, dict[int, Box]]] = [{} for _ in range(draw(st.integers(0, 2)))]
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
         name = f"p{number}"
@@ -116,9 +153,11 @@ def random_layouts(draw: st.DrawFn) -> tuple[ParamLayout, ParamLayout]:
         for rank in owners[len(parts) :]:
             if draw(st.booleans()):
                 src[name][rank] = larger(draw, draw(st.sampled_from(parts)), shape)
-        seeds = [draw(st.sampled_from(parts)) for _ in range(world)]
-        dst[name] = {rank: larger(draw, seeds[rank], shape) for rank in range(world) if draw(st.booleans())}
-    return ParamLayout(parameters, src), ParamLayout(wanted, dst)
+        for boxes in (dst, *copies):
+            seeds = [draw(st.sampled_from(parts)) for _ in range(world)]
+            boxes[name] = {rank: larger(draw, seeds[rank], shape) for rank in range(world) if draw(st.booleans())}
+    kinds = [draw(st.sampled_from([parameters, wanted])) for _ in copies]
+    return ParamLayout(parameters, src), ParamLayout(wanted, dst), tuple(map(ParamLayout, kinds, copies))
 
 
 def larger(draw: st.DrawFn, part: Box, shape: tuple[int, ...]) -> Box:
@@ -129,67 +168,83 @@ def larger(draw: st.DrawFn, part: Box, shape: tuple[int, ...]) -> Box:
     return Box(offset, tuple(end - begin for end, begin in zip(ends, offset, strict=True)))
 
 
-def interpret(plan: ReallocPlan) -> tuple[int, list[str]]:
-    """Execute a plan in one process. Return the bytes sent, and every "name on rank" with wrong values."""
+def interpret(plan: ReallocPlan) -> tuple[int, int, list[str]]:
+    """Execute a plan in one process.
+
+    Return the bytes sent, those of them between hosts, and every "name on rank" with wrong values.
+    """
     whole = {
         name: torch.arange(1.0, 1 + torch.Size(kind.shape).numel()).view(kind.shape)
         for name, kind in plan.dst.parameters.items()
     }
-    after: dict[tuple[str, int], Tensor] = {}
-    for name, boxes in plan.dst.boxes.items():
-        for rank, box in boxes.items():
-            after[name, rank] = torch.zeros(box.sizes)
-            if common := plan.kept(rank).get(name):
-                after[name, rank][common.slices(box)] = whole[name][common.slices()]
-    ranks = plan.ranks
-    rounds = {rank: rank_rounds(plan, rank) for rank in ranks}
-    total = 0
+    parts: list[dict[tuple[str, int], Tensor]] = [
+        {
+            (name, rank): whole[name][box.slices()] * (index < len(plan.layouts) - 1)
+            for name, boxes in layout.boxes.items()
+            if name in whole
+            for rank, box in boxes.items()
+        }
+        for index, layout in enumerate(plan.layouts)
+    ]
+    for rank in plan.dst.ranks:
+        for name, index, box in plan.kept(rank):
+            held, wanted = (plan.layouts[place].boxes[name][rank] for place in (index, -1))
+            parts[-1][name, rank][box.slices(wanted)] += parts[index][name, rank][box.slices(held)]
+    rounds = {rank: rank_rounds(plan, rank) for rank in plan.ranks}
+    total = between = 0
+    in_flight: list[tuple[str, int, Box, Tensor]] = []
     for number in range(plan.rounds):
-        received: Counter[int] = Counter()
-        for sender in ranks:
-            sends = rounds[sender][number].sends
-            for receiver, pieces in sends.items():
+        posted, received = [], Counter[int]()
+        for sender in plan.ranks:
+            sent = 0
+            for receiver, pieces in rounds[sender][number].sends.items():
                 assert pieces == rounds[receiver][number].receives[sender]
                 for name, box in pieces:
-                    held, wanted = plan.src.boxes[name][sender], plan.dst.boxes[name][receiver]
-                    part = torch.zeros(held.sizes)
-                    part[box.slices(held)] = whole[name][box.slices()]  # fails for elements that are not held
-                    after[name, receiver][box.slices(wanted)] += part[box.slices(held)]  # exposes duplicates
-            sizes = [plan.wire_dtype(name).itemsize * box.numel for p in sends.values() for name, box in p]
-            assert sum(sizes) <= plan.bucket_bytes
-            total += sum(sizes)
-            for receiver, pieces in sends.items():
-                received[receiver] += sum(plan.wire_dtype(p.name).itemsize * p.box.numel for p in pieces)
+                    index = plan.source(name, sender, box)
+                    held = plan.layouts[index].boxes[name][sender]
+                    posted.append((name, receiver, box, parts[index][name, sender][box.slices(held)].clone()))
+                    size = plan.wire_dtype(name).itemsize * box.numel
+                    sent, received[receiver] = sent + size, received[receiver] + size
+                    between += size if plan.host(sender) != plan.host(receiver) else 0
+            assert sent <= plan.bucket_bytes
+            total += sent
         assert max(received.values(), default=0) <= plan.bucket_bytes
+        for name, rank, box, values in in_flight:  # those of the round before: two rounds are in flight
+            parts[-1][name, rank][box.slices(plan.dst.boxes[name][rank])] += values  # exposes duplicates
+        in_flight = posted
+    for name, rank, box, values in in_flight:
+        parts[-1][name, rank][box.slices(plan.dst.boxes[name][rank])] += values
     wrong = [
         f"{name} on rank {rank}"
-        for (name, rank), tensor in after.items()
+        for (name, rank), tensor in parts[-1].items()
         if not torch.equal(tensor, whole[name][plan.dst.boxes[name][rank].slices()])
     ]
-    return total, wrong
+    return total, between, wrong
 
 
 @settings(max_examples=300, deadline=None)
-@given(random_layouts(), st.sampled_from([32, 64, 10**6]), st.integers(1, 3))
+@given(random_layouts(), st.sampled_from([256, 400, 10**6]), st.integers(1, 3))
 def test_random_layouts_are_exact_and_send_the_minimum(
-    layouts: tuple[ParamLayout, ParamLayout], bucket_bytes: int, ranks_per_host: int
+    layouts: tuple[ParamLayout, ParamLayout, tuple[ParamLayout, ...]], bucket_bytes: int, ranks_per_host: int
 ) -> None:
-    plan = plan_realloc(*layouts, bucket_bytes=bucket_bytes, ranks_per_host=ranks_per_host)
-    total, wrong = interpret(plan)
+    src, dst, copies = layouts
+    plan = plan_realloc(src, dst, copies=copies, bucket_bytes=bucket_bytes, ranks_per_host=ranks_per_host)
+    total, between, wrong = interpret(plan)
     assert not wrong
     assert total == plan.total_bytes == plan.minimum_bytes
+    assert plan.tier_bytes == plan.minimum_tier_bytes == (between, total - between)
     assert sum(plan.sent_bytes.values()) == sum(plan.received_bytes.values()) == total
     assert plan.extra_bytes <= 5 * bucket_bytes
 
 
 def test_missing_and_repeated_transfers_are_detected() -> None:
     plan = plan_realloc(GRIDS["zero8"].layout(), GRIDS["low tp2 dp2"].layout(), bucket_bytes=BUCKET, ranks_per_host=8)
-    assert interpret(plan)[1] == []
+    assert interpret(plan)[-1] == []
     first, *others = plan.moves
     for transfers in (first.transfers[1:], (*first.transfers, first.transfers[0])):
         broken = replace(plan, moves=(replace(first, transfers=transfers), *others))
-        receiver = first.transfers[0].receiver
-        assert interpret(broken)[1] == [f"{name} on rank {receiver}" for name in first.names]
+        receiver = first.transfers[0].route.receiver
+        assert interpret(broken)[-1] == [f"{name} on rank {receiver}" for name in first.names]
 
 
 # Plans
@@ -244,7 +299,7 @@ def test_equal_boxes_need_no_message() -> None:
     sharded = GRIDS["zero8"].layout()
     plan = plan_realloc(GRIDS["dp8"].layout(), sharded, bucket_bytes=BUCKET, ranks_per_host=8)
     assert plan.minimum_bytes == 0
-    assert plan.kept(3) == {name: boxes[3] for name, boxes in sharded.boxes.items() if 3 in boxes}
+    assert plan.kept(3) == [(name, 0, boxes[3]) for name, boxes in sharded.boxes.items() if 3 in boxes]
 
 
 def test_impossible_reallocations_are_refused() -> None:
@@ -260,8 +315,11 @@ def test_impossible_reallocations_are_refused() -> None:
         "p2 is (4, 5) torch.float32 in src and (4, 5) torch.int32 in dst; p3 is missing from src; "
         "no rank holds 5 elements of p0 that rank 2 needs"
     )
-    with pytest.raises(ValueError, match=r"bucket_bytes=8 must be above 8: 4 bytes for each of up to 2 peers"):
+    with pytest.raises(ValueError, match=r"bucket_bytes=8 must be above 8: 4 bytes for each of up to 2 routes"):
         plan_realloc(src, whole_on((2,), names=3), bucket_bytes=8, ranks_per_host=8)
+    rounded = replace(src, parameters={name: Kind((4, 5), torch.bfloat16) for name in src.parameters})
+    with pytest.raises(ValueError, match=r"p0 is \(4, 5\) torch.bfloat16 in a copy, but must be as in src or dst; p1"):
+        plan_realloc(half, src, copies=(rounded,), bucket_bytes=1 << 20, ranks_per_host=8)
     with pytest.raises(ValueError, match=r"ranks_per_host=0 must be at least 1"):
         plan_realloc(src, src, bucket_bytes=8, ranks_per_host=0)
 
@@ -301,32 +359,37 @@ def test_memory_is_bounded_and_wrong_tensors_are_refused(ranks: RankPool) -> Non
 
 
 def between_dtypes() -> list[bool]:
-    """Send rows of two ranks in another dtype to one of them and to a third.
+    """Send rows of two ranks in another dtype to one of them and to another host, which may have some of them.
 
     Return whether bytes sent are minimal and values are rounded once.
     """
     rank, shape = dist.get_rank(), (800, 600)
     rows = {0: Box((0, 0), (400, 600)), 1: Box((400, 0), (400, 600))}
-    everywhere = {1: Box.whole(shape), 2: Box((100, 100), (600, 400))}
+    wanted = {1: Box.whole(shape), 2: Box((100, 100), (600, 400)), 3: Box((0, 50), (700, 500))}
+    there = {3: Box((200, 0), (300, 300))}
     found = []
     for before, after in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        src = ParamLayout({"p": Kind(shape, before), "q": Kind(shape, before)}, {"p": rows, "q": rows})
-        dst = ParamLayout({"p": Kind(shape, after), "q": Kind(shape, after)}, {"p": everywhere, "q": everywhere})
-        plan = plan_realloc(src, dst, bucket_bytes=1 << 20, ranks_per_host=8)
         whole = torch.linspace(-3, 5, 800 * 600).view(shape).to(before)
-        held = {name: whole[rows[rank].slices()].clone() for name in "pq"} if rank in rows else {}
-        got = {name: torch.zeros(everywhere[rank].sizes, dtype=after) for name in "pq"} if rank in everywhere else {}
-        reallocation = Reallocation(plan, ProcessGroups(), CPU)
-        with count_sent_bytes() as counted:
-            reallocation.run(held, got)
-        found.append(counted.total == plan.sent_bytes.get(rank, 0))
-        found.append(plan.total_bytes == plan.minimum_bytes == 2 * 2 * (400 * 600 + 600 * 400))
-        found += [torch.equal(part, whole[everywhere[rank].slices()].to(after)) for part in got.values()]
+        old, new = ({name: Kind(shape, dtype) for name in "pq"} for dtype in (before, after))
+        src, dst = ParamLayout(old, {"p": rows, "q": rows}), ParamLayout(new, {"p": wanted, "q": wanted})
+        copy = ParamLayout({"p": new["p"]}, {"p": there})
+        for copies in ((), (copy,)):
+            plan = plan_realloc(src, dst, copies=copies, bucket_bytes=1 << 20, ranks_per_host=2)
+            reallocation = Reallocation(plan, ProcessGroups(), CPU)
+            held = {name: whole[rows[rank].slices()].clone() for name in "pq" if rank in rows}
+            kept = {"p": whole[there[rank].slices()].to(after)} if rank in there else {}
+            got = {name: torch.zeros(wanted[rank].sizes, dtype=after) for name in "pq" if rank in wanted}
+            with count_sent_bytes() as counted:
+                reallocation.run(held, got, [kept for _ in copies])
+            found.append(counted.total == plan.sent_bytes.get(rank, 0))
+            found.append(plan.tier_bytes == plan.minimum_tier_bytes and plan.total_bytes == plan.minimum_bytes)
+            found.append(any(route.onward for route in plan.routes) and bool(plan.kept(3)) == bool(copies))
+            found += [torch.equal(part, whole[wanted[rank].slices()].to(after)) for part in got.values()]
     return found
 
 
 def test_weights_are_rounded_before_they_are_sent(ranks: RankPool) -> None:
-    assert all(map(all, ranks.run(between_dtypes, 3)))
+    assert all(map(all, ranks.run(between_dtypes, 4)))
 
 
 def large_pieces() -> tuple[int, bool]:

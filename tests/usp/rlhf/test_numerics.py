@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -190,8 +190,10 @@ def roll_labels_of_each_part(whole: dict[str, Tensor], mesh: ParallelMesh, layou
     return {**batch, "shift_labels": unshifted.roll(-1, dims=1)}
 
 
-def move_those_of_the_first_step(self: Reallocation, src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    MOVE(self, src, dst)
+def move_those_of_the_first_step(
+    self: Reallocation, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], copies: Sequence[Mapping[str, Tensor]]
+) -> None:
+    MOVE(self, src, dst, copies)
     first = self.__dict__.setdefault("first", {name: weight.clone() for name, weight in dst.items()})
     with torch.no_grad():
         for name, weight in dst.items():

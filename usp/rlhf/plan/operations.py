@@ -7,27 +7,14 @@ waited for where their values are needed, so it cannot deadlock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, key_kinds
 
-from .plan import CallLayout, ExecutionPlan
-
-
-@dataclass(frozen=True)
-class WeightCopy:
-    """The weights of a role in one layout. Calls whose layouts are equal `of_weights` share them.
-
-    Attributes:
-        for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
-            wrapped for training.
-    """
-
-    role: str
-    layout: CallLayout
-    for_generation: bool = False
+from .plan import ExecutionPlan
+from .step_weights import StepWeights, WeightCopy, copy_of, trained_copy, weight_copies
 
 
 @dataclass(frozen=True)
@@ -35,9 +22,9 @@ class Operation:
     """A collective step of the schedule.
 
     Attributes:
-        kind: reallocate: allocate `copy` and fill it from the role's trained copy. release: free it. load, offload:
-            move `copy` to the device or to the host. call: run `call`. announce: tell every rank the lengths of the
-            sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
+        kind: reallocate: allocate `copy` and fill it from the role's other copies in memory. release: free it. load,
+            offload: move `copy` to the device or to the host. call: run `call`. announce: tell every rank the lengths
+            of the sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
         ranks: participants, ascending.
         calls: for weights: the calls that use them.
         served: for a transfer: calls that received the outputs of `call` in earlier transfers.
@@ -61,49 +48,24 @@ class Operation:
         return self.call or "lengths"
 
 
-def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
-    """Return the copy of the weights that a call uses."""
-    copy = WeightCopy(call.role, plan[call.name].of_weights)
-    return replace(
-        copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
-    )
-
-
-def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
-    """Return the copies that a plan needs, in the order of first use, each with the calls that use it."""
-    found: dict[WeightCopy, tuple[ModelCall, ...]] = {}
-    for call in graph.order:
-        if call.role:
-            copy = copy_of(graph, plan, call)
-            found[copy] = (*found.get(copy, ()), call)
-    return found
-
-
-def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
-    """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
-    call = graph.train_call(role)
-    return WeightCopy(role, plan[call.name].of_weights) if call else None
-
-
 def schedule(
-    graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[WeightCopy] = frozenset()
+    graph: DataflowGraph, plan: ExecutionPlan, world_size: int, weights: StepWeights | None = None
 ) -> tuple[Operation, ...]:
     """Return the operations of a step.
 
     All weights that a level of the graph needs move before its calls; otherwise ranks would wait for weights until the
-    calls of their owners end. A copy is released after its last call of the step.
+    calls of their owners end. A copy is released after its last call of the step, or after the reallocation that it
+    stays for.
 
     Args:
-        aliases: copies that share the memory of their role's trained copy, and need no reallocation.
+        weights: how copies are filled; None: each from the trained one alone.
     """
-    return tuple(_Scheduler(graph, plan, world_size, aliases).operations())
+    return tuple(_Scheduler(graph, plan, world_size, weights or StepWeights()).operations())
 
 
 class _Scheduler:
-    def __init__(
-        self, graph: DataflowGraph, plan: ExecutionPlan, world_size: int, aliases: frozenset[WeightCopy]
-    ) -> None:
-        self._graph, self._plan, self._world, self._aliases = graph, plan, tuple(range(world_size)), aliases
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, world_size: int, weights: StepWeights) -> None:
+        self._graph, self._plan, self._world, self._step = graph, plan, tuple(range(world_size)), weights
         self._uses = weight_copies(graph, plan)
         self._kinds = key_kinds(graph)
         self._done: list[str] = []
@@ -126,18 +88,23 @@ class _Scheduler:
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
         """Yield the weight operations before the first (or after the last) call of a step that uses a copy."""
-        copy = copy_of(self._graph, self._plan, call)
-        if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
+        copy, step = copy_of(self._graph, self._plan, call), self._step
+        if not call.role or copy in step.aliases or self._uses[copy][0 if first else -1] is not call:
             return
-        source, names = trained_copy(self._graph, self._plan, call.role), tuple(used.name for used in self._uses[copy])
-        if source is None:
+        trained = trained_copy(self._graph, self._plan, call.role)
+        if trained is None:
             if call.role in self._plan.offload:
-                yield Operation("load" if first else "offload", copy.layout.ranks, calls=names, copy=copy)
-        elif copy != source and first:
-            ranks = tuple(sorted({*source.layout.ranks, *copy.layout.ranks}))
-            yield Operation("reallocate", ranks, calls=names, copy=copy)
-        elif copy != source:
-            yield Operation("release", copy.layout.ranks, calls=names, copy=copy)
+                yield self._of_copy("load" if first else "offload", copy)
+        elif copy != trained and first:
+            yield self._of_copy("reallocate", copy, trained, *step.sources.get(copy, ()))
+            yield from (self._of_copy("release", kept) for kept, until in step.kept.items() if until == copy)
+        elif copy != trained and copy not in step.kept:
+            yield self._of_copy("release", copy)
+
+    def _of_copy(self, kind: str, copy: WeightCopy, *others: WeightCopy) -> Operation:
+        """Return an operation on a copy, in which the ranks of others take part."""
+        ranks = {rank for one in (copy, *others) for rank in one.layout.ranks}
+        return Operation(kind, tuple(sorted(ranks)), calls=tuple(call.name for call in self._uses[copy]), copy=copy)
 
     def _unannounced(self, level: tuple[ModelCall, ...]) -> tuple[str, ...]:
         """Return the generate calls whose lengths this level is the first to need."""

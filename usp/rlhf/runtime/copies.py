@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
+from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, ReallocPlan, gather_layout
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.operations import WeightCopy, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.step_weights import WeightCopy, plan_weights, trained_copy, weight_copies
 from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing
 
 from .timeline import BytesMoved
@@ -20,7 +20,7 @@ _BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
 
 class RoleCopies:
-    """A model for each role and layout, and the reallocations that fill copies from the trained ones.
+    """A model for each role and layout, and the reallocations that fill copies from others of their role.
 
     Weights that training leaves as they are (the base of adapters) are never reallocated: a copy reads them itself, or
     shares them with the trained copy. Collective over the world.
@@ -29,7 +29,7 @@ class RoleCopies:
         ranks_per_host: for reallocation, which prefers sources on the same host.
 
     Attributes:
-        aliases: copies that share the memory of their role's trained copy.
+        step: which copies share memory, and how the others are filled.
     """
 
     def __init__(
@@ -44,8 +44,6 @@ class RoleCopies:
         self._device = device
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
-        self._reallocations: dict[WeightCopy, Reallocation] = {}
-        self._minimum: dict[WeightCopy, int] = {}  # bytes that this rank lacks
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
         for copy, calls in weight_copies(graph, plan).items():
             place = (copy.layout.ranks, copy.layout.dims)
@@ -61,28 +59,25 @@ class RoleCopies:
         copies = [*self._trained.values(), *filled]
         layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
-        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
-        for copy in filled:
-            if copy not in self.aliases:
-                source, target = layouts[self._trained[copy.role]], layouts[copy]
-                realloc = plan_realloc(source, target, bucket_bytes=_BUCKET_BYTES, ranks_per_host=ranks_per_host)
-                self._reallocations[copy] = Reallocation(realloc, groups, device)
-                self._minimum[copy] = realloc.lacking_bytes(dist.get_rank())
+        aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
+        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+        self.step = plan_weights(graph, plan, layouts, aliases, **options)
+        self._reallocations = {copy: Reallocation(fill, groups, device) for copy, fill in self.step.fills.items()}
+        rank = dist.get_rank()
+        self._moved = {copy: _moved(fill, rank) for copy, fill in self.step.fills.items()}
 
     def model(self, copy: WeightCopy) -> Role:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
     def reallocate(self, copy: WeightCopy, moved: BytesMoved) -> None:
-        """Allocate a copy and fill it from the trained one. Collective over the ranks of both."""
+        """Allocate a copy and fill it from those in memory. Collective over the ranks of all of them."""
         if copy in self._models:
             self._models[copy].allocate()
-        reallocation = self._reallocations[copy]
-        reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy))
-        rank = dist.get_rank()
-        moved.sent = reallocation.plan.sent_bytes.get(rank, 0)
-        moved.received = reallocation.plan.received_bytes.get(rank, 0)
-        moved.minimum = self._minimum[copy]
+        others = [self._weights(source) for source in self.step.sources[copy]]
+        self._reallocations[copy].run(self._weights(self._trained[copy.role]), self._weights(copy), others)
+        for name, size in self._moved[copy].items():
+            setattr(moved, name, size)
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
@@ -108,6 +103,17 @@ class RoleCopies:
         if isinstance(model, SupportsSharing) and (same or (same_frozen and frozen[copy].parameters)):
             model.share({**self._frozen(source), **(self._weights(source) if same else {})})
         return same
+
+
+def _moved(plan: ReallocPlan, rank: int) -> dict[str, int]:
+    """Return what a rank's `BytesMoved` says of a reallocation."""
+    return {
+        "sent": plan.sent_bytes.get(rank, 0),
+        "received": plan.received_bytes.get(rank, 0),
+        "minimum": plan.lacking_bytes(rank),
+        "crossed": plan.crossed_bytes.get(rank, 0),
+        "host_minimum": plan.host_lacking_bytes(rank),
+    }
 
 
 def _holds(source: ParamLayout, copy: ParamLayout) -> bool:

@@ -32,6 +32,9 @@ class Event:
         sent, received: bytes that the operation moves between ranks, without communication inside a model.
         minimum: bytes that this rank lacked, so had to receive.
         group: ranks of an operation wait only for those with the same number.
+        crossed: of a reallocation, bytes received from other hosts.
+        host_minimum: bytes that no rank of this host had, and this one is its first to need: summed over ranks, the
+            bytes that had to cross.
     """
 
     step: int
@@ -44,6 +47,8 @@ class Event:
     received: int = 0
     minimum: int = 0
     group: int = 0
+    crossed: int = 0
+    host_minimum: int = 0
 
 
 @dataclass
@@ -54,6 +59,8 @@ class BytesMoved:
     received: int = 0
     minimum: int = 0
     group: int = 0
+    crossed: int = 0
+    host_minimum: int = 0
 
 
 def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:

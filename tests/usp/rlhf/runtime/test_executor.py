@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from parallel.testing import RankPool
-from tests.usp.rlhf.toy import Alone, SharingModel, ToyModel, ppo, prompts
+from tests.usp.rlhf.toy import HIDDEN, VOCABULARY, Alone, SharingModel, ToyModel, ppo, prompts
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
-from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.plan.step_weights import WeightCopy
 from usp.rlhf.runtime.executor import Executor, StepResult
 from usp.rlhf.runtime.timeline import BytesMoved, Event
 from usp.rlhf.runtime.trace import totals
@@ -79,7 +80,7 @@ class Run:
 
 def executor(graph: DataflowGraph, plan: ExecutionPlan, groups: ProcessGroups, **options: object) -> Executor:
     build_role = options.pop("build_role", SharingModel)
-    return Executor(graph, plan, groups, build_role, torch.device("cpu"), ranks_per_host=8, **options)  # type: ignore[arg-type]
+    return Executor(graph, plan, groups, build_role, torch.device("cpu"), ranks_per_host=4, **options)  # type: ignore[arg-type]
 
 
 def steps(made: Executor, number: int = STEPS) -> list[StepResult]:
@@ -132,6 +133,14 @@ def _check_events(plan: ExecutionPlan, events: list[Event]) -> None:
     """Check that the timeline shows what the plan is for, and that all sent bytes are received."""
     kinds = {event.kind for event in events}
     assert sum(e.sent for e in events) == sum(e.received for e in events) == sum(e.minimum for e in events)
+    assert sum(e.crossed for e in events) == sum(e.host_minimum for e in events)
+    if plan.name == "separation":
+        received: Counter[str] = Counter()
+        for event in events:
+            received[event.name] += event.received
+        # All that inference needs is in the copy that generated, but half of B, whose rows fsdp cuts before tp.
+        assert received["actor for actor_inference"] == HIDDEN * VOCABULARY * 8 // 2
+        assert received["actor for actor_generate"] > 2 * received["actor for actor_inference"]
     assert ("offload" in kinds) == ("load" in kinds) == bool(plan.offload)
     moves = plan.name in ("flattening", "separation", "mixed")  # the others share the memory of the trained copy
     assert ("reallocate" in kinds) == ("release" in kinds) == moves
