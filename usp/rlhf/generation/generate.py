@@ -27,7 +27,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 
 from .batching import PrefillGroup, Rollout, Slots, capacity
 from .responses import GeneratedResponse
-from .sampling import noise, sample, work_violations
+from .sampling import sample, sequence_key, token_keys, work_violations
 from .support import cache_problems
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
@@ -78,6 +78,8 @@ class Generator:
         self._sp, self._sp_rank = mesh.size("sp"), mesh.rank("sp")
         self._groups = {axis: mesh.group(axis) for axis in ("tp", "sp", "pp") if mesh.size(axis) > 1}
         self._samples = last and self._sp_rank == 0 and mesh.rank("tp") == 0
+        if self._samples:
+            self._token_keys = token_keys(self._head.weight.shape[0], self._device)
         axes = self._attention.axes
         multiple = SequenceLayout.multiple_of(self._attention.layout, axes.ring, axes.ulysses)
         self._multiple = multiple * -(-_ROW_MULTIPLE // multiple)
@@ -162,9 +164,11 @@ class Generator:
         logits = self._logits(hidden[:, 0]) if self._last and self._sp_rank == 0 else None
         chosen = torch.zeros(2, len(slots.active), dtype=torch.float64, device=self._device)  # exact for every id
         if logits is not None and self._samples:
-            drawn = [noise(r.seed, len(r.tokens)) if r is not None and work.temperature else 0.0 for r in slots.active]
-            noise_B = torch.tensor(drawn, dtype=torch.float64, device=self._device)
-            chosen[0], chosen[1] = sample(logits, noise_B, work)
+            keys = [
+                sequence_key(r.seed, len(r.tokens)) if r is not None and work.temperature else 1 for r in slots.active
+            ]
+            keys_B = torch.tensor(keys, device=self._device)
+            chosen[0], chosen[1] = sample(logits, keys_B, self._token_keys, work)
         # Broadcast from the rank that sampled, axis by axis, so that ranks cannot diverge.
         for axis, group in self._groups.items():
             dist.broadcast(chosen, group=group, group_src=group.size() - 1 if axis == "pp" else 0)

@@ -30,7 +30,7 @@ from usp.rlhf.graph.calls import Generate
 LENGTHS = (37, 1, 2, 20, 9, 33, 5)  # more than slots, so that these are used again
 TOLERANCE = 1e-5
 # transformers' cache needs an attention layer, which these tiny ones have not; Moshi's differs from its own forward.
-WITHOUT_CACHE = ("bamba", "jamba", "moshi")
+WITHOUT_CACHE = ("bamba", "granitemoehybrid", "jamba", "moshi")
 GREEDY = Generate(max_new_tokens=8, temperature=0)
 
 

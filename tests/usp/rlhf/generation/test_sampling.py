@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from usp.rlhf.generation.batching import Rollout, Slots, capacity
-from usp.rlhf.generation.sampling import noise, probabilities, sample, work_violations
+from usp.rlhf.generation.sampling import (
+    exponential,
+    probabilities,
+    sample,
+    sequence_key,
+    token_keys,
+    work_violations,
+)
 from usp.rlhf.graph.calls import Generate
 
 VOCAB = 7
@@ -41,39 +49,91 @@ WORKS = [
 @pytest.mark.parametrize("work", WORKS, ids=str)
 def test_samples_follow_the_distribution(work: Generate) -> None:
     wanted = torch.tensor([direct(row.tolist(), work) for row in LOGITS], dtype=torch.float64)
-    logprobs = (LOGITS.double() / work.temperature).log_softmax(-1)
-    found = probabilities(logprobs, work.top_k, work.top_p)
+    probs = (LOGITS.double() / work.temperature).softmax(-1)
+    found = probabilities(probs, work.top_k, work.top_p)
     assert torch.allclose(found / found.sum(-1, keepdim=True), wanted, atol=1e-12)
     draws = 20000
-    uniform = torch.tensor([noise(5, number) for number in range(draws)], dtype=torch.float64)
     for row in range(2):
-        tokens, chosen = sample(LOGITS[row].expand(draws, -1), uniform, work)
-        frequency = torch.bincount(tokens, minlength=VOCAB) / draws
-        assert (frequency - wanted[row]).abs().max() <= 0.015  # four standard deviations of a share
-        assert not frequency[wanted[row] == 0].any()
-        assert torch.allclose(chosen, logprobs[row, tokens].float())
+        tokens, chosen = sample(LOGITS[row].expand(draws, -1), keys(5, draws), token_keys(VOCAB), work)
+        assert chi_square(torch.bincount(tokens, minlength=VOCAB), wanted[row]) <= 5
+        assert torch.allclose(chosen, probs[row, tokens].log().float())
+
+
+def keys(seed: int, numbers: int) -> Tensor:
+    return torch.tensor([sequence_key(seed, number) for number in range(numbers)])
+
+
+def chi_square(counts: Tensor, wanted: Tensor) -> float:
+    """Pearson's statistic, in standard deviations from its mean; infinite if something impossible was counted."""
+    if counts[wanted == 0].any():
+        return float("inf")
+    counts, wanted = counts[wanted > 0], wanted[wanted > 0]
+    expected = wanted * counts.sum()
+    freedom = len(counts) - 1
+    return float(((counts - expected) ** 2 / expected).sum() - freedom) / max(2 * freedom, 1) ** 0.5
+
+
+def test_a_large_vocabulary_follows_the_distribution() -> None:
+    logits = 2 * torch.randn(32000, generator=torch.Generator().manual_seed(1))
+    probs, bins = logits.double().softmax(-1), 200
+    places = torch.arange(32000) % bins
+    wanted = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, probs)
+    table = token_keys(32000)
+    tokens = torch.cat(
+        [sample(logits.expand(500, -1), part, table, Generate())[0] for part in keys(1, 5000).split(500)]
+    )
+    assert chi_square(torch.bincount(places[tokens], minlength=bins), wanted) <= 5
+    likely = probs.argsort(descending=True)[:bins]  # single tokens
+    drawn = torch.stack([(tokens == token).sum() for token in likely])
+    assert (
+        chi_square(
+            torch.cat((drawn, 5000 - drawn.sum(0, keepdim=True))),
+            torch.cat((probs[likely], 1 - probs[likely].sum(0, keepdim=True))),
+        )
+        <= 5
+    )
 
 
 def test_greedy_takes_the_most_likely_token_with_logprobs_at_temperature_one() -> None:
-    tokens, logprobs = sample(LOGITS, torch.zeros(2), Generate(temperature=0, top_k=2, top_p=0.1))
+    greedy = Generate(temperature=0, top_k=2, top_p=0.1)
+    tokens, logprobs = sample(LOGITS, torch.ones(2, dtype=torch.int64), token_keys(VOCAB), greedy)
     assert tokens.tolist() == [2, 0]
     assert torch.allclose(logprobs, LOGITS.log_softmax(-1)[[0, 1], tokens])
 
 
-def test_noise_depends_only_on_seed_and_number() -> None:
-    assert noise(3, 4) == noise(3, 4)
-    values = torch.tensor([noise(seed, number) for seed in range(100) for number in range(100)], dtype=torch.float64)
-    assert len(values.unique()) == 10000 and float(values.min()) >= 0 and float(values.max()) < 1
-    assert (torch.histc(values, 10, 0, 1) - 1000).abs().max() < 120
-    pairs = values.view(100, 100)
-    for x in (pairs, pairs.T):  # neighbouring numbers and seeds are uncorrelated
-        assert abs(float(torch.corrcoef(torch.stack((x[:-1].flatten(), x[1:].flatten())))[0, 1])) < 0.04
+def test_logprobs_are_exact_at_low_temperatures() -> None:
+    logits = torch.linspace(20, 40, 1000).expand(64, -1)
+    tokens, logprobs = sample(logits, keys(2, 64), token_keys(1000), Generate(temperature=0.05))
+    exact = (logits.double() / 0.05).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (logprobs - exact).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_exponential_and_independent(dtype: torch.dtype) -> None:
+    assert sequence_key(3, 4) == sequence_key(3, 4) and len(token_keys(100000).unique()) == 100000
+    rows = torch.tensor([sequence_key(seed, number) for seed in range(50) for number in range(50)])
+    noise = exponential(rows, token_keys(400), dtype)
+    assert float(noise.min()) > 0 and bool(noise.isfinite().all())
+    uniform = (-noise.double()).exp()
+    assert (torch.histc(uniform, 10, 0, 1) - 100000).abs().max() < 1500  # five standard deviations
+    for x in (uniform, uniform.T, uniform.view(50, 50, 400)):  # neighbouring sequences and numbers, tokens, seeds
+        assert abs(float(torch.corrcoef(torch.stack((x[:-1].flatten(), x[1:].flatten())))[0, 1])) < 0.005
+    smallest = (noise.double().amin(1) * 400).neg().exp()  # uniform if the tokens of a step are independent
+    assert (torch.histc(smallest, 10, 0, 1) - 250).abs().max() < 75
+    assert torch.equal(exponential(rows[7:8], token_keys(400)[3:5], dtype), noise[7:8, 3:5])
+
+
+def test_rounding_changes_few_draws() -> None:
+    logits = torch.randn(2000, 5000, generator=torch.Generator().manual_seed(3))
+    moved = logits + 1e-3 * torch.randn(2000, 5000, generator=torch.Generator().manual_seed(4))
+    tokens, others = (sample(x, keys(3, 2000), token_keys(5000), Generate())[0] for x in (logits, moved))
+    assert (tokens != others).sum() <= 8  # 1e-3 of 2000, where inverse transform sampling changes most
 
 
 def test_logits_that_are_not_finite_are_reported() -> None:
     bad = torch.stack((torch.full((VOCAB,), float("nan")), LOGITS[0].masked_fill(LOGITS[0] == 2, float("inf"))))
     for work in (Generate(), Generate(temperature=0), Generate(top_k=2, top_p=0.5)):
-        tokens, logprobs = sample(bad, torch.tensor([0.5, 0.99], dtype=torch.float64), work)
+        tokens, logprobs = sample(bad, keys(0, 2), token_keys(VOCAB), work)
         assert bool(logprobs.isnan().all()) and bool((tokens < VOCAB).all())
 
 
