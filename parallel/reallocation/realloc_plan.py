@@ -29,6 +29,7 @@ from .param_layout import Kind, ParamLayout, holdings
 _Key = TypeVar("_Key", int, tuple[int, int])
 
 ONWARD_DELAY = 2  # rounds until a received box is sent on: the messages of two rounds are in flight at any time
+_CHOICES = 4096  # of routes of parameters with the same shape and boxes: more do not balance them better
 _PIPELINE_ROUNDS = 8  # where boxes are sent on: of 8 + 2 rounds, all but the last 2 keep the link between hosts busy
 _PIPELINE_BYTES = 2 << 20  # from another host to a rank in a round: fewer are not worth a round
 
@@ -373,19 +374,16 @@ def _choose_routes(patterns: Sequence[_Pattern], ranks_per_host: int) -> tuple[M
 
 
 def _least_loaded(pattern: _Pattern, loads: _Loads) -> list[Moves]:
-    """Choose the routes of each parameter; equal choices share one `Moves`."""
+    """Choose the routes of each parameter, or of several at a time; equal choices share one `Moves`."""
+    names, itemsize, needs = pattern
+    together = max(1, math.ceil(len(names) * len(needs) / _CHOICES))
     chosen: dict[tuple[Route, ...], list[str]] = {}
-    for name in pattern.names:
-        routes = tuple(loads.choose(need, need.box.numel * pattern.itemsize) for need in pattern.needs)
-        chosen.setdefault(routes, []).append(name)
-    return [
-        Moves(
-            tuple(names),
-            pattern.itemsize,
-            tuple(Transfer(route, need.box) for route, need in zip(routes, pattern.needs, strict=True)),
-        )
-        for routes, names in chosen.items()
-    ]
+    for first in range(0, len(names), together):
+        group = names[first : first + together]
+        routes = tuple(loads.choose(need, need.box.numel * itemsize * len(group)) for need in needs)
+        chosen.setdefault(routes, []).extend(group)
+    boxes = [need.box for need in needs]
+    return [Moves(tuple(some), itemsize, tuple(map(Transfer, routes, boxes))) for routes, some in chosen.items()]
 
 
 def _shares(routes: Mapping[Route, int], bucket_bytes: int, itemsize: int) -> tuple[int, int]:
