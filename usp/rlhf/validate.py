@@ -54,6 +54,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from unused_lora_flags(config)
     yield from unused_memory_flags(config)
     algorithm = algorithms.get(config.algorithm)
+    if (config.stop or config.stop_ids) and algorithm and algorithm.data != "prompts":
+        yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
