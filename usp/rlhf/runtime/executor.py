@@ -55,6 +55,7 @@ class Executor:
         folder: of the run, for its timeline; None: no files.
         collect: keys whose values are collected on rank 0 after every step.
         progress: called with every operation of this rank as it begins.
+        copies: those of another executor, which hold all that this plan needs; None: built here.
 
     Raises:
         ValueError: naming every violation, if the plan does not fit the graph and the world size.
@@ -73,6 +74,7 @@ class Executor:
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda doing: None,
+        copies: RoleCopies | None = None,
     ) -> None:
         world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
@@ -83,18 +85,40 @@ class Executor:
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
         agree({**compared, "ranks_per_host": ranks_per_host}, self._world, "the graph and the plan", device)
-        copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
+        built = copies is None
+        if copies is None:
+            copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
         operations = schedule(graph, plan, world_size, copies.aliases)
         for operation in operations:
             if operation.kind in ("call", "transfer"):
                 # NCCL connects at a group's first communication, in which all members must take part.
                 if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
-            elif operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
+            elif built and operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
         timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._progress = progress
+        self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
+
+    def another(
+        self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
+    ) -> Executor:
+        """Return an executor of another graph with the weight copies of this one. Collective over the world.
+
+        plan: needs no other copies.
+        """
+        return Executor(
+            graph,
+            plan,
+            self._context.groups,
+            self._build_role,
+            self.device,
+            ranks_per_host=self._ranks_per_host,
+            collect=collect,
+            progress=progress,
+            copies=self._context.copies,
+        )
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Run step `number`. Every rank passes all samples: prompts, if the graph generates.
