@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "rlhf-trace": "show the timeline of an RLHF run",
+    "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
 
 

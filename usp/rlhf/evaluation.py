@@ -28,7 +28,7 @@ from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
 
 SCORE = "score"
-COLLECTED = (SCORE, "finished", "tokens", "prompt_length")
+COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs")
 
 
 @dataclass

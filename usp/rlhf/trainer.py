@@ -8,7 +8,7 @@ RUN/                          the output of a run
     config.yaml, plan.yaml    the resolved configuration, and the layout of every call; rlhf.py takes both
     metrics.jsonl             every step
     tensorboard/              the same
-    samples.jsonl             some prompts with their responses and scores
+    samples.jsonl             some prompts with their responses and scores: python -m usp rlhf-samples RUN
     bad-samples.jsonl         samples that a reward function failed on
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
@@ -66,9 +66,12 @@ from .checkpoints import RlhfState, sft_lora
 from .config import RlhfConfig
 from .evaluation import Evaluator
 from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
+from .sample_page import SAMPLES_FILE, sample_record
 from .validate import without_evaluation
 
 SHOWN = 2  # samples of a step written to samples.jsonl
+SHOWN_TOKENS = 512  # of their responses, with log-probabilities
+_COLLECTED = ("tokens", "prompt_length", "score", "finished", "reward", "advantages", "logprobs", "old_logprobs")
 
 
 def train_rlhf(
@@ -196,7 +199,7 @@ class RlhfTrainer(TrainingLoop):
                 ranks_per_host=launch.local_world_size,
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
-                collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),
+                collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -210,7 +213,7 @@ class RlhfTrainer(TrainingLoop):
                 prepared.held_out,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, f"evaluation: {doing}", long=True),
             )
-        self.samples = LineFile(self.folder / "samples.jsonl")
+        self.samples = LineFile(self.folder / SAMPLES_FILE)
         self.taken = 0  # examples
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -348,11 +351,11 @@ class RlhfTrainer(TrainingLoop):
                 return
             self._restore(kept[best])
         self._export_role("actor", f"{BEST}-{MODEL}" if self.config.lora_rank else BEST, BEST)
+        dist.barrier()
         if self.is_writer:
             assert self.evaluator is not None
             score = self.evaluator.past.scores[best]
             print(f"best: {self.folder / BEST}, of step {best}, eval score {score:.4g}", flush=True)
-        dist.barrier()
 
     def _export_role(self, role: str, name: str, adapter: str) -> None:
         """Write a trained model to folder `name`, or with LoRA its adapters to folder `adapter`; merged to `name`."""
@@ -422,18 +425,11 @@ class RlhfTrainer(TrainingLoop):
             yield f"resumed from: {self.prepared.start.checkpoint}"
 
     def _keep_samples(self, number: int, samples: Samples, evaluation: bool = False) -> None:
-        decode, lines = self.prepared.tokenizer.decode, []
-        for tokens, length, score in list(
-            zip(samples["tokens"], samples["prompt_length"], samples["score"], strict=True)
-        )[:SHOWN]:
-            ids, cut = tokens.tolist(), int(length)
-            record: dict[str, Any] = {
-                "step": number,
-                "prompt": decode(ids[:cut]),
-                "response": decode(ids[cut:]),
-                "score": float(score),
-                "evaluation": evaluation,
-            }
+        decode = self.prepared.tokenizer.decode
+        lines = []
+        for sample in samples.ids[:SHOWN]:
+            of_sample = {key: values[0] for key, values in samples.of([sample]).values.items()}
+            record = {"step": number, "evaluation": evaluation, **sample_record(of_sample, decode, SHOWN_TOKENS)}
             lines.append(json.dumps(record, ensure_ascii=False))
         self.samples.append(number, lines)
 
