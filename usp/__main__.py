@@ -20,6 +20,7 @@ COMMANDS = {
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",
+    "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
 
 

@@ -86,6 +86,16 @@ BAD = [
         ["--algorithm", "ppo", "--options", "kl_target=6,kl_horizon=12"],
         ["kl_horizon=12 must be above 0.2 times the 64"],
     ),
+    (
+        ["--eval-every", "5", "--eval-samples", "2", "--eval-temperature", "0"],
+        ["2 problems:", "needs prompts", "equal"],
+    ),
+    (["--eval-data", "pairs.jsonl", "--keep-best"], ["--eval-data is an option of evaluations", "--keep-best is"]),
+    (
+        ["--eval-every", "5", "--eval-data", "pairs.jsonl"],
+        ["--eval-data = pairs.jsonl: line 1: no text under 'answer'"],
+    ),
+    (["--algorithm", "dpo", "--eval-every", "5", "--eval-prompts", "1"], ["samples responses, which dpo does not"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (
         ["--ac", "some", "--micro-batch-tokens", "-2"],
@@ -286,7 +296,8 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeyp
         assert run.end().exit_code == 0, run.err.read_text()
     monkeypatch.setenv("DEADLY", "1")
     restarts = ("--max-restarts", str(len(DEATHS)))
-    args += ["--output", "deadly", *OFFLOADING]  # changes no number
+    # Neither changes a number.
+    args += ["--output", "deadly", *OFFLOADING, "--eval-every", "2", "--eval-prompts", "3"]
     with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
         assert run.end().exit_code == 0, run.err.read_text()
     assert all((tmp_path / f"died-in-{kind}").exists() for kind in DEATHS)
@@ -295,11 +306,21 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeyp
 
 
 def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
-    first = [*SMALL, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
+    (tmp_path / "even.py").write_text("def reward(prompt, response, answer):\n    return len(set(response)) % 2\n")
+    small = [*SMALL, "--reward-function", "even.py:reward", "--eval-every", "2", "--eval-prompts", "4"]
+    small += ["--eval-samples", "2", "--keep-best", "--keep-checkpoints", "1"]
+    first = [*small, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
     with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    again = [*SMALL, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING]
+    again = [*small, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING]
     with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
     assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
     assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]
+    records = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+    scores = {record["step"]: record["eval/score"] for record in records if "eval/score" in record}
+    best = max(scores, key=lambda step: scores[step])  # the first of equal ones
+    assert list(scores) == [2, 4] and f"best: run/best, of step {best}, eval score {scores[best]:.4g}" in ended.out
+    kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {best, 4}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")

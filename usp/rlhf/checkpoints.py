@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from usp.config import ALL_LINEAR, flag
+from usp.data.files import STDLIB
 from usp.presets import PRESETS
 from usp.train.checkpoints import lora_violations, steps_violations
 
@@ -27,12 +28,14 @@ class RlhfState:
         examples: number of examples they consumed.
         functions: state of functions of samples, by call name.
         config: the resolved configuration.
+        evaluations: `Evaluations.to_extra()`.
     """
 
     step: int
     examples: int
     functions: Mapping[str, Mapping[str, float]]
     config: Mapping[str, Any]
+    evaluations: Mapping[str, Any] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """Convert to the `extra` of `Checkpointer.save`."""
@@ -41,10 +44,10 @@ class RlhfState:
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
         """Convert from the result of `read_extra`. Raises ValueError if it is not of an RLHF run."""
-        names = [field.name for field in fields(RlhfState)]
-        if missing := [name for name in names if name not in extra]:
+        names = [one.name for one in fields(RlhfState)]
+        if missing := [name for name in names if name not in (*extra, "evaluations")]:
             raise ValueError(f"the checkpoint is not of an RLHF run: {', '.join(missing)} missing")
-        return RlhfState(**{name: extra[name] for name in names})
+        return RlhfState(**{name: extra[name] for name in names if name in extra})
 
 
 def resume_violations(
@@ -59,6 +62,7 @@ def resume_violations(
         for name in (*_FIXED, *(() if other_model else ("model",)))
         if saved.config.get(name) != getattr(config, name)
     ]
+    found += _held_out_violations(saved.config, config, "checkpoint")
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
 
 
@@ -70,7 +74,20 @@ def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> 
         for key, name in _FIXED_SFT.items()
         if saved.get(key) != asked[name]
     ]
+    found += _held_out_violations(saved, config, "supervised steps of this run")
     return found + lora_violations(saved, replace(config, **sft_lora(config)))
+
+
+def _held_out_violations(saved: Mapping[str, Any], config: RlhfConfig, where: str) -> list[str]:
+    """Return why `config` cannot continue a run that trained on all but the prompts that it held out."""
+
+    def held_out(of: Mapping[str, Any]) -> int:
+        return 0 if of["data"] == STDLIB or of.get("eval_data") else of.get("eval_prompts", 0)
+
+    before, now = held_out(saved), held_out(asdict(config))
+    if before == now:
+        return []
+    return [f"prompts of --data held out by --eval-prompts = {now} ({where}: {before}) must not change on resume"]
 
 
 def sft_lora(config: RlhfConfig) -> dict[str, Any]:

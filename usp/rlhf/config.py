@@ -82,6 +82,21 @@ class _Rlhf:
     """Maximum tokens per micro-batch of a data-parallel rank, unless one sequence is longer. -1: 16,384 for each of its
     sequence-parallel ranks. 0: no limit."""
 
+    eval_every: int = 0
+    """Steps between evaluations on held-out prompts; the last step is evaluated too. 0: no evaluation."""
+    eval_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
+    """JSONL file of prompts to evaluate on. Without it, --eval-prompts are held out of --data."""
+    eval_prompts: int = 0
+    """Number of prompts to evaluate on, never trained on; of --eval-data the first ones. 0: all of --eval-data."""
+    eval_samples: int = 1
+    """Responses per evaluated prompt, for pass@k up to this k."""
+    eval_temperature: float = -1.0
+    """Sampling temperature of evaluations; 0 is greedy. -1: 0 for one response per prompt, else --temperature."""
+    eval_pass_score: float = 1.0
+    """Least score with which an evaluated response passes."""
+    keep_best: bool = False
+    """Keep the checkpoint with the highest mean score in an evaluation, and write its model to RUN/best."""
+
     sft_steps: int = -1
     """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
     steps: int = 150

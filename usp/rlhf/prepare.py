@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from usp.data.tokenizer import Tokenizer
 from usp.hf.models import end_of_sequence_ids, model_facts
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
-from usp.rlhf.data.datasets import Examples, open_examples
+from usp.rlhf.data.datasets import Example, Examples, open_examples
+from usp.rlhf.data.held_out import hold_out
 from usp.rlhf.generation.stopping import stop_problems
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
@@ -68,6 +69,7 @@ class PreparedRlhf:
         config: the configuration with every default resolved; device and dtype as asked, to fit other machines.
         sft_steps: supervised steps before the first step.
         start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
+        held_out: prompts to evaluate on.
     """
 
     config: RlhfConfig
@@ -82,6 +84,7 @@ class PreparedRlhf:
     kernel_choice: str
     start: Start
     saved: RlhfState | None
+    held_out: Sequence[Example] = ()
 
 
 def prepare(
@@ -124,14 +127,14 @@ def prepare(
     problems += vocabulary_violations(specs, tokenizer)
     if algorithm.data == "prompts":
         problems += attempt(partial(generation_violations, specs)) or ()
-    examples = attempt(partial(_open_examples, config, algorithm, sft_steps, specs, tokenizer))
+    opened = attempt(partial(_open_data, config, algorithm, sft_steps, specs, tokenizer))
     saved = attempt(partial(_read_state, start, config, sft_steps, strict)) if start.checkpoint else None
     problems.check()
-    assert examples is not None
+    assert opened is not None
+    examples, held_out = opened
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    options = attempt(
-        lambda: _algorithm_options(config, algorithm, tokenizer, reward, specs["actor"].config.vocab_size)
-    )
+    vocabulary = specs["actor"].config.vocab_size
+    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, vocabulary))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
@@ -148,7 +151,7 @@ def prepare(
         graph, plan = policy_as_reference(graph, plan)
     specs = {role: specs[role] for role in graph.roles}
     return PreparedRlhf(
-        config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved
+        config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved, held_out
     )
 
 
@@ -205,6 +208,27 @@ def _read_state(start: Start, config: RlhfConfig, sft_steps: int, strict: bool) 
     if found := resume_violations(saved, config, finished_too=start.finished_too, other_model=after_sft):
         raise ValueError(listed(found))
     return saved
+
+
+def _open_data(
+    config: RlhfConfig, algorithm: Algorithm, sft_steps: int, specs: dict[str, RoleSpec], tokenizer: Tokenizer
+) -> tuple[Examples, Sequence[Example]]:
+    """Return the examples to train on, and those to evaluate on."""
+    examples = _open_examples(config, algorithm, sft_steps, specs, tokenizer)
+    if config.eval_data:
+        try:
+            opened = _open_examples(replace(config, data=config.eval_data), algorithm, 0, specs, tokenizer)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data", "--eval-data", 1)) from error
+        number = min(config.eval_prompts or len(opened), len(opened))
+        return examples, [opened[index] for index in range(number)]
+    if config.eval_prompts >= len(examples):
+        raise ValueError(
+            f"--eval-prompts = {config.eval_prompts} leaves nothing to train on of the {len(examples)} examples of "
+            f"--data: use fewer"
+        )
+    examples, held_out = hold_out(examples, config.eval_prompts, config.seed)
+    return examples, held_out if config.eval_every else ()
 
 
 def _open_examples(

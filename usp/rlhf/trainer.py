@@ -8,13 +8,14 @@ RUN/                          the output of a run
     config.yaml, plan.yaml    the resolved configuration, and the layout of every call; rlhf.py takes both
     metrics.jsonl             every step
     tensorboard/              the same
-    samples.jsonl             some prompts with their responses and scores
+    samples.jsonl             some prompts with their responses and scores: python -m usp rlhf-samples RUN
     bad-samples.jsonl         samples that the reward function failed for
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained; with LoRA model/ only for
                               --lora-merge
     adapter/                  the trained adapters, for peft's from_pretrained
+    best/                     with --keep-best: the weights with the highest score in an evaluation
     sft/                      the run of the supervised steps
 """
 
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelMesh, ProcessGroups, latest
+from parallel import DamagedCheckpoint, ParallelMesh, ProcessGroups, complete_checkpoints, latest, verify
 from usp.data.tokenizer import as_document
 from usp.hf.export import save_weights
 from usp.hf.lora.adapter_export import MergedWeights, save_adapter
@@ -55,9 +56,9 @@ from usp.run.output import LineFile, warn
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.build import export_dtype
-from usp.train.claim import run_folder, settled, sound_start
+from usp.train.claim import from_first_rank, run_folder, settled, sound_start
 from usp.train.loop import TrainingLoop, learning_rate
-from usp.train.resume import ADAPTER, CHECKPOINTS, MODEL, Start, remember_folder
+from usp.train.resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, remember_folder
 
 from .algorithms.algorithm import Algorithm, stateful
 from .algorithms.policy import CLIPPED
@@ -65,10 +66,15 @@ from .algorithms.registry import ALGORITHMS
 from .algorithms.rewards import RewardFailed, ScoreWith
 from .checkpoints import RlhfState, sft_lora
 from .config import REWARD_FLAGS, RlhfConfig, default_of
+from .evaluation import Evaluator
 from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
+from .sample_page import SAMPLES_FILE, sample_record
+from .validate import without_evaluation
 
 MOST = 0.5  # share of clipped rewards above which the run warns
 SHOWN = 2  # samples of a step written to samples.jsonl
+SHOWN_TOKENS = 512  # of their responses, with log-probabilities
+_COLLECTED = ("tokens", "prompt_length", "score", "finished", "reward", "advantages", "logprobs", "old_logprobs")
 
 
 def train_rlhf(
@@ -123,6 +129,8 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
             export_dtype="float32",  # the run's own start: nothing is rounded
+            **without_evaluation(),
+            eval_prompts=0 if prepared.config.eval_data else prepared.config.eval_prompts,  # still held out
             **sft_lora(prepared.config),
         )
         with run_folder(folder, SFT):  # a run of its own could be started there, too
@@ -141,12 +149,15 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
 
 @dataclass(frozen=True)
 class RlhfRecord:
-    """The record of one step: its number, the executor's metrics, and its seconds."""
+    """The record of one step: its number, its metrics, with those of an evaluation, and its seconds without that."""
 
     step: int
     metrics: dict[str, float]
     seconds: float
-    printed = False  # between log lines
+
+    @property
+    def printed(self) -> bool:
+        return "eval/score" in self.metrics
 
     def numbers(self) -> dict[str, float | None]:
         return {**self.metrics, "seconds": self.seconds}
@@ -163,6 +174,8 @@ class RlhfRecord:
             "actor/accuracy": "accuracy",
             "actor/grad_norm": "grad norm",
             "logprob_difference_max": "rollout/train logprob diff",
+            "eval/score": "eval score",
+            "eval/pass@1": "pass@1",
         }
         said = [f"{text} {self.metrics[name]:.4g}" for name, text in shown.items() if name in self.metrics]
         tokens = sum(value for name, value in self.metrics.items() if name == "tokens_length")
@@ -192,20 +205,31 @@ class RlhfTrainer(TrainingLoop):
                 folder=self.folder,
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 before_changes=self._check_rewards,
-                collect=("tokens", "prompt_length", "score") if {"score", "prompt_length"} <= keys else (),
+                collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.samples = LineFile(self.folder / "samples.jsonl")
+        self.evaluator: Evaluator | None = None
+        if prepared.held_out:
+            self.evaluator = Evaluator(
+                self.config,
+                self.executor,
+                prepared.graph,
+                prepared.plan,
+                prepared.held_out,
+                progress=lambda doing: self.watchdog.progress(self.done, f"evaluation: {doing}", long=True),
+            )
+        self.samples = LineFile(self.folder / SAMPLES_FILE)
         self.taken = 0  # examples
-        self._failed = 0  # samples of the step that the reward function failed for
+        self._number = 0  # of the step that runs, or ran last
+        self._failed = 0  # its samples that the reward function failed for
         self._warned: set[str] = set()
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
-        begin = time.perf_counter()
+        begin, self._number = time.perf_counter(), number
         self.watchdog.progress(number, "step", long=True)
         peak = self.config.learning_rate
         rate = learning_rate(number, peak, self.config.warmup_steps, self.config.steps) / peak
@@ -225,14 +249,28 @@ class RlhfTrainer(TrainingLoop):
         if result.metrics.get(CLIPPED, 0) > MOST:
             share, option = result.metrics[CLIPPED], "--options max_reward_clip"
             self._warn_once(CLIPPED, f"step {number}: {share:.0%} of the rewards are clipped by {option}: raise it")
+        seconds = time.perf_counter() - begin
+        evaluated = self._evaluate(number)
         self.stopping = self._any(self.stop.requested)
-        return RlhfRecord(number, result.metrics, time.perf_counter() - begin)
+        return RlhfRecord(number, {**result.metrics, **evaluated}, seconds)
+
+    def _evaluate(self, number: int) -> dict[str, float]:
+        """Return the metrics of an evaluation, if one follows this step."""
+        if self.evaluator is None or not self.evaluator.due(number):
+            return {}
+        try:
+            metrics, samples = self.evaluator.run(number)
+        except UserCodeFailed as failed:
+            raise UserCodeFailed(f"evaluation after step {number}: {failed}; {self.keep_done()}") from failed
+        if samples is not None:
+            self._keep_samples(number, samples, evaluation=True)
+        return metrics
 
     def _check_rewards(self) -> None:
         """Keep the samples that the reward function failed for; raise UserCodeFailed on every rank if it must not."""
         if not self._scorers:
             return
-        number, file = self.done + 1, self.folder / "bad-samples.jsonl"
+        number, file = self._number, self.folder / "bad-samples.jsonl"
         records = [record for scorer in self._scorers for record in scorer.take_failures()]
         self._keep_bad(number, file, records)
         count = torch.tensor(len(records), device=self.device)
@@ -315,7 +353,8 @@ class RlhfTrainer(TrainingLoop):
             model.offload_optimizer()
 
     def extra(self) -> dict[str, Any]:
-        return RlhfState(self.done, self.taken, self._remembered(), asdict(self.config)).to_extra()
+        evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
+        return RlhfState(self.done, self.taken, self._remembered(), asdict(self.config), evaluations).to_extra()
 
     def _remembered(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have."""
@@ -328,36 +367,70 @@ class RlhfTrainer(TrainingLoop):
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        state = self.load(self.prepared.start.checkpoint)
-        for role, model in self.trained.items():
-            prefix = f"{role}."
-            model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+        self._restore(self.prepared.start.checkpoint)
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
+        if self.evaluator is not None:
+            self.evaluator.past.restore(saved.evaluations)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Restore the trained weights and optimizer states of a checkpoint that has been verified."""
+        state = self.load(checkpoint)
+        for role, model in self.trained.items():
+            prefix = f"{role}."
+            model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+
+    def best_first(self) -> Sequence[int]:
+        return self.evaluator.past.best_first() if self.evaluator and self.config.keep_best else ()
 
     def export(self) -> None:
         """Write every trained model; they are complete when any rank returns."""
-        graph, plan = self.prepared.graph, self.prepared.plan
-        for role in graph.trained_roles:
-            call = graph.train_call(role)
-            assert call is not None
-            group = self.groups.get(plan[call.name].ranks)
-            name = MODEL if len(graph.trained_roles) == 1 or role == "actor" else role
-            if group is not None:
-                model = self.trained[role]
-                if model.spec.lora is None:
-                    self._export_model(model, model.weights(), name, group)
-                else:
-                    self._export_adapter(model, model.spec.lora, group)
-                    if self.config.lora_merge:
-                        self._export_model(model, MergedWeights([model.stage.model], model.spec.lora), name, group)
+        roles = self.prepared.graph.trained_roles
+        for role in roles:
+            name = MODEL if len(roles) == 1 or role == "actor" else role
+            self._export_role(role, name, ADAPTER)
         dist.barrier()
 
-    def _export_adapter(self, model: RoleModel, lora: Lora, group: dist.ProcessGroup) -> None:
+    def export_best(self) -> None:
+        """Write the actor of the best evaluation, from its checkpoint if it is not the last step."""
+        kept = from_first_rank(lambda: complete_checkpoints(self.folder / CHECKPOINTS)) if self.best_first() else {}
+        best = next((step for step in self.best_first() if step in kept or step == self.done), None)
+        if best is None:
+            return
+        if best != self.done:
+            try:
+                verify(kept[best])
+            except DamagedCheckpoint as error:
+                self._warn(f"{error}; {self.folder / BEST} is not written")
+                return
+            self._restore(kept[best])
+        self._export_role("actor", f"{BEST}-{MODEL}" if self.config.lora_rank else BEST, BEST)
+        dist.barrier()
+        if self.is_writer:
+            assert self.evaluator is not None
+            score = self.evaluator.past.scores[best]
+            print(f"best: {self.folder / BEST}, of step {best}, eval score {score:.4g}", flush=True)
+
+    def _export_role(self, role: str, name: str, adapter: str) -> None:
+        """Write a trained model to folder `name`, or with LoRA its adapters to folder `adapter`; merged to `name`."""
+        call = self.prepared.graph.train_call(role)
+        assert call is not None
+        group = self.groups.get(self.prepared.plan[call.name].ranks)
+        if group is None:
+            return
+        model = self.trained[role]
+        if model.spec.lora is None:
+            self._export_model(model, model.weights(), name, group)
+        else:
+            self._export_adapter(model, model.spec.lora, adapter, group)
+            if self.config.lora_merge:
+                self._export_model(model, MergedWeights([model.stage.model], model.spec.lora), name, group)
+
+    def _export_adapter(self, model: RoleModel, lora: Lora, name: str, group: dist.ProcessGroup) -> None:
         base, dtype = Path(model.spec.source).expanduser().resolve(), export_dtype(self.config, torch.float32)
-        save_adapter(model.weights(), self.folder / ADAPTER, lora=lora, base=base, dtype=dtype, group=group)
-        self._say_exported(model, ADAPTER, group)
+        save_adapter(model.weights(), self.folder / name, lora=lora, base=base, dtype=dtype, group=group)
+        self._say_exported(model, name, group)
 
     def _export_model(
         self, model: RoleModel, weights: Mapping[str, Tensor], name: str, group: dist.ProcessGroup
@@ -401,24 +474,20 @@ class RlhfTrainer(TrainingLoop):
         if dropped := self.prepared.examples.dropped:
             kept = len(self.prepared.examples)
             yield f"data: {kept} of {kept + dropped} lines; {dropped} are too long for the context and dropped"
+        if self.evaluator is not None:
+            yield f"evaluation: {len(self.prepared.held_out)} prompts every {self.config.eval_every} steps"
         yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
         if self.prepared.saved is not None:
             yield f"resumed from: {self.prepared.start.checkpoint}"
 
-    def _keep_samples(self, number: int, samples: Samples) -> None:
-        decode, lines = self.prepared.tokenizer.decode, []
-        for tokens, length, score in list(
-            zip(samples["tokens"], samples["prompt_length"], samples["score"], strict=True)
-        )[:SHOWN]:
-            ids, cut = tokens.tolist(), int(length)
-            record: dict[str, Any] = {
-                "step": number,
-                "prompt": decode(ids[:cut]),
-                "response": decode(ids[cut:]),
-                "score": float(score) if score.isfinite() else None,
-            }
+    def _keep_samples(self, number: int, samples: Samples, evaluation: bool = False) -> None:
+        decode = self.prepared.tokenizer.decode
+        lines = []
+        for sample in samples.ids[:SHOWN]:
+            of_sample = {key: values[0] for key, values in samples.of([sample]).values.items()}
+            record = {"step": number, "evaluation": evaluation, **sample_record(of_sample, decode, SHOWN_TOKENS)}
             lines.append(json.dumps(record, ensure_ascii=False))
         self.samples.append(number, lines)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from usp.config import flag
 from usp.data.files import STDLIB
 from usp.rlhf.plan.plan import TOKENS_PER_RANK
 from usp.run.metrics import wandb_problem
@@ -21,11 +24,13 @@ from usp.train.validate import (
 )
 
 from .algorithms.algorithm import Algorithm
-from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, RlhfConfig
+from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, RlhfConfig, default_of
 
 OWN_RANGES = {
-    **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots"), AT_LEAST_ONE),
-    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "reward_retries"), NOT_NEGATIVE),
+    **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots", "eval_samples"), AT_LEAST_ONE),
+    **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "reward_retries", "eval_prompts"), NOT_NEGATIVE),
+    "eval_temperature": Range(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default"),
+    "eval_pass_score": Range(math.isfinite, "finite"),
     **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "micro_batch_tokens": Range(
@@ -61,5 +66,31 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
             f"scalar head, and heads get no adapters: remove it"
         )
+    yield from _evaluation(config, algorithm)
     if problem := wandb_problem(config.wandb_project):
         yield problem
+
+
+def _evaluation(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
+    """Yield which flags of evaluations contradict each other."""
+    if not config.eval_every:
+        for name, off in without_evaluation().items():
+            if getattr(config, name) != off:
+                yield f"{flag(name)} is an option of evaluations, but --eval-every is 0: set it, or remove this"
+        return
+    if algorithm and algorithm.data != "prompts":
+        yield f"--eval-every = {config.eval_every} samples responses, which {config.algorithm} does not: remove it"
+    if not config.eval_data and not config.eval_prompts:
+        yield f"--eval-every = {config.eval_every} needs prompts: give --eval-data, or --eval-prompts to hold out"
+    if config.eval_data == STDLIB:
+        yield f"--eval-data = {STDLIB} must be a .jsonl file: --eval-prompts holds prompts out of the built-in ones"
+    if config.eval_samples > 1 and config.eval_temperature == 0:
+        yield f"--eval-samples = {config.eval_samples} with --eval-temperature = 0 are equal responses: change one"
+    if config.keep_best and not config.checkpoint_every:
+        yield "--keep-best keeps a checkpoint, but --checkpoint-every is 0: set it, or remove --keep-best"
+
+
+def without_evaluation() -> dict[str, Any]:
+    """Return the values of the fields that only evaluations use in a run without any."""
+    names = ("eval_every", "eval_data", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best")
+    return {name: default_of(RlhfConfig, name) for name in names}

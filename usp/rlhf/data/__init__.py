@@ -1,4 +1,4 @@
 """Data sets, and the samples that calls exchange. Each file imports only earlier ones:
 
-datasets, mini_batches, samples, fingerprint, seeds, partition.
+datasets, held_out, mini_batches, samples, fingerprint, seeds, partition.
 """

@@ -24,6 +24,7 @@ class DataflowGraph:
     Attributes:
         calls: in any order.
         given: keys of the samples that every rank passes to each step.
+        elsewhere: train steps of another graph, whose weights the calls of their roles use.
 
     Raises:
         ValueError: naming every violation: duplicate names and keys, inputs without a producer, cycles, unknown roles
@@ -32,6 +33,7 @@ class DataflowGraph:
 
     calls: tuple[ModelCall, ...]
     given: tuple[str, ...]
+    elsewhere: tuple[ModelCall, ...] = ()
 
     def __post_init__(self) -> None:
         violations = [*self._key_violations(), *(text for call in self.calls for text in _call_violations(call))]
@@ -123,8 +125,9 @@ class DataflowGraph:
         return tuple(role for role in self.roles if self.train_call(role))
 
     def train_call(self, role: str) -> ModelCall | None:
-        """Return the train step of a role, if it has one."""
-        return next((c for c in self.calls if c.role == role and isinstance(c.work, TrainStep)), None)
+        """Return the train step of a role, if it has one, be it elsewhere."""
+        calls = (*self.calls, *self.elsewhere)
+        return next((c for c in calls if c.role == role and isinstance(c.work, TrainStep)), None)
 
     @property
     def group_size(self) -> int:

@@ -105,7 +105,7 @@ class ExecutionPlan:
 
     def violations(self, graph: DataflowGraph, world_size: int) -> Iterator[str]:
         """Yield every way in which the plan does not fit the graph and the world size."""
-        names = [call.name for call in graph.calls]
+        names = [call.name for call in (*graph.calls, *graph.elsewhere)]
         if missing := [name for name in names if name not in self.calls]:
             yield f"no layout for {', '.join(missing)}"
         if unknown := [name for name in self.calls if name not in names]:

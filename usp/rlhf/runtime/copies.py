@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy as shallow_copy
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class RoleCopies:
         device: torch.device,
         ranks_per_host: int,
     ) -> None:
-        self._device = device
+        self._groups, self._device, self._ranks_per_host = groups, device, ranks_per_host
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
@@ -57,14 +58,23 @@ class RoleCopies:
                     self._models[copy].fill()
         filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]
         copies = [*self._trained.values(), *filled]
-        layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
+        self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
-        aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
-        self.step = plan_weights(graph, plan, layouts, aliases, **options)
-        self._reallocations = {copy: Reallocation(fill, groups, device) for copy, fill in self.step.fills.items()}
-        rank = dist.get_rank()
-        self._moved = {copy: _moved(fill, rank) for copy, fill in self.step.fills.items()}
+        self._aliases = frozenset(copy for copy in filled if self._share(copy, self._layouts, frozen))
+        self._plan_step(graph, plan)
+
+    def of_graph(self, graph: DataflowGraph, plan: ExecutionPlan) -> RoleCopies:
+        """Return the same copies for the steps of another graph, which needs no others. Collective over the world."""
+        other = shallow_copy(self)
+        other._plan_step(graph, plan)
+        return other
+
+    def _plan_step(self, graph: DataflowGraph, plan: ExecutionPlan) -> None:
+        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
+        self.step = plan_weights(graph, plan, self._layouts, self._aliases, **options)
+        fills = self.step.fills.items()
+        self._reallocations = {copy: Reallocation(fill, self._groups, self._device) for copy, fill in fills}
+        self._moved = {copy: _moved(fill, dist.get_rank()) for copy, fill in fills}
 
     def model(self, copy: WeightCopy) -> Role:
         """Return the model of a copy that this rank has a part of."""

@@ -58,7 +58,8 @@ class Executor:
         collect: keys whose values are collected on rank 0 after every step.
         progress: called with every operation of this rank as it begins.
         before_changes: called on every rank before the first operation of a step that changes weights, or the state of
-            a function: what it raises on all of them leaves everything as the last step did.
+            a function, else at its end: what it raises on all of them leaves everything as the last step did.
+        copies: those of another executor, which hold all that this plan needs; None: built here.
 
     Raises:
         ValueError: naming every violation, if the plan does not fit the graph and the world size.
@@ -78,6 +79,7 @@ class Executor:
         collect: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda doing: None,
         before_changes: Callable[[], None] = lambda: None,
+        copies: RoleCopies | None = None,
     ) -> None:
         world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
@@ -88,14 +90,18 @@ class Executor:
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
         agree({**compared, "ranks_per_host": ranks_per_host}, self._world, "the graph and the plan", device)
-        copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
+        built = copies is None
+        if copies is None:
+            copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
+        else:
+            copies = copies.of_graph(graph, plan)
         operations = schedule(graph, plan, world_size, copies.step)
         for operation in operations:
             if operation.kind in ("call", "transfer"):
                 # NCCL connects at a group's first communication, in which all members must take part.
                 if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
-            elif operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
+            elif built and operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
         timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
@@ -103,6 +109,27 @@ class Executor:
         changing = {*stateful(graph), *(call.name for call in graph.calls if isinstance(call.work, TrainStep))}
         changes = (operation.kind == "call" and operation.call in changing for operation in operations)
         self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
+        self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
+
+    def another(
+        self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
+    ) -> Executor:
+        """Return an executor of another graph with the weight copies of this one. Collective over the world.
+
+        plan: needs no other copies.
+        """
+        return Executor(
+            graph,
+            plan,
+            self._context.groups,
+            self._build_role,
+            self.device,
+            ranks_per_host=self._ranks_per_host,
+            collect=collect,
+            progress=progress,
+            before_changes=self._before_changes,
+            copies=self._context.copies,
+        )
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
         """Run step `number`. Every rank passes all samples: prompts, if the graph generates.
@@ -126,6 +153,8 @@ class Executor:
             if self._rank in operation.ranks:
                 self._progress(f"{operation.kind} {operation.name}")
                 runner.run(operation)
+        if self._first_change == len(context.operations):
+            self._before_changes()
         self._progress("end of the step")
         runner.finish()
         summaries = [summarize(step, runner.metrics)] * dist.get_world_size()

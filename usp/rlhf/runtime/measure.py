@@ -41,7 +41,7 @@ def with_measures(
         added.append((ModelCall("collect", "", Compute(partial(_collect, keep), scalars=()), collect), (0,)))
     layouts = {call.name: CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1)) for call, ranks in added}
     calls = (*graph.calls, *(call for call, _ in added))
-    return DataflowGraph(calls, graph.given), replace(plan, calls={**plan.calls, **layouts})
+    return replace(graph, calls=calls), replace(plan, calls={**plan.calls, **layouts})
 
 
 def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:

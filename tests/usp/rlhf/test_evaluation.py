@@ -1,0 +1,146 @@
+"""Evaluations score current weights, the same under every plan, and leave training as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parallel import ProcessGroups
+from parallel.testing import RankPool
+from tests.usp.rlhf.runtime.test_executor import executor, plans
+from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.data.datasets import Example
+from usp.rlhf.data.held_out import hold_out
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
+from usp.rlhf.evaluation import Evaluations, Evaluator, evaluation_metrics, pass_at_k, sampling
+from usp.rlhf.graph.calls import Generate, ModelCall
+from usp.rlhf.graph.dataflow import DataflowGraph
+
+STEPS = 3
+CONFIG = RlhfConfig(eval_every=2, eval_samples=4, eval_pass_score=0.5, steps=STEPS, temperature=0.7)
+HELD_OUT = [Example(np.arange(1, 2 + number) % VOCABULARY, "") for number in range(5)]
+
+
+def graph() -> DataflowGraph:
+    """PPO's step, whose generate call also tells the lengths of prompts."""
+
+    def told(call: ModelCall) -> ModelCall:
+        return replace(call, outputs=(*call.outputs, "prompt_length")) if call.kind == "generate" else call
+
+    made = ppo()
+    return replace(made, calls=tuple(told(call) for call in made.calls))
+
+
+class Measured(SharingModel):
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        made = super().generate(prompts, work, seed)
+        lengths = dict(zip(prompts.ids, map(len, prompts["prompt_ids"]), strict=True))
+        told = {"prompt_length": [torch.tensor(lengths[i // work.group_size]) for i in made.ids]}
+        return Samples(made.ids, {**made.values, **told})
+
+
+def run_plans() -> list[tuple[list[dict[str, float]], list[dict[str, float]]]]:
+    """Return the metrics of the steps and evaluations of every plan, the last without evaluations."""
+    groups, found = ProcessGroups(), []
+    for plan in [*plans(graph()), plans(graph())[-1]]:
+        made = executor(graph(), plan, groups, build_role=Measured)
+        evaluator = Evaluator(CONFIG, made, graph(), plan, HELD_OUT)
+        steps, evaluations = [], []
+        for number in range(1, STEPS + 1):
+            steps.append(made.run_step(prompts(5, number), number=number, seed=number).metrics)
+            if evaluator.due(number) and len(found) < len(plans(graph())):
+                evaluations.append(evaluator.run(number)[0])
+        found.append((steps, evaluations))
+    return found
+
+
+def alone() -> Iterator[dict[str, float]]:
+    """Yield the metrics of evaluations in one process."""
+    model = Alone()
+    work = replace(graph()["actor_generate"].work, **sampling(CONFIG))  # type: ignore[type-var]
+    assert isinstance(work, Generate) and (work.group_size, work.temperature) == (4, 0.7)
+    seed = derived_seed(derived_seed(CONFIG.seed, "evaluation"), "actor_generate")
+    for number in range(1, STEPS + 1):
+        model.step(graph(), prompts(5, number), derived_seed(number, "actor_generate"))
+        if number in (2, STEPS):
+            values: dict[str, list[Any]] = {key: [] for key in ("tokens", "score", "finished", "prompt_length")}
+            for i in range(4 * len(HELD_OUT)):
+                prompt = torch.from_numpy(HELD_OUT[i // 4].prompt)
+                made = respond(lambda tokens: model._logits("actor", tokens), prompt, work, seed, i)
+                score = model._logits("reward", made["tokens"])[-1, 0].float()
+                of_sample = {**made, "score": score, "prompt_length": torch.tensor(len(prompt))}
+                for key, value in values.items():
+                    value.append(of_sample[key])
+            yield evaluation_metrics(Samples(tuple(range(20)), values), 4, CONFIG.eval_pass_score)
+
+
+def test_evaluations_are_those_of_one_process_under_every_plan_and_leave_training_alone(ranks: RankPool) -> None:
+    wanted = list(alone())
+    assert wanted[0] != wanted[1] and 0 < wanted[0]["eval/pass@1"] < 1
+    for *evaluated, (without, none) in ranks.run(run_plans, 8, timeout=240):
+        for _, evaluations in evaluated:
+            timeless = [{k: v for k, v in metrics.items() if k != "eval/seconds"} for metrics in evaluations]
+            assert timeless == [pytest.approx(metrics, abs=1e-5) for metrics in wanted]
+        assert evaluated[-1][0] == without and not none
+
+
+def test_pass_at_k_is_the_share_of_choices_with_a_pass() -> None:
+    for passed in range(6):
+        for k in range(1, 6):
+            chosen = list(combinations(range(5), k))
+            share = sum(any(one < passed for one in choice) for choice in chosen) / len(chosen)
+            assert pass_at_k(5, passed, k) == pytest.approx(share)
+
+
+def test_metrics_group_responses_by_prompt() -> None:
+    tokens = [torch.arange(2 + length) for length in (1, 2, 3, 4, 5, 9)]
+    scores = [0.7, 0.0, 0.0, 1.0, 0.7, 0.1]
+    values = {
+        "tokens": tokens,
+        "prompt_length": [torch.tensor(2)] * 6,
+        "score": [torch.tensor(score) for score in scores],
+        "finished": [torch.tensor(number != 5) for number in range(6)],
+    }
+    found = evaluation_metrics(Samples(tuple(range(6)), values), per_prompt=3, pass_score=0.7)
+    assert found == {
+        "eval/score": pytest.approx(2.5 / 6),
+        "eval/pass@1": pytest.approx((1 / 3 + 2 / 3) / 2),
+        "eval/pass@2": pytest.approx((2 / 3 + 1) / 2),
+        "eval/pass@3": 1.0,
+        "eval/response_length": 4.0,
+        "eval/response_length_max": 9.0,
+        "eval/finished": pytest.approx(5 / 6),
+    }
+
+
+def test_greedy_is_the_default_of_one_response() -> None:
+    config = RlhfConfig(temperature=0.8)
+    assert sampling(config) == {"group_size": 1, "temperature": 0.0}
+    assert sampling(replace(config, eval_samples=8)) == {"group_size": 8, "temperature": 0.8}
+    assert sampling(replace(config, eval_temperature=0.3))["temperature"] == 0.3
+
+
+def test_held_out_examples_are_not_trained_on() -> None:
+    examples = [Example(np.array([number]), "") for number in range(50)]
+    rest, held_out = hold_out(examples, 7, seed=3)
+    trained, tested = ([int(part[index].prompt[0]) for index in range(len(part))] for part in (rest, held_out))
+    assert sorted(trained + tested) == list(range(50)) and len(tested) == 7 and trained == sorted(trained)
+    assert hold_out(examples, 7, seed=3)[1] == held_out != hold_out(examples, 7, seed=4)[1]
+
+
+def test_the_best_evaluation_is_the_first_of_the_highest_score() -> None:
+    past = Evaluations("of these prompts", {10: 0.5, 20: 0.9, 30: 0.9, 40: -math.inf})
+    assert past.best_first() == [20, 30, 10, 40]
+    for identity, known in (("of these prompts", past.scores), ("of others", {})):
+        again = Evaluations(identity)
+        again.restore(past.to_extra())
+        assert again.scores == known

@@ -1,0 +1,183 @@
+"""Evaluation during training: responses to held-out prompts, scored as in training, with the weights of the moment.
+
+The calls of training that lead to a score run again, on the same ranks and weight copies, with their own sampling.
+Every evaluation has the same prompts and noise, so evaluations differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import comb
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from usp.rlhf.data.datasets import Example
+from usp.rlhf.data.fingerprint import fingerprint
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.data.seeds import derived_seed
+from usp.rlhf.graph.calls import Compute, Generate, ModelCall
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.runtime.executor import Executor
+
+from .algorithms.rewards import ScoreWith
+from .config import RlhfConfig
+
+SCORE = "score"
+COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs")
+
+
+@dataclass
+class Evaluations:
+    """The mean scores so far, by step; `identity` says of which prompts and sampling."""
+
+    identity: str = ""
+    scores: dict[int, float] = field(default_factory=dict)
+
+    def best_first(self) -> list[int]:
+        """Return the steps from the highest score on; of equal ones the earlier first."""
+        return sorted(self.scores, key=lambda step: (-self.scores[step], step))
+
+    def to_extra(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, as JSON values."""
+        return {"identity": self.identity, "scores": {str(step): score for step, score in self.scores.items()}}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Take over the scores of a checkpoint, if they can be compared with those to come."""
+        if extra.get("identity") == self.identity:
+            self.scores = {int(step): score for step, score in extra["scores"].items()}
+
+
+class Evaluator:
+    """Evaluates the current weights of an executor. Every rank calls every method, in the same order.
+
+    Args:
+        executor: of the run, with its `graph` and `plan`.
+        prompts: to evaluate on; every rank has all of them.
+        progress: as for `Executor`.
+
+    Attributes:
+        past: the evaluations so far.
+    """
+
+    def __init__(
+        self,
+        config: RlhfConfig,
+        executor: Executor,
+        graph: DataflowGraph,
+        plan: ExecutionPlan,
+        prompts: Sequence[Example],
+        progress: Callable[[str], None] = lambda doing: None,
+    ) -> None:
+        graph, plan = evaluation_step(graph, plan, prompts, sampling(config))
+        self._config, self._given = config, given_prompts(prompts, graph.given)
+        self._executor = executor.another(graph, plan, collect=COLLECTED, progress=progress)
+        self.past = Evaluations(identity(config, graph, prompts))
+
+    def due(self, step: int) -> bool:
+        """Return whether an evaluation follows a step."""
+        return step % self._config.eval_every == 0 or step == self._config.steps
+
+    def run(self, step: int) -> tuple[dict[str, float], Samples | None]:
+        """Return the metrics of an evaluation, the same on every rank, and on rank 0 the responses.
+
+        Raises as `Executor.run_step`.
+        """
+        begin, config = time.perf_counter(), self._config
+        samples = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation")).samples
+        metrics: list[dict[str, float]] = [{}]
+        if samples is not None:
+            metrics = [evaluation_metrics(samples, config.eval_samples, config.eval_pass_score)]
+            metrics[0]["eval/seconds"] = time.perf_counter() - begin
+        dist.broadcast_object_list(metrics, src=0, device=self._executor.device)
+        self.past.scores[step] = metrics[0]["eval/score"]
+        return metrics[0], samples
+
+
+def sampling(config: RlhfConfig) -> dict[str, Any]:
+    """Return the fields of `Generate` in which evaluations differ from training."""
+    temperature = config.eval_temperature
+    if temperature < 0:
+        temperature = config.temperature if config.eval_samples > 1 else 0.0
+    return {"group_size": config.eval_samples, "temperature": temperature}
+
+
+def evaluation_step(
+    graph: DataflowGraph, plan: ExecutionPlan, prompts: Sequence[Example], changed: Mapping[str, Any]
+) -> tuple[DataflowGraph, ExecutionPlan]:
+    """Return the graph and the plan of an evaluation: the calls of training that lead to the score, where they are.
+
+    Args:
+        prompts: whose answers a reward function gets.
+        changed: fields of `Generate`, from `sampling`.
+    """
+    needed = {graph.producers[SCORE]}
+    for call in reversed(graph.order):
+        if call.name in needed:
+            needed.update(graph.before(call.name))
+    calls = tuple(_evaluated(call, prompts, changed) for call in graph.calls if call.name in needed)
+    roles = {call.role for call in calls}
+    elsewhere = tuple(train for role in graph.trained_roles if role in roles and (train := graph.train_call(role)))
+    given = tuple(key for key in graph.given if any(key in call.inputs for call in calls))
+    layouts = {call.name: plan[call.name] for call in (*calls, *elsewhere)}
+    name = f"{plan.name}, evaluation"
+    return DataflowGraph(calls, given, elsewhere), ExecutionPlan(name, layouts, plan.offload & roles)
+
+
+def _evaluated(call: ModelCall, prompts: Sequence[Example], changed: Mapping[str, Any]) -> ModelCall:
+    work = call.work
+    if isinstance(work, Generate):
+        return replace(call, work=replace(work, **changed))
+    if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
+        scored = replace(work.function, answer=lambda index: prompts[index].answer)
+        return replace(call, work=replace(work, function=scored))
+    return call
+
+
+def given_prompts(prompts: Sequence[Example], keys: Sequence[str]) -> Samples:
+    """Return the samples that an evaluation begins with."""
+    values = {
+        "prompt_ids": [torch.from_numpy(example.prompt) for example in prompts],
+        "prompt_index": [torch.tensor(index) for index in range(len(prompts))],
+    }
+    return Samples(tuple(range(len(prompts))), {key: values[key] for key in keys})
+
+
+def identity(config: RlhfConfig, graph: DataflowGraph, prompts: Sequence[Example]) -> str:
+    """Return what scores that can be compared have in common: prompts, sampling and its seed."""
+    work = [asdict(call.work) for call in graph.calls if isinstance(call.work, Generate)]
+    return fingerprint([config.seed, work, [(example.prompt.tolist(), example.answer) for example in prompts]])
+
+
+def evaluation_metrics(samples: Samples, per_prompt: int, pass_score: float) -> dict[str, float]:
+    """Return the metrics of all responses to all prompts, of which consecutive ones are to the same prompt.
+
+    eval/score: mean, without responses that the reward function failed for, which do not pass. eval/pass@k: see
+    `pass_at_k`, for powers of two up to per_prompt, and for per_prompt itself; a response passes with a score of at
+    least `pass_score`. eval/response_length and eval/response_length_max in tokens. eval/finished: fraction that ends
+    with a stop id.
+    """
+    scores = torch.stack(list(samples[SCORE])).float()
+    passed = (scores >= pass_score).unflatten(0, (-1, per_prompt)).sum(1).tolist()  # both are float32
+    counts = zip(samples["tokens"], samples["prompt_length"], strict=True)
+    lengths = [len(tokens) - int(prompt) for tokens, prompt in counts]
+    ks = sorted({2**power for power in range(per_prompt.bit_length())} | {per_prompt})
+    return {
+        "eval/score": scores.double().nanmean().item(),
+        **{f"eval/pass@{k}": sum(pass_at_k(per_prompt, n, k) for n in passed) / len(passed) for k in ks},
+        "eval/response_length": sum(lengths) / len(lengths),
+        "eval/response_length_max": float(max(lengths)),
+        "eval/finished": torch.stack(list(samples["finished"])).double().mean().item(),
+    }
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the probability that one of `k` out of `samples` responses is one of the `passed` (arXiv 2107.03374).
+
+    The mean over prompts is an unbiased estimate of the probability that one of k new responses passes.
+    """
+    return 1 - comb(samples - passed, k) / comb(samples, k)
