@@ -143,6 +143,13 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
         raise ValueError(f"{file}: transformers cannot read it, correct or remove it: {error}") from error
 
 
+def end_of_sequence_ids(model: str) -> tuple[int, ...]:
+    """Return the ids that end a sequence by the generation_config.json of a model folder; none for a preset."""
+    found = None if model in PRESETS else load_generation_config(Path(model).expanduser())
+    ids = None if found is None else found.eos_token_id
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
 def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: bool) -> PretrainedConfig:
     if is_scalar(config) and (head == "lm" or new_head):
         raise ValueError(f"model={model} has a scalar head: use the directory of a causal LM")

@@ -61,6 +61,11 @@ class _Rlhf:
     """Sample from the k most likely tokens; 0 disables."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose total probability reaches p; 1 disables."""
+    stop_ids: Annotated[str, arg(metavar="ID,...", help_behavior_hint="(optional)")] = ""
+    """Token ids that end a response, besides those of the tokenizer and of the model's generation_config.json."""
+    stop: Annotated[str, arg(metavar="TEXT|JSON", help_behavior_hint="(optional)")] = ""
+    """Text that ends a response, or a JSON list of such: the first token after which the response contains one is its
+    last."""
     slots: int = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
     micro_batch_tokens: int = 0

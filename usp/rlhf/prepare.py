@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,10 +16,11 @@ import yaml
 from parallel import DamagedCheckpoint, ParallelDims, latest, read_extra
 from usp.config import DEVICES, DTYPES, ParallelConfig, flag
 from usp.data.tokenizer import Tokenizer
-from usp.hf.models import model_facts
+from usp.hf.models import end_of_sequence_ids, model_facts
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.presets import LORA_FACTOR, LORA_RATE, PRESETS, PRETRAINED_RATE, settled_rate
 from usp.rlhf.data.datasets import Examples, open_examples
+from usp.rlhf.generation.stopping import stop_problems
 from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.base_reference import policy_as_reference
@@ -115,6 +117,7 @@ def prepare(
     strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
     assert device is not None and tokenizer is not None and specs is not None
+    vocabulary = specs["actor"].config.vocab_size
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     if algorithm.data == "prompts":
@@ -124,7 +127,7 @@ def prepare(
     problems.check()
     assert examples is not None
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward))
+    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, vocabulary))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
@@ -239,7 +242,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
 
 
 def _algorithm_options(
-    config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, reward: ScoreWith | None
+    config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, reward: ScoreWith | None, vocabulary: int
 ) -> Options:
     """Return the defaults, overridden by --options and the flags of sampling."""
     kind = algorithm.options
@@ -251,10 +254,36 @@ def _algorithm_options(
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            stop_ids=() if tokenizer.eos is None else (tokenizer.eos,),
+            **_stops(config, tokenizer, vocabulary),
         )
         values |= {"generate": generate, "reward": reward}
     return kind(**values)
+
+
+def _stops(config: RlhfConfig, tokenizer: Tokenizer, vocabulary: int) -> dict[str, tuple]:
+    """Return `Generate`'s stop ids and strings. Raises ValueError, naming each that cannot end a response."""
+    try:
+        asked = [int(part) for part in config.stop_ids.split(",") if part.strip()]
+    except ValueError:
+        raise ValueError(f"--stop-ids = {config.stop_ids} must be token ids with commas between them") from None
+    strings = _stop_strings(config.stop)
+    found = Generate(stop_ids=tuple(asked), stop_strings=strings)
+    if problems := stop_problems(found, tokenizer.encode, tokenizer.decode, vocabulary):
+        raise ValueError(f"--stop-ids = {config.stop_ids}, --stop = {config.stop}: {'; '.join(problems)}")
+    ends = {*asked, *end_of_sequence_ids(config.model), *(() if tokenizer.eos is None else (tokenizer.eos,))}
+    return {"stop_ids": tuple(sorted(ends)), "stop_strings": strings}
+
+
+def _stop_strings(stop: str) -> tuple[str, ...]:
+    if not stop.startswith("["):
+        return (stop,) if stop else ()
+    try:
+        strings = json.loads(stop)
+    except ValueError:
+        strings = None
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError(f'--stop = {stop} must be a text, or a JSON list of texts such as ["one", "two"]')
+    return tuple(strings)
 
 
 def _step_violations(config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph) -> Iterator[str]:

@@ -113,6 +113,8 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             reward_function="match",
             critic="",
             ref="",
+            stop="",
+            stop_ids="",
             steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
@@ -246,7 +248,8 @@ class RlhfTrainer(TrainingLoop):
         def generator(model: RoleModel) -> Generator:
             stage, slots = model.stage, self.config.slots
             first, last, transform = stage.first, stage.last, stage.transform
-            return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform)
+            decode = self.prepared.tokenizer.decode
+            return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform, decode=decode)
 
         spec, trained = self.prepared.roles[call.role], call.kind == "train_step"
         model = RoleModel(spec, layout, mesh, trained=trained, make_generator=generator)

@@ -41,6 +41,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
     yield from unused_lora_flags(config)
     algorithm = algorithms.get(config.algorithm)
+    if (config.stop or config.stop_ids) and algorithm and algorithm.data != "prompts":
+        yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "

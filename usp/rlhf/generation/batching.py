@@ -9,7 +9,7 @@ scheduling: Orca, Yu et al. 2022, section 3.1.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,14 +111,17 @@ class Slots:
             length = max(length, place + 1)
         return DecodeInputs(torch.tensor(columns).T, length)
 
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], stop_ids: frozenset[int]) -> None:
-        """Append a step's tokens; free the slots of completed sequences."""
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], ended: Callable[[Sequence[int]], bool]) -> None:
+        """Append a step's tokens; free the slots of completed sequences.
+
+        ended: whether a response ends with its last token.
+        """
         for slot, rollout in enumerate(self.active):
             if rollout is None:
                 continue
             rollout.tokens.append(tokens[slot])
             rollout.logprobs.append(logprobs[slot])
-            rollout.stopped = tokens[slot] in stop_ids
+            rollout.stopped = ended(rollout.tokens)
             if rollout.done:
                 self.active[slot] = None
 

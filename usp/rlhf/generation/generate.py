@@ -28,6 +28,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .batching import PrefillGroup, Rollout, Slots, capacity
 from .responses import GeneratedResponse
 from .sampling import sample, sequence_key, token_keys, work_violations
+from .stopping import Decode, Stops
 from .support import cache_problems
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
@@ -44,6 +45,7 @@ class Generator:
         first, last: the stage has the input embedding; the output head.
         slots: maximum number of sequences to decode concurrently.
         transform: from `logit_transform`, for models with one.
+        decode: of the tokenizer, for stop strings.
 
     Attributes:
         cache_bytes: size of this rank's KV cache in the last call.
@@ -61,6 +63,7 @@ class Generator:
         last: bool = True,
         slots: int = 32,
         transform: LogitTransform = UNCHANGED,
+        decode: Decode | None = None,
     ) -> None:
         violations = _model_violations(model, mesh)
         if slots < 1:
@@ -68,7 +71,7 @@ class Generator:
         if violations:
             raise ValueError("; ".join(violations))
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
-        self._transform = transform
+        self._transform, self._decode_text = transform, decode
         self._attention = cast(UnifiedSPAttention, model.unified_sp)
         self._head = self._model.get_output_embeddings()
         weight = next(model.parameters())
@@ -98,7 +101,7 @@ class Generator:
 
         Raises:
             ValueError: before any communication, naming every prompt that does not fit the model's context, and
-                invalid sampling options.
+                invalid sampling options; and for stop strings without `decode`.
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
@@ -121,7 +124,7 @@ class Generator:
         ]
 
     def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
-        slots, stop_ids = Slots(rollouts, self._slots), frozenset(work.stop_ids)
+        slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
         cache = KVCache.allocate(len(slots.active), capacity(rollouts, self._sp, self._multiple), self._device)
         while slots.pending:
             admitted = slots.admit()
@@ -129,7 +132,7 @@ class Generator:
                 cache.clear(torch.tensor(admitted, device=self._device))
             for group in slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS):
                 self._prefill(cache, group, slots.active)
-            slots.append(*self._decode(cache, slots, work), stop_ids)
+            slots.append(*self._decode(cache, slots, work), ended)
         self.cache_bytes = cache.nbytes
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:

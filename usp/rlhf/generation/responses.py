@@ -21,7 +21,7 @@ class GeneratedResponse:
     Attributes:
         tokens: int64, on the CPU.
         logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
-        finished: whether it ends with a stop id.
+        finished: whether it ends with a stop id, or the token that completes a stop string.
     """
 
     tokens: Tensor

@@ -66,6 +66,7 @@ class Generate:
         max_new_tokens: maximum length of a response.
         temperature: 0 decodes greedily. top_k: 0 disables. top_p: 1 disables.
         stop_ids: a response ends with the first of these, which it includes.
+        stop_strings: it also ends with the first token after which its text contains one of these.
     """
 
     group_size: int = 1
@@ -74,6 +75,7 @@ class Generate:
     top_k: int = 0
     top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

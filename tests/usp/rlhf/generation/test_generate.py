@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -48,6 +48,10 @@ def prompts() -> list[Tensor]:
     return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
+def letters(ids: Iterable[int]) -> str:
+    return "".join(chr(256 + i) for i in ids)
+
+
 def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots: int = 4) -> Generator:
     """A generator with this rank's part of `drawn_model(config)`."""
     rank, stages = mesh.rank("pp"), mesh.size("pp")
@@ -58,7 +62,7 @@ def built(config: LlamaConfig, mesh: ParallelMesh, layout: str = "zigzag", slots
     apply_tp(model, mesh, sequence_parallel=False)
     materialise(model, torch.device("cpu"))
     initialise(model, 0)
-    return Generator(model, mesh, first=first, last=last, slots=slots)
+    return Generator(model, mesh, first=first, last=last, slots=slots, decode=letters)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def test_every_grid_matches_transformers(ranks: RankPool) -> None:
         wanted[family] = [expected(model, prompt) for prompt in prompts()]
     stop = int(wanted["llama"][0][0][4])
     stopping = replace(GREEDY, stop_ids=(stop, VOCAB + 5))
-    works = {"llama": (stopping, SAMPLED), "qwen3": (GREEDY,), "mistral": (GREEDY,)}
+    by_text = replace(GREEDY, stop_strings=(letters(wanted["llama"][0][0][3:5].tolist()),))
+    works = {"llama": (stopping, SAMPLED, by_text), "qwen3": (GREEDY,), "mistral": (GREEDY,)}
     per_rank = ranks.run(on_every_grid, 8, works, timeout=300)
     for family in ON_GRIDS:
         for where, index, response in responses(per_rank, family, 0):
@@ -116,6 +121,11 @@ def test_every_grid_matches_transformers(ranks: RankPool) -> None:
             assert response.tokens.tolist() == tokens.tolist(), where
             assert (response.logprobs - logprobs[: len(tokens)]).abs().max() <= 1e-5, where
             assert response.finished == (family == "llama" and int(tokens[-1]) == stop), where
+    for where, index, response in responses(per_rank, "llama", 2):
+        text, (string,) = letters(wanted["llama"][index][0].tolist()), by_text.stop_strings
+        place = text.find(string)
+        assert letters(response.tokens.tolist()) == (text if place < 0 else text[: place + len(string)]), where
+        assert response.finished == (place >= 0) and (index != 0 or response.finished), where
     sampled: dict[int, list[int]] = {}
     for where, index, response in responses(per_rank, "llama", 1):
         assert sampled.setdefault(index, response.tokens.tolist()) == response.tokens.tolist(), where

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
 
+from usp.data.tokenizer import ByteTokenizer
 from usp.rlhf.generation.batching import Rollout, Slots, capacity
 from usp.rlhf.generation.sampling import (
     exponential,
@@ -15,6 +18,7 @@ from usp.rlhf.generation.sampling import (
     token_keys,
     work_violations,
 )
+from usp.rlhf.generation.stopping import Stops, stop_problems
 from usp.rlhf.graph.calls import Generate
 
 VOCAB = 7
@@ -156,7 +160,7 @@ def test_freed_slots_are_refilled() -> None:
         slots.admit()
         kept = [slots.decode_inputs(2, rank).columns[3] for rank in (0, 1)]
         assert (kept[0] + kept[1]).tolist() == [int(rollout is not None) for rollout in slots.active]
-        slots.append([9] * 3, [0.0] * 3, frozenset())
+        slots.append([9] * 3, [0.0] * 3, lambda tokens: False)
         steps += 1
     assert [len(r.tokens) for r in rollouts] == list(limits) and steps == 4
 
@@ -167,3 +171,46 @@ def test_equal_prompts_share_a_row_and_groups_are_bounded() -> None:
     groups = slots.prefill_groups(slots.admit(), multiple=16, max_tokens=32)
     assert [(g.slots, g.rows) for g in groups] == [((0, 1, 2), (0, 0, 1)), ((3, 4), (0, 1))]
     assert capacity([Rollout(prompt, 0, 5) for prompt in prompts], ranks=4, multiple=16) == 16 // 4 + 2
+
+
+class Pieces:
+    """A tokenizer of 256 bytes, a special token without text, and pieces of several bytes."""
+
+    PIECES = (*(bytes([byte]) for byte in range(256)), b"", b"</ans", b"wer>", b" the end.", "é".encode()[:1])
+
+    @classmethod
+    def decode(cls, ids: Iterable[int]) -> str:
+        return b"".join(cls.PIECES[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string() -> None:
+    strings = ("</answer>", "é!", "\n\n")
+    stops = Stops(Generate(stop_ids=(7, 9), stop_strings=strings), Pieces.decode)
+    draw = torch.Generator().manual_seed(0)
+    likely = [257, 258, 256, 260, 0xA9, ord("!"), ord("\n"), ord("<"), ord("/"), 259, 9, ord("x")]
+    ends: list[int] = []
+    for _ in range(300):
+        tokens: list[int] = []
+        ended = False
+        while not ended and len(tokens) < 200:
+            run = int(torch.randint(4, (), generator=draw)) == 0
+            tokens += [256] * 30 if run else [likely[int(torch.randint(len(likely), (), generator=draw))]]
+            if not run:
+                ended = stops(tokens)
+                text = Pieces.decode(tokens)
+                assert ended == (tokens[-1] in (7, 9) or any(string in text for string in strings)), tokens
+        ends.append(tokens[-1])
+    assert set(ends) >= {258, ord("!"), ord("\n"), 9}
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        Stops(Generate(stop_strings=("x",)), None)
+
+
+def test_stops_that_cannot_end_a_response_are_reported() -> None:
+    tokenizer = ByteTokenizer()
+    work = Generate(stop_ids=(1, 384), stop_strings=("ok", "", "\ud800"))
+    problems = stop_problems(work, tokenizer.encode, tokenizer.decode, 384)
+    assert [problem.split(" must")[0].split(" is")[0] for problem in problems] == [
+        "stop id 384",
+        "a stop string",
+        "stop string '\\ud800'",
+    ]
