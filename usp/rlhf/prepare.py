@@ -123,6 +123,7 @@ def prepare(
     strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
     assert device is not None and tokenizer is not None and specs is not None
+    vocabulary = specs["actor"].config.vocab_size
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     if algorithm.data == "prompts":
@@ -133,7 +134,6 @@ def prepare(
     assert opened is not None
     examples, held_out = opened
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    vocabulary = specs["actor"].config.vocab_size
     options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, vocabulary))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
