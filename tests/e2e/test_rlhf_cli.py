@@ -37,6 +37,8 @@ FILES = {
     "long.jsonl": json.dumps({"prompt": "x" * 200_000, "answer": "b"}),
     "plan.yaml": "calls:\n  actor_generate: {ranks: 0-9, tp: 2}\n  nobody: {ranks: 0}\n",
     "reward.py": "def nothing(prompt, response, answer):\n    return float('nan')\n",
+    "teacher.py": "from usp.rlhf.api import GRPO, Algorithm, grpo_algorithm, logprobs\n\n"
+    "TAUGHT = Algorithm(GRPO, lambda o: (*grpo_algorithm(GRPO).calls(o), logprobs('teacher', 'teacher_logprobs')))\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
     "needs.py": "import no_such_module\n",
     "grammar.py": "def reward(:\n",
@@ -46,7 +48,21 @@ FILES = {
     "def reward(prompt, response, answer):\n    return Score(value=0.5).value\n",
 }
 BAD = [
-    (["--algorithm", "gpro"], ["--algorithm = 'gpro' must be one of", "did you mean 'grpo'"]),
+    (["--algorithm", "grpoo"], ["--algorithm = 'grpoo' must be one of", "did you mean 'grpo'"]),
+    (["--algorithm", "reward.py:GRPO"], ["reward.py:GRPO: reward.py has no algorithm GRPO"]),
+    (["--algorithm", "reward.py:nothing"], ["reward.py:nothing must be an Algorithm, got a function"]),
+    (["--algorithm", "teacher.py:TAUGHT"], ["the role 'teacher' has no model: name it with --models teacher=PATH"]),
+    (["--models", "teacher=tiny"], ["--models = teacher=tiny: grpo has the roles actor, ref, not 'teacher'"]),
+    (
+        ["--models", "critic=tiny,a"],
+        ["--models = critic=tiny,a: 'critic' has a flag of its own; 'a' must be NAME=PATH"],
+    ),
+    (["--models", "teacher=nowhere"], ["--models teacher=nowhere is neither a preset nor a directory"]),
+    (["--long-prompts", "drop"], ["--long-prompts = drop requires a --data file"]),
+    (
+        ["--algorithm", "dpo", "--reward-failure", "drop"],
+        ["--reward-failure = drop is not used: dpo does not score responses"],
+    ),
     (["--plan", "flatening"], ["--plan = flatening must be one of heuristic, flattening", "did you mean 'flattening'"]),
     (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
     (
@@ -211,6 +227,15 @@ def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
     shown = capsys.readouterr().out
     assert f"models: actor {tmp_path / 'sft' / 'model'}" in shown and "bfloat16 on cpu" in shown
     assert shown.count("learning rate: actor 0.002") == 2
+
+
+def test_an_algorithm_may_have_further_roles(inputs: Path) -> None:
+    config = RlhfConfig(sft_steps=0, algorithm=f"{inputs / 'teacher.py'}:TAUGHT", models="teacher=tiny", prompts=1)
+    prepared = prepare(config, Launch())
+    assert list(prepared.roles) == ["actor", "ref", "teacher"] and prepared.roles["teacher"].source == "tiny"
+    assert "teacher_inference" in prepared.plan.calls and prepared.drawn == 1
+    sampled = replace(config, algorithm="dapo", models="", options="oversample=3")
+    assert (prepare(sampled, Launch()).drawn, prepare(sampled, Launch()).config.prompts) == (3, 1)
 
 
 def test_a_reward_file_may_hold_dataclasses(inputs: Path) -> None:

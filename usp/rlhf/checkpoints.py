@@ -14,7 +14,8 @@ from usp.train.checkpoints import lora_violations, steps_violations
 from .config import RlhfConfig
 
 _DATA = ("data", "prompt_tokens", "tokenizer", "seed")
-_FIXED = ("algorithm", "reward_model", "critic", "ref", "reward_function", *_DATA)  # another value is another run
+# Another value is another run.
+_FIXED = ("algorithm", "reward_model", "critic", "ref", "models", "reward_function", *_DATA)
 # The same for the supervised steps: key of their configuration -> field of the run's.
 _FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {name: name for name in ("model", *_DATA)}
 
@@ -60,7 +61,7 @@ def resume_violations(
     found = [
         f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume"
         for name in (*_FIXED, *(() if other_model else ("model",)))
-        if saved.config.get(name) != getattr(config, name)
+        if saved.config.get(name, "") != getattr(config, name)
     ]
     found += _held_out_violations(saved.config, config, "checkpoint")
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)

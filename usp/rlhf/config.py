@@ -23,8 +23,8 @@ REWARD_FLAGS = ("reward_function", "reward_retries", "reward_failure")
 class _Rlhf:
     """The fields that only rlhf.py has."""
 
-    algorithm: Annotated[str, one_of(tuple(ALGORITHMS))] = "grpo"
-    """Training algorithm."""
+    algorithm: Annotated[str, one_of((*ALGORITHMS, "PATH.py:NAME"))] = "grpo"
+    """Training algorithm; PATH.py:NAME: an Algorithm in a file, see docs/algorithms.md."""
     plan: Annotated[str, arg(metavar="NAME|PATH")] = "flattening"
     """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
@@ -39,6 +39,8 @@ class _Rlhf:
     """Initial critic: a reward model, or a causal LM whose head is replaced by a new scalar head."""
     ref: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the actor)")] = ""
     """Reference model of the KL penalty, and of DPO."""
+    models: Annotated[str, arg(metavar="NAME=PATH,...", help_behavior_hint="(optional)")] = ""
+    """Models of an algorithm's further roles: causal LMs, or reward models."""
     reward_function: Annotated[str, arg(metavar="match|PATH.py:NAME")] = "match"
     """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
 

@@ -39,7 +39,7 @@ from usp.train.resume import CHECKPOINTS, MODEL, Start, find_start
 from usp.train.validate import parallel_dims
 
 from .algorithms.algorithm import Algorithm, Options
-from .algorithms.registry import ALGORITHMS, build_graph
+from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, sft_violations
 from .config import DEFAULT_SFT_STEPS, REWARD_FLAGS, RlhfConfig, default_of, parse_options
@@ -48,7 +48,7 @@ from .role_specs import (
     generation_violations,
     kernel_choice,
     memory_violations,
-    no_critic,
+    missing_models,
     role_specs,
     router_violations,
     unused_models,
@@ -68,6 +68,7 @@ class PreparedRlhf:
     Attributes:
         config: the configuration with every default resolved; device and dtype as asked, to fit other machines.
         sft_steps: supervised steps before the first step.
+        drawn: prompts (or pairs) that a step reads, which may be more than it trains on.
         start: the run's directory and the checkpoint to continue from; saved: that checkpoint's state besides tensors.
         held_out: prompts to evaluate on.
     """
@@ -84,6 +85,7 @@ class PreparedRlhf:
     kernel_choice: str
     start: Start
     saved: RlhfState | None
+    drawn: int
     held_out: Sequence[Example] = ()
 
 
@@ -97,13 +99,16 @@ def prepare(
 
     Args:
         start: where the run begins; None: `find_rlhf_start` decides, and `saved` stays None for a damaged checkpoint.
-        algorithms: `config.algorithm` names one of them.
+        algorithms: `config.algorithm` names one of them, or PATH.py:NAME.
 
     Raises:
         ConfigurationError: with every violation found, before any rank communicates.
     """
-    problems = Problems(violations(config, algorithms), (ValueError, TypeError, OSError, yaml.YAMLError))
+    problems = Problems((), (ValueError, TypeError, OSError, yaml.YAMLError))
     attempt = problems.attempt
+    algorithms = attempt(lambda: with_outside(config.algorithm, algorithms)) or {}
+    problems.check()
+    problems += violations(config, algorithms)
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     tokenizer = attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model), parse_special=True))
     config = replace(config, tokenizer=tokenizer.name if tokenizer else config.tokenizer)
@@ -140,9 +145,10 @@ def prepare(
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
     problems += unused_models(config, algorithm, graph)
-    problems += no_critic(specs, graph)
+    problems += missing_models(specs, graph)
     problems += router_violations(config, graph, specs)
-    problems += _step_violations(config, algorithm, options, graph)
+    drawn = options.drawn(config.prompts)
+    problems += _step_violations(config, algorithm, options, graph, drawn)
     used = {role: specs[role] for role in graph.roles if role in specs}
     plan = attempt(partial(_plan, config, sft_steps, graph, used, launch))
     problems.check()
@@ -151,7 +157,20 @@ def prepare(
         graph, plan = policy_as_reference(graph, plan)
     specs = {role: specs[role] for role in graph.roles}
     return PreparedRlhf(
-        config, algorithm, sft_steps, device, tokenizer, examples, graph, plan, specs, kernel, start, saved, held_out
+        config,
+        algorithm,
+        sft_steps,
+        device,
+        tokenizer,
+        examples,
+        graph,
+        plan,
+        specs,
+        kernel,
+        start,
+        saved,
+        drawn,
+        held_out,
     )
 
 
@@ -326,9 +345,11 @@ def _stop_strings(stop: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _step_violations(config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph) -> Iterator[str]:
-    """Yield why a step cannot have `config.prompts` prompts or pairs."""
-    samples = config.prompts * (2 if algorithm.data == "pairs" else graph.group_size)
+def _step_violations(
+    config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph, drawn: int
+) -> Iterator[str]:
+    """Yield why a step cannot have `drawn` prompts or pairs."""
+    samples = drawn * (2 if algorithm.data == "pairs" else graph.group_size)
     if found := batch_violations(graph, samples):
         yield f"--prompts = {config.prompts}: {'; '.join(found)}"
     yield from (f"--options = {config.options}: {violation}" for violation in options.step_violations(samples))

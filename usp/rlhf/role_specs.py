@@ -16,7 +16,7 @@ from usp.hf.integrate import rotary_switch
 from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
 from usp.presets import PRESETS
 from usp.rlhf.generation.support import generation_problems
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph.dataflow import ROLES, DataflowGraph
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
@@ -32,7 +32,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
 
     Adapters are those of the actor. A critic trains all of its weights: its scalar head, which is new in most runs, is
     no linear that gets an adapter. There is no critic if it would be the actor with a scalar head, and transformers has
-    none; see `no_critic`.
+    none; see `missing_models`. Models of --models have a scalar head if they are reward models.
 
     Raises:
         ValueError: naming what cannot be loaded, and what cannot have adapters.
@@ -41,12 +41,14 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     def spec(role: str, fields: tuple[str, ...], head: ModelHead, learning_rate: float) -> RoleSpec:
         """Load the first of `fields` that is set."""
         name = next((name for name in fields if getattr(config, name)), fields[-1])
-        source = getattr(config, name)
+        return load(role, getattr(config, name), f"{flag(name)} = {getattr(config, name)}", head, learning_rate)
+
+    def load(role: str, source: str, shown: str, head: ModelHead, learning_rate: float) -> RoleSpec:
         new_head = head == "scalar" and source not in PRESETS and not _is_reward_model(source)
         try:
             model = load_model_config(source, head, new_head)
         except ValueError as error:
-            raise ValueError(str(error).replace(f"model={source}", f"{flag(name)} = {source}", 1)) from error
+            raise ValueError(str(error).replace(f"model={source}", shown, 1)) from error
         has_experts = model_facts(source, model).num_experts > 0  # hybrids have a coefficient even without
         return RoleSpec(
             role,
@@ -74,11 +76,34 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
         roles["reward"] = spec("reward", (reward,), "scalar", config.learning_rate)
     if config.critic or config.reward_model or not scalar_violation(roles["actor"].config):
         roles["critic"] = spec("critic", ("critic", "reward_model", "model"), "scalar", config.critic_learning_rate)
+    for role, source in other_models(config.models).items():
+        head: ModelHead = "scalar" if source not in PRESETS and _is_reward_model(source) else "lm"
+        roles[role] = load(role, source, f"--models {role}={source}", head, config.learning_rate)
     return roles
 
 
-def no_critic(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator[str]:
-    """Yield why a graph's critic has no model."""
+def other_models(text: str) -> dict[str, str]:
+    """Parse NAME=PATH,... of --models. Raises ValueError naming every part that is wrong."""
+    models: dict[str, str] = {}
+    problems = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        role, _, source = (side.strip() for side in part.partition("="))
+        if not role.isidentifier() or not source:
+            problems.append(f"{part!r} must be NAME=PATH")
+        elif role in ROLES or role in models:
+            problems.append(f"{role!r} {'is named twice' if role in models else 'has a flag of its own'}")
+        models[role] = source
+    if problems:
+        raise ValueError(f"--models = {text}: {'; '.join(problems)}")
+    return models
+
+
+def missing_models(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator[str]:
+    """Yield why a role of a graph has no model."""
+    for role in graph.roles:
+        if role not in specs and role != "critic":
+            given = "--reward-model PATH" if role == "reward" else f"--models {role}=PATH"
+            yield f"the role {role!r} has no model: name it with {given}"
     if "critic" in graph.roles and "critic" not in specs:
         actor = specs["actor"]
         yield (
@@ -146,3 +171,7 @@ def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph
         if getattr(config, name) and (role not in graph.roles or role == algorithm.model_role):
             value = getattr(config, name)
             yield f"{flag(name)} = {value} is not used by {config.algorithm} with these options: remove it"
+    for role in other_models(config.models):
+        if role not in graph.roles:
+            roles = ", ".join(graph.roles)
+            yield f"--models = {config.models}: {config.algorithm} has the roles {roles}, not {role!r}: remove it"

@@ -91,7 +91,7 @@ def train_rlhf(
     with (
         process_group(launch, prepared.device, timeout),
         Watchdog(launch, timeout, error_file) as watchdog,
-        run_folder(prepared.start.folder, f"{config.algorithm}-{Path(config.model).name}") as folder,
+        run_folder(prepared.start.folder, f"{config.algorithm.rpartition(':')[2]}-{Path(config.model).name}") as folder,
     ):
         prepared = settled(
             prepared,
@@ -124,6 +124,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             ref="",
             stop="",
             stop_ids="",
+            models="",
             steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
             prompts=prepared.config.prompts * prepared.graph.group_size,
@@ -235,7 +236,7 @@ class RlhfTrainer(TrainingLoop):
         rate = learning_rate(number, peak, self.config.warmup_steps, self.config.steps) / peak
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * rate
-        indices = example_indices(self.taken, self.config.prompts, len(self.prepared.examples), self.config.seed)
+        indices = example_indices(self.taken, self.prepared.drawn, len(self.prepared.examples), self.config.seed)
         seed = derived_seed(self.config.seed, number)
         try:
             result = self.executor.run_step(self._given(indices), number, seed)
@@ -243,7 +244,7 @@ class RlhfTrainer(TrainingLoop):
             raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
         if self._scorers:
             result.metrics["reward_failures"] = self._failed
-        self.done, self.taken = number, self.taken + self.config.prompts
+        self.done, self.taken = number, self.taken + len(indices)
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self._keep_samples(number, result.samples)
         if result.metrics.get(CLIPPED, 0) > MOST:

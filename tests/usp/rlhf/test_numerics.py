@@ -21,6 +21,7 @@ from tests.usp.rlhf.roles.test_role_model import ADAM, config_of
 from tests.usp.tiny import CONFIGS, LEARNING_RATE, VOCAB
 from usp.hf.disk import persistent_buffers
 from usp.rlhf.algorithms.grpo import GRPO
+from usp.rlhf.algorithms.grpo_variants import CISPO, GSPO
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO
 from usp.rlhf.algorithms.registry import build_graph
@@ -59,7 +60,12 @@ ALGORITHMS: dict[str, Any] = {
     "remax": ReMax(generate=SAMPLING, reward=REWARD),
 }
 ONCE = GRPO(generate=replace(SAMPLING, group_size=4), reward=REWARD)
-VARIANTS = {"once": ONCE, "once, recomputed": replace(ONCE, old_logprobs="recompute")}
+VARIANTS: dict[str, tuple[str, Any]] = {
+    "once": ("grpo", ONCE),
+    "once, recomputed": ("grpo", replace(ONCE, old_logprobs="recompute")),
+    "gspo": ("gspo", GSPO(generate=ONCE.generate, reward=REWARD, mini_batches=2, old_logprobs="rollout")),
+    "cispo": ("cispo", CISPO(generate=ONCE.generate, reward=REWARD, mini_batches=2)),
+}
 PLANS = (
     "flattening",
     "tp2 pp2 dp2",
@@ -131,8 +137,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
 
     family: of `tests.usp.tiny`, or a type of transformers.
     """
-    name = algorithm if algorithm in ALGORITHMS else "grpo"
-    graph = build_graph(name, ALGORITHMS.get(algorithm) or VARIANTS[algorithm])
+    graph = build_graph(*VARIANTS.get(algorithm, (algorithm, ALGORITHMS.get(algorithm))))
     trained: dict[str, RoleModel] = {}
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:

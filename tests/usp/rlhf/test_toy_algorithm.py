@@ -1,4 +1,4 @@
-"""A new algorithm is one file and one entry: the trainer runs it, under any plan, with the same numbers."""
+"""A new algorithm is one file, named by --algorithm: the trainer runs it, under any plan, with the same numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 
 from parallel import latest, read_extra
 from parallel.testing import RankPool
-from tests.usp.rlhf.running_mean_reinforce import RUNNING_MEAN_REINFORCE
-from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.trainer import train_rlhf
@@ -24,7 +22,7 @@ from usp.run.signals import StopRequest
 
 TOLERANCE = 1e-5
 PLANS = ("flattening", "separation")
-ALGORITHMS_HERE = {**ALGORITHMS, "running_mean": RUNNING_MEAN_REINFORCE}
+ALGORITHM = f"{Path(__file__).parents[3] / 'examples' / 'running_mean_reinforce.py'}:RUNNING_MEAN_REINFORCE"
 
 
 def train(folder: Path) -> None:
@@ -33,7 +31,7 @@ def train(folder: Path) -> None:
     launch = Launch(rank, world_size, local_rank=rank, local_world_size=world_size)
     for plan in PLANS:
         config = RlhfConfig(
-            algorithm="running_mean",
+            algorithm=ALGORITHM,
             plan=plan,
             options="mini_batches=2",
             reward_function=f"{folder / 'reward.py'}:reward",
@@ -47,7 +45,7 @@ def train(folder: Path) -> None:
             hang_timeout=0.0,
         )
         with patch("usp.rlhf.trainer.process_group", lambda *_: nullcontext()):
-            train_rlhf(config, launch, StopRequest(), None, ALGORITHMS_HERE)
+            train_rlhf(config, launch, StopRequest(), None)
 
 
 def test_an_algorithm_outside_the_registry_trains_alike_under_two_plans(ranks: RankPool, tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ class Options:
         yield from finite(self)
         yield from at_least(self, 1, "mini_batches", "epochs")
 
+    def drawn(self, prompts: int) -> int:
+        """Return how many prompts are drawn for a step that trains on `prompts` of them."""
+        return prompts
+
     def step_violations(self, samples: int) -> Iterator[str]:
         """Yield why the options do not allow steps of `samples` samples."""
         return iter(())

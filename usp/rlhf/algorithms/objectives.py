@@ -59,6 +59,21 @@ class NextToken(ObjectiveDefaults):
         return -(weights_BS * output_BS.where(weights_BS != 0, 0)).sum(), {}
 
 
+@dataclass(frozen=True, eq=False)
+class PolicyTokens:
+    """What a surrogate is computed from, (B, S) each, 0 where a token does not count; the first two with gradients."""
+
+    logprobs_BS: Tensor
+    log_ratios_BS: Tensor
+    advantages_BS: Tensor
+    weights_BS: Tensor
+    token_weights_BS: Tensor
+
+    def mean(self, x_BS: Tensor) -> Tensor:
+        """Return this rank's share of the mean over tokens, without a gradient."""
+        return (self.token_weights_BS * x_BS.detach()).sum()
+
+
 @dataclass(frozen=True)
 class ClippedPolicy(ObjectiveDefaults):
     """sum weights * (surrogate + kl * KL(policy || ref) - entropy_bonus * entropy).
@@ -107,41 +122,79 @@ class ClippedPolicy(ObjectiveDefaults):
             x.where(counts_BS, 0)
             for x in (output_BS, entropy_BS, given["weights"], given["advantages"], given[self.old or SAMPLED])
         )
-        free_log_ratio_BS = logprobs_BS - (given_BS if self.old else logprobs_BS.detach())
-        log_ratio_BS = free_log_ratio_BS.clamp(-self.max_log_ratio, self.max_log_ratio)
-        surrogate_BS, seen = self._surrogate(log_ratio_BS.exp(), advantages_BS)
-        loss = policy_loss = (weights_BS * surrogate_BS).sum()
-        seen |= {
-            "clamp_fraction": (free_log_ratio_BS.abs() > self.max_log_ratio).to(weights_BS.dtype),
-            "approx_kl": kl_estimate(-log_ratio_BS, "k3"),
+        log_ratio_BS = logprobs_BS - (given_BS if self.old else logprobs_BS.detach())
+        tokens = PolicyTokens(logprobs_BS, log_ratio_BS, advantages_BS, weights_BS, given["token_weights"])
+        loss, metrics = self.surrogate(tokens, sequences)
+        seen = {
+            "clamp_fraction": (log_ratio_BS.abs() > self.max_log_ratio).to(weights_BS.dtype),
+            "approx_kl": kl_estimate(-log_ratio_BS, "k3", self.max_log_ratio),
             "entropy": entropy_BS,
         }
+        metrics["policy_loss"] = loss.detach()
         if self.kl:
             log_ratio_BS = logprobs_BS - given["ref_logprobs"].where(counts_BS, 0)
             seen["ref_kl"] = kl_estimate(log_ratio_BS, self.kl_estimator, self.max_log_ratio)
             loss = loss + self.kl * (weights_BS * seen["ref_kl"]).sum()
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * (weights_BS * entropy_BS).sum()
-        difference_BS = (logprobs_BS.detach() - given_BS).abs()
-        if compared := self.old != "old_logprobs":
-            seen["logprob_difference_mean"] = difference_BS
-        metrics = {name: (given["token_weights"] * value.detach()).sum() for name, value in seen.items()}
-        if compared:
+        if self.old != "old_logprobs":
+            seen["logprob_difference_mean"] = difference_BS = (logprobs_BS.detach() - given_BS).abs()
             metrics["logprob_difference_max"] = difference_BS.amax() if difference_BS.numel() else loss.new_zeros(())
-        return loss, {"policy_loss": policy_loss.detach(), **metrics}
+        return loss, metrics | {name: tokens.mean(value) for name, value in seen.items()}
 
-    def _surrogate(self, ratio_BS: Tensor, advantages_BS: Tensor) -> tuple[Tensor, Metrics]:
-        """Return the surrogate of each token, and metrics by token."""
-        free_BS = -advantages_BS * ratio_BS
-        bound_BS = -advantages_BS * ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
-        clipped_BS = torch.maximum(free_BS, bound_BS)
-        far_BS = (advantages_BS < 0) & (ratio_BS > self.dual_clip)
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+        """Return this rank's share of the loss without its other terms, and of metrics about ratios."""
+        ratio_BS = self.clamped(tokens.log_ratios_BS).exp()
+        surrogate_BS, seen = self.clipped(ratio_BS, tokens.advantages_BS)
+        return (tokens.weights_BS * surrogate_BS).sum(), {name: tokens.mean(value) for name, value in seen.items()}
+
+    def clamped(self, log_ratio: Tensor) -> Tensor:
+        """Bound log-ratios by `max_log_ratio`."""
+        return log_ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the loss of each ratio with its advantage, and what happened to it."""
+        free, bound = -advantage * ratio, -advantage * ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        far = (advantage < 0) & (ratio > self.dual_clip)
         seen = {
-            "importance_ratio": ratio_BS,
-            "clip_fraction": (bound_BS > free_BS).to(ratio_BS.dtype),
-            "dual_clip_fraction": far_BS.to(ratio_BS.dtype),
+            "importance_ratio": ratio,
+            "clip_fraction": (bound > free).to(ratio.dtype),
+            "dual_clip_fraction": far.to(ratio.dtype),
         }
-        return clipped_BS.where(~far_BS, -advantages_BS * self.dual_clip), seen
+        return torch.maximum(free, bound).where(~far, -advantage * self.dual_clip), seen
+
+
+@dataclass(frozen=True)
+class ClippedSequences(ClippedPolicy):
+    """`ClippedPolicy` with one ratio per response, the geometric mean of its tokens' (GSPO, arXiv 2507.18071,
+    equations 5 and 7): sum over responses of their weights * max(-A ratio, -A clip(ratio)).
+
+    The weight of a response is the sum of its tokens', and A their mean by weights. Metrics of ratios are of responses.
+    """
+
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+        counts_BS = (tokens.token_weights_BS != 0).to(tokens.weights_BS.dtype)
+        lengths_N = sequences.sums(counts_BS).clamp(min=1)
+        ratio_N = self.clamped(sequences.sums(tokens.log_ratios_BS) / lengths_N).exp()
+        # Weights are not negative, so clipping commutes with them.
+        surrogate_N, seen = self.clipped(ratio_N, sequences.sums(tokens.weights_BS * tokens.advantages_BS))
+        shares_N = sequences.sums(tokens.token_weights_BS)
+        metrics = {name: sequences.share((shares_N * value.detach()).sum()) for name, value in seen.items()}
+        return sequences.share(surrogate_N.sum()), metrics
+
+
+@dataclass(frozen=True)
+class ClippedWeights(ClippedPolicy):
+    """`ClippedPolicy` with the surrogate -A clip(ratio) logprobs, whose ratio has no gradient, so that every token has
+    one (CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_fraction: of ratios outside of the bounds.
+    """
+
+    def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+        ratio_BS = self.clamped(tokens.log_ratios_BS.detach()).exp()
+        weight_BS = ratio_BS.clamp(1 - self.eps_low, 1 + self.eps_high)
+        loss = -(tokens.weights_BS * weight_BS * tokens.advantages_BS * tokens.logprobs_BS).sum()
+        seen = {"importance_ratio": ratio_BS, "clip_fraction": (weight_BS != ratio_BS).to(ratio_BS.dtype)}
+        return loss, {name: tokens.mean(value) for name, value in seen.items()}
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,12 @@ class PolicyOptions(Options):
             recompute, but where a step has one optimizer step and no KL penalty in the reward, the policy is the old
             one when it trains (see `ClippedPolicy.old`), and nothing is computed twice.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
+        objective_type: class of the actor's objective.
         min_group_size: 2 if the responses to a prompt are compared with each other.
     """
 
     min_group_size: ClassVar[int] = 1
+    objective_type: ClassVar[type[ClippedPolicy]] = ClippedPolicy
     generate: Generate = field(default_factory=Generate)
     reward: ScoreWith | None = None
     reward_bias: float = 0.0
@@ -88,7 +90,7 @@ class PolicyOptions(Options):
 
     def objective(self) -> ClippedPolicy:
         """Return the actor's objective."""
-        return ClippedPolicy(
+        return self.objective_type(
             self.eps_low,
             self.eps_high,
             entropy_bonus=self.entropy_bonus,
@@ -108,8 +110,8 @@ class PolicyOptions(Options):
         yield from one_of(self, "old_logprobs", ("auto", "recompute", "rollout"))
         if not self.generate.temperature > 0:
             yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
-        if self.eps_low >= 1:
-            yield f"eps_low={self.eps_low} must be below 1: ratios are positive"
+        if self.eps_low > 1:
+            yield f"eps_low={self.eps_low} must be at most 1, which is no lower bound: ratios are positive"
         if not self.dual_clip > 1:
             yield f"dual_clip={self.dual_clip} must be above 1: it bounds ratios that are; inf disables it"
         if not self.max_log_ratio > 0:

@@ -1,4 +1,4 @@
-"""REINFORCE with three baselines: the other responses (RLOO), the step (REINFORCE++), the greedy response (ReMax)."""
+"""REINFORCE with a baseline: the other responses (RLOO), the step (REINFORCE++), the greedy response (ReMax)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
 
 from .algorithm import Algorithm, fraction
+from .grpo import GRPO
 from .loss_weights import Aggregation
+from .objectives import Estimator
 from .policy import Batch, PolicyOptions, generate, policy_calls, score
 from .response_rows import discounted_sums
 from .statistics import moments, whitened
@@ -50,6 +52,23 @@ class ReinforcePlusPlus(PolicyOptions):
 
 
 @dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(GRPO):
+    """Options of REINFORCE++ with baseline (arXiv 2501.03262, section 3): the mean reward of the group is subtracted,
+    and advantages are normalized over all tokens of the step. The KL penalty is in the loss, estimated by k2.
+    """
+
+    kl: float = 0.01
+    kl_estimator: Estimator = "k2"
+    aggregation: Aggregation = "token_mean"
+    scale_by_std: bool = False
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.scale_by_std or self.drop_equal_groups:
+            yield "scale_by_std and drop_equal_groups have no effect: advantages are normalized over the step, remove"
+
+
+@dataclass(frozen=True)
 class ReMax(PolicyOptions):
     """Options of ReMax (Li et al., arXiv 2310.10505), with the KL penalty per token."""
 
@@ -78,6 +97,16 @@ def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples,
     return Samples(samples.ids, batch.result(whitened(returns_NR, moments(returns_NR[inside_NR], reduce)), reduce))
 
 
+def reinforce_plus_plus_baseline_advantages(
+    options: ReinforcePlusPlusBaseline, samples: Samples, reduce: Reduce
+) -> Samples:
+    """Subtract the mean reward of the group, then normalize over all tokens of the step (arXiv 2501.03262)."""
+    batch = Batch.of(samples, options)
+    advantages_NR = batch.spread(batch.group_distances(batch.rewards_N)[0].flatten())
+    over = moments(advantages_NR[batch.responses.inside_NR], reduce)
+    return Samples(samples.ids, batch.result(whitened(advantages_NR, over), reduce))
+
+
 def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
     """Subtract the reward of the greedy response to the prompt from the returns (arXiv 2310.10505)."""
     batch = Batch.of(samples, options, ("score", "greedy_score"))
@@ -97,5 +126,9 @@ def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
 RLOO_ALGORITHM = Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True))
 REINFORCE_PLUS_PLUS_ALGORITHM = Algorithm(
     ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))
+)
+REINFORCE_PLUS_PLUS_BASELINE_ALGORITHM = Algorithm(
+    ReinforcePlusPlusBaseline,
+    lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
 )
 REMAX_ALGORITHM = Algorithm(ReMax, _remax_calls)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +15,8 @@ from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Reduce
-from usp.run.failures import UserCodeFailed, nearest
+from usp.run.failures import UserCodeFailed
+from usp.run.user_code import load_from_file
 
 from .response_rows import scalars
 
@@ -39,23 +37,9 @@ def load_reward_function(name: str) -> RewardFunction:
     """
     if name == "match":
         return match
-    path, _, function_name = name.rpartition(":")
-    file = Path(path).expanduser()
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"{name} must be match, or PATH.py:NAME with an existing file")
-    spec = importlib.util.spec_from_file_location(f"{file.resolve()}", file)  # a name that no import can shadow
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up annotations there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ValueError(f"{name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
+    function = load_from_file(name, "function")
     if not callable(function):
-        near = nearest(function_name, vars(module))
-        raise ValueError(f"{name}: {file} has no function {function_name}{near}")
+        raise ValueError(f"{name} must be a function, got a {type(function).__name__}")
     return function
 
 

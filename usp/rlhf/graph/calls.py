@@ -136,7 +136,7 @@ class ModelCall:
     """One call of a step.
 
     Attributes:
-        role: the model (actor, critic, ref, reward); "" for `Compute`.
+        role: the model (actor, critic, ref, reward, or another name); "" for `Compute`.
         inputs, outputs: keys of `Samples`.
     """
 

@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from .calls import Compute, Generate, Inference, ModelCall, TrainStep
 
-ROLES = ("actor", "critic", "ref", "reward")
+ROLES = ("actor", "critic", "ref", "reward")  # those that the trainer has flags for; an algorithm may have others
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class DataflowGraph:
         elsewhere: train steps of another graph, whose weights the calls of their roles use.
 
     Raises:
-        ValueError: naming every violation: duplicate names and keys, inputs without a producer, cycles, unknown roles
-            and kinds, and inputs or outputs that a call's kind does not support.
+        ValueError: naming every violation: duplicate names and keys, inputs without a producer, cycles, missing roles,
+            unknown kinds, and inputs or outputs that a call's kind does not support.
     """
 
     calls: tuple[ModelCall, ...]
@@ -116,8 +116,9 @@ class DataflowGraph:
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have calls, in the order of `ROLES`."""
-        return tuple(role for role in ROLES if any(call.role == role for call in self.calls))
+        """The roles that have calls: those of `ROLES` in that order, then others in the order of their calls."""
+        called = dict.fromkeys(call.role for call in self.calls if call.role)
+        return (*(role for role in ROLES if role in called), *(role for role in called if role not in ROLES))
 
     @cached_property
     def trained_roles(self) -> tuple[str, ...]:
@@ -152,8 +153,8 @@ def _call_violations(call: ModelCall) -> Iterator[str]:
     who = f"{call.kind} call {call.name!r}"
     if isinstance(call.work, Compute) and call.role:
         yield f"{who} has role {call.role!r}, but a function has no model: use role=''"
-    if not isinstance(call.work, Compute) and call.role not in ROLES:
-        yield f"{who} has the unknown role {call.role!r}: use {', '.join(ROLES)}"
+    if not isinstance(call.work, Compute) and not call.role.isidentifier():
+        yield f"{who} has the role {call.role!r}: name the model, such as {', '.join(ROLES)}"
     for what, keys in (("reads", call.inputs), ("produces", call.outputs)):
         yield from (f"{who} {what} {key!r} {n} times" for key, n in Counter(keys).items() if n > 1)
     if isinstance(call.work, Inference) and len(call.outputs) != 1:

@@ -16,6 +16,7 @@ from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
 from usp.rlhf.algorithms.algorithm import Stateful
 from usp.rlhf.algorithms.grpo import GRPO, grpo_advantages
+from usp.rlhf.algorithms.grpo_variants import DAPO
 from usp.rlhf.algorithms.loss_weights import Weighting
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
@@ -23,8 +24,10 @@ from usp.rlhf.algorithms.preferences import DPO, pair_weights
 from usp.rlhf.algorithms.reinforce import (
     RLOO,
     ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
     ReMax,
     reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
 )
@@ -324,6 +327,31 @@ def test_reinforce_plus_plus() -> None:
     returns = [[sum(0.9**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
     result = reinforce_plus_plus_advantages(options, samples, alone)
     check_rows(samples, "advantages", standardised(returns), result)
+
+
+def test_reinforce_plus_plus_with_the_group_as_baseline() -> None:
+    samples, options = make(), ReinforcePlusPlusBaseline(generate=GROUP)
+    distances = [r - statistics.fmean(g) for g in groups(shaped(samples, options), 4) for r in g]
+    result = reinforce_plus_plus_baseline_advantages(options, samples, alone)
+    check_rows(samples, "advantages", standardised(alike(distances)), result)
+    check_rows(samples, "weights", alike([1 / sum(RESPONSES)] * 12), result)
+
+
+def test_dynamic_sampling_trains_on_the_first_groups_that_differ() -> None:
+    pairs = replace(GROUP, group_size=2)
+    options = DAPO(generate=pairs, oversample=3)  # of six groups on two
+    samples = make(scores=(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
+    expected = [1 / sum(RESPONSES[i] for i in (2, 3, 6, 7)) if i in (2, 3, 6, 7) else 0.0 for i in range(12)]
+    for result in (
+        grpo_advantages(options, samples, alone),
+        on_ranks([partial(grpo_advantages, options)] * 2, samples, [(0, 1, 4, 5, 6, 7), (2, 3, 8, 9, 10, 11)]),
+    ):
+        check_rows(samples, "weights", alike(expected), result)
+        assert [float(x) for x in result["informative"]] == [0, 0, 1, 1, 0, 0, *[1] * 6]
+    assert (options.drawn(5), GRPO().drawn(5)) == (15, 5)
+    few = make(scores=(*[1.0] * 10, 0.0, 1.0))
+    expected = [1 / sum(RESPONSES[10:]) if i > 9 else 0.0 for i in range(12)]
+    check_rows(few, "weights", alike(expected), grpo_advantages(options, few, alone))
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:

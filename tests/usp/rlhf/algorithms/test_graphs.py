@@ -14,11 +14,12 @@ from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import minimise, on_ranks
 from usp.rlhf.algorithms.algorithm import Options, stateful
 from usp.rlhf.algorithms.grpo import GRPO
+from usp.rlhf.algorithms.grpo_variants import CISPO, DAPO, GSPO
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.preferences import DPO, RewardModel
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
-from usp.rlhf.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReMax
+from usp.rlhf.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.algorithms.sft import SFT
 from usp.rlhf.data.fingerprint import fingerprint
@@ -47,6 +48,10 @@ OPTIONS: dict[str, tuple[str, Options]] = {
     "grpo_recomputed": ("grpo", GRPO(generate=GROUP, reward=FUNCTION, old_logprobs="recompute")),
     "dr_grpo": ("grpo", dr_grpo(GRPO(generate=GROUP, mini_batches=4))),
     "dapo": ("grpo", dapo(GRPO(generate=GROUP, reward=FUNCTION, mini_batches=2), overlong_buffer=2)),
+    "gspo": ("gspo", GSPO(generate=GROUP, reward=FUNCTION, mini_batches=2)),
+    "cispo": ("cispo", CISPO(generate=GROUP, reward=FUNCTION, mini_batches=2)),
+    "reinforce++_baseline": ("reinforce++_baseline", ReinforcePlusPlusBaseline(generate=GROUP, mini_batches=2)),
+    "dynamic": ("dapo", DAPO(generate=GROUP, reward=FUNCTION, oversample=2, mini_batches=2)),
     "rloo": ("rloo", RLOO(generate=GROUP, mini_batches=2)),
     "rloo_rollout": ("rloo", RLOO(generate=GROUP, mini_batches=2, old_logprobs="rollout")),
     "reinforce++": ("reinforce++", ReinforcePlusPlus(generate=GROUP, mini_batches=2)),
@@ -182,7 +187,10 @@ def test_every_invalid_option_is_named() -> None:
         ("sft", SFT(epochs=0), "epochs=0 must be at least 1"),
         ("dpo", DPO(beta=0.0), "beta=0.0 must be above 0"),
         ("dpo", DPO(label_smoothing=0.5), "label_smoothing=0.5"),
-        ("ppo", PPO(eps_low=1.0), "eps_low=1.0 must be below 1"),
+        ("ppo", PPO(eps_low=1.1), "eps_low=1.1 must be at most 1"),
+        ("grpo", GRPO(oversample=2), "oversample=2 needs drop_equal_groups=True"),
+        ("cispo", CISPO(dual_clip=3.0), "dual_clip=3.0 has no effect on CISPO"),
+        ("reinforce++_baseline", ReinforcePlusPlusBaseline(scale_by_std=True), "have no effect: advantages"),
         ("ppo", PPO(eps_high=float("nan")), "eps_high=nan"),
         ("dpo", DPO(beta=float("inf")), "beta=inf must be finite"),
         ("ppo", PPO(value_norm_eps=float("inf")), "value_norm_eps=inf must be finite"),

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.usp.rlhf.simulate import alone, minimise
-from usp.rlhf.algorithms.objectives import ClippedPolicy, ClippedValue, NextToken, kl_estimate
+from usp.rlhf.algorithms.objectives import (
+    ClippedPolicy,
+    ClippedSequences,
+    ClippedValue,
+    ClippedWeights,
+    NextToken,
+    kl_estimate,
+)
 from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Objective
@@ -118,6 +126,49 @@ def clipped_policy(
     return oracle
 
 
+def gspo(low: float, high: float) -> Oracle:
+    """Equations 5 and 7 of arXiv 2507.18071, response by response."""
+
+    def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+        by_token = clipped_policy(low, high, dual=math.inf)(samples, output, entropy)
+        totals = {name: by_token[name] for name in ("approx_kl", "entropy", "clamp_fraction")}
+        names = ("importance_ratio", "clip_fraction", "dual_clip_fraction", "policy_loss", "loss")
+        totals |= dict.fromkeys(names, 0.0)
+        rows: dict[int, list[tuple[float, ...]]] = {}
+        for i, t, new, _ in tokens_of(samples, output, entropy):
+            if samples["mask"][i][t]:
+                old, a, w = (float(samples[key][i][t]) for key in ("old_logprobs", "advantages", "weights"))
+                rows.setdefault(i, []).append((new - old, a, w))
+        tokens = sum(len(row) for row in rows.values())
+        for row in rows.values():
+            ratio = math.prod(math.exp(x) for x, _, _ in row) ** (1 / len(row))
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            weight = sum(w for _, _, w in row)
+            a = sum(w * a for _, a, w in row) / weight if weight else 0.0
+            totals["policy_loss"] -= weight * min(ratio * a, clipped * a)
+            totals["importance_ratio"] += len(row) / tokens * ratio
+            totals["clip_fraction"] += len(row) / tokens * (clipped * a < ratio * a)
+        return {**totals, "loss": totals["policy_loss"]}
+
+    return oracle
+
+
+def cispo(samples: Samples, output: list[float], entropy: list[float], at: Sequence[float] = ()) -> dict[str, float]:
+    """Equations 4 and 5 of arXiv 2506.13585; `at`: the log-probabilities that the weights, without gradient, are of."""
+    by_token = clipped_policy(1.0, 0.3, dual=math.inf)(samples, output, entropy)
+    totals = {name: by_token[name] for name in ("approx_kl", "entropy", "clamp_fraction", "importance_ratio")}
+    totals |= {"policy_loss": 0.0, "clip_fraction": 0.0}
+    for (i, t, new, _), fixed in zip(tokens_of(samples, output, entropy), at or output, strict=True):
+        if samples["mask"][i][t]:
+            old, a, w, mean = (
+                float(samples[key][i][t]) for key in ("old_logprobs", "advantages", "weights", "token_weights")
+            )
+            weight = min(math.exp(fixed - old), 1.3)
+            totals["policy_loss"] -= w * weight * a * new
+            totals["clip_fraction"] += mean * (math.exp(fixed - old) > 1.3)
+    return {**totals, "loss": totals["policy_loss"]}
+
+
 def clipped_value(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
     totals = dict.fromkeys(("loss", "clip_fraction", "value"), 0.0)
     for i, t, v, _ in tokens_of(samples, output, entropy):
@@ -170,6 +221,8 @@ CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
         make,
         clipped_policy(kl=0.7, dual=1.3, bound=0.4),
     ),
+    "gspo": (ClippedSequences(0.05, 0.1, dual_clip=math.inf), make, gspo(0.05, 0.1)),
+    "cispo": (ClippedWeights(1.0, 0.3), make, cispo),
     "entropy": (ClippedPolicy(entropy_bonus=0.3), make, clipped_policy(bonus=0.3)),
     "value": (ClippedValue(0.2), make, clipped_value),
     "reward_model": (PreferredScore(), make_pairs, preferred_score),
@@ -197,6 +250,8 @@ def test_gradients_are_finite_differences_of_the_oracle(case: Case) -> None:
     output, entropy = (x.requires_grad_() for x in said())
     loss, _ = minimise(objective, samples(), output, entropy)
     loss.backward()
+    if isinstance(objective, ClippedWeights):
+        oracle = partial(cispo, at=output.tolist())
     step = 1e-6
     for x in (output, entropy):
         gradient = torch.zeros_like(x) if x.grad is None else x.grad

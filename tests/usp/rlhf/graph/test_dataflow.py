@@ -47,7 +47,7 @@ def test_all_violations_are_reported_at_once() -> None:
     train = ModelCall("t", "actor", TrainStep(None), ("x",))  # type: ignore[arg-type]
     calls = (
         *(function("a", "given", "x"), function("a", "y", "x given")),
-        ModelCall("g", "judge", Generate(), ("prompt_ids",), ("tokens",)),
+        ModelCall("g", "the judge", Generate(), ("prompt_ids",), ("tokens",)),
         ModelCall("h", "actor", Generate(group_size=2), ("given",), ("greedy_tokens",)),
         *(train, replace(train, name="u", outputs=("z",))),
         ModelCall("odd", "actor", object(), ()),  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def test_all_violations_are_reported_at_once() -> None:
         "key 'x' comes from a and a",
         "key 'given' comes from the step's given keys and a",
         "call 'a' reads 'y', which no call produces",
-        "'g' has the unknown role 'judge': use actor, critic, ref, reward",
+        "'g' has the role 'the judge': name the model",
         "must have the same group_size, got [1, 2]",
         "role actor has 2 train steps",
         "train_step call 'u' must not have outputs, got ('z',): a train step only changes weights",

@@ -1,4 +1,7 @@
-"""An algorithm that is not in the registry: REINFORCE with the mean of all earlier rewards as baseline."""
+"""An algorithm outside of the package: REINFORCE with the mean of all earlier rewards as baseline.
+
+torchrun --nproc-per-node 8 rlhf.py --algorithm examples/running_mean_reinforce.py:RUNNING_MEAN_REINFORCE
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from dataclasses import dataclass
 
 import torch
 
-from usp.rlhf.algorithms.algorithm import Algorithm
-from usp.rlhf.algorithms.loss_weights import Aggregation
-from usp.rlhf.algorithms.policy import Batch, PolicyOptions, policy_calls
-from usp.rlhf.algorithms.response_rows import per_sample
-from usp.rlhf.algorithms.statistics import moments
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Reduce
+from usp.rlhf.api import (
+    Aggregation,
+    Algorithm,
+    Batch,
+    PolicyOptions,
+    Reduce,
+    Samples,
+    moments,
+    per_sample,
+    policy_calls,
+)
 
 
 @dataclass(frozen=True)
 class RunningMeanReinforce(PolicyOptions):
-    """Options; the KL penalty is subtracted from the reward of a whole response."""
+    """Its options are flags: --options kl=0.1,mini_batches=2."""
 
     kl: float = 0.05
     aggregation: Aggregation = "sequence_sum"
@@ -26,7 +33,7 @@ class RunningMeanReinforce(PolicyOptions):
 
 @dataclass(eq=False)
 class RunningMeanAdvantages:
-    """Function of samples with state: the number of rewards so far, and their sum."""
+    """Advantages from samples, with a state that checkpoints keep: number and sum of the rewards so far."""
 
     options: RunningMeanReinforce
     count: float = 0.0
@@ -36,7 +43,7 @@ class RunningMeanAdvantages:
         batch = Batch.of(samples, self.options)
         baseline = self.total / max(self.count, 1)
         rewards_N = batch.rewards_N - self.options.kl * batch.log_ratios_NR.sum(1)
-        seen = moments(rewards_N, reduce)
+        seen = moments(rewards_N[batch.kept_N], reduce)  # of all ranks
         self.count, self.total = self.count + seen.count, self.total + seen.count * seen.mean
         result = batch.result(batch.spread(rewards_N - baseline), reduce)
         return Samples(samples.ids, {**result, "baseline": per_sample(torch.full((len(samples),), baseline))})
