@@ -29,6 +29,7 @@ from usp.run.launch import Launch
 from usp.train.resume import Start
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
+TILES = ["--mlp-tile", "16"]
 OFFLOADING = ["--offload", "--offload-optimizer"]
 EIGHT = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 FILES = {
@@ -188,6 +189,22 @@ def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pyt
         prepare(replace(config, steps=1), Launch(), replace(started("tiny", config), finished_too=True))
 
 
+def test_flags_of_memory_and_balance_reach_calls_and_roles() -> None:
+    config = RlhfConfig(model="mixtral-tiny", algorithm="ppo", tokenizer="bytes", prompt_tokens=64, sft_steps=0)
+    usual = prepare(config, Launch())
+    assert {role: spec.balance for role, spec in usual.roles.items() if role in ("actor", "critic")} == {
+        "actor": 0.02,  # of the model's configuration
+        "critic": 0.02,
+    }
+    assert not usual.plan.offload and usual.plan["actor_train"].ac == "none"
+    asked = replace(config, router_aux_loss_coef=0.3, router_balance="micro-batch", ac="full", offload_optimizer=True)
+    changed = prepare(replace(asked, offload=True, loss_chunk=64), Launch())
+    actor = changed.roles["actor"]
+    assert (actor.balance, actor.router_balance, actor.loss_chunk) == (0.3, "micro-batch", 64)
+    assert changed.plan.offload == {"ref", "actor.optimizer", "critic.optimizer"}
+    assert {changed.plan[name].ac for name in ("actor_train", "critic_train")} == {"full"}
+
+
 def test_what_scores_nothing_has_no_use_for_a_reward_function() -> None:
     with pytest.raises(
         ConfigurationError, match=r"--reward-function = f\.py:f is not used: sft does not score responses, remove it"
@@ -337,7 +354,7 @@ def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
     first = [*small, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
     with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    again = [*small, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING]
+    again = [*small, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING, *TILES]
     with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         ended = run.end()
     assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err

@@ -47,7 +47,7 @@ def vocab_logprobs(
     Args:
         hidden_BSH, weight, shift_labels_BS, chunk_tokens, transform, group: as in `vocab_loss`.
         temperature: divides the logits.
-        entropy: also compute entropies; needs memory for a second (C, V).
+        entropy: also compute entropies, of half as many tokens at a time, because each takes a second row of V.
 
     Returns:
         (B, S) log-probabilities and (B, S) entropies or None, in fp32 (fp64 for fp64); both 0 for the label -100.
@@ -85,7 +85,7 @@ class _VocabLogprobs(torch.autograd.Function):
     ):
         dtype = softmax_dtype(hidden)
         logprobs, normalizers, entropies = torch.zeros(3, len(labels), dtype=dtype, device=hidden.device)
-        for chunk in chunks_of(labels, chunk_tokens):
+        for chunk in chunks_of(labels, _tokens_at_a_time(chunk_tokens, entropy)):
             logits = logits_of(hidden[chunk], weight)
             transform.apply_(logits)
             logits.div_(temperature)
@@ -94,7 +94,7 @@ class _VocabLogprobs(torch.autograd.Function):
             target = logits.gather(1, index).squeeze(1).where(owned, 0)
             # expected: sum of exp(logit) * logit, for the entropy
             exp = logits.exp() if entropy else logits.exp_()
-            expected = (exp * logits).sum(1) if entropy else torch.zeros_like(target)
+            expected = logits.mul_(exp).sum(1) if entropy else torch.zeros_like(target)
             sums = torch.stack((exp.sum(1), target, expected))
             rows.all_reduce(sums)
             total, target, expected = sums
@@ -104,16 +104,20 @@ class _VocabLogprobs(torch.autograd.Function):
             if entropy:
                 entropies[chunk] = (total.log() - expected / total).where(wanted, 0)
         ctx.save_for_backward(hidden, weight, labels, normalizers, entropies)
-        ctx.options = temperature, chunk_tokens, transform, rows, entropy
+        ctx.options = temperature, chunk_tokens, transform, rows
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
-        temperature, chunk_tokens, transform, rows, entropy = ctx.options
+        temperature, chunk_tokens, transform, rows = ctx.options
+        entropy = grad_entropies is not None  # often they are a metric alone
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normalizers)
         gradients = HeadGradients(hidden, weight, *ctx.needs_input_grad[:2])
-        for chunk in chunks_of(labels, chunk_tokens):
+        for chunk in chunks_of(labels, _tokens_at_a_time(chunk_tokens, entropy)):
             logs = logits_of(hidden[chunk], weight)
             slope = transform.apply_(logs, differentiate=True)
             logs.div_(temperature).sub_(normalizers[chunk].unsqueeze(1))
@@ -133,3 +137,7 @@ class _VocabLogprobs(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _tokens_at_a_time(chunk_tokens: int, entropy: bool) -> int:
+    return max(1, chunk_tokens // 2) if entropy else chunk_tokens

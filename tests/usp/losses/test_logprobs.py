@@ -63,7 +63,7 @@ def test_split_backward_and_frozen_weight() -> None:
 def test_only_one_chunk_of_logits_exists() -> None:
     hidden, weight, labels = inputs()
     with Operators() as seen:
-        made_of(*vocab_logprobs(hidden, weight, labels, chunk_tokens=7, entropy=True)).backward()
+        made_of(*vocab_logprobs(hidden, weight, labels, chunk_tokens=14, entropy=True)).backward()  # 7 at a time
     assert seen.largest == max(7 * VOCAB, BATCH * TOKENS * HIDDEN, VOCAB * HIDDEN)
     with Operators() as empty:
         made_of(*vocab_logprobs(hidden, weight, torch.full_like(labels, -100), chunk_tokens=7)).backward()

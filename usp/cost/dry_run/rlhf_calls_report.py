@@ -31,20 +31,19 @@ def render_calls(calls: Sequence[CallRun]) -> Group:
 
 
 def _memory(calls: Sequence[CallRun]) -> Grid:
-    shown = [name for name in (*CATEGORIES, KV_CACHE) if any(call.by_category.get(name) for call in calls)]
-    columns = {name: [call.by_category.get(name, 0) for call in calls] for name in shown}
-    columns[OTHERS] = [call.others_bytes for call in calls]
-    columns["total"] = [call.peak_bytes for call in calls]
-    if any(call.host_bytes for call in calls):
-        columns["host memory"] = [call.host_bytes for call in calls]
-    rows = tuple((name, *(f"{nbytes / GIB:.3f}" for nbytes in sizes)) for name, sizes in columns.items())
-    return Grid("Peak memory of the rank in each call, GiB", ("category", *(call.call for call in calls)), rows)
+    rows = []
+    for call in calls:
+        parts = {name: call.by_category.get(name, 0) for name in (*CATEGORIES, KV_CACHE)}
+        sizes = {**parts, OTHERS: call.others_bytes, "total": call.peak_bytes, "host memory": call.host_bytes}
+        found = [(name, f"{nbytes / GIB:.3f}") for name, nbytes in sizes.items() if nbytes]
+        rows += [(call.call if number == 0 else "", *line) for number, line in enumerate(found)]
+    return Grid("Peak memory of the rank", ("call", "category", "GiB"), tuple(rows))
 
 
 def _traffic(calls: Sequence[CallRun]) -> Grid:
     rows = [
-        (call.call, ", ".join(sent.axes), sent.collective.strip("_"), f"{sent.calls:,}", f"{sent.nbytes:,}")
+        (call.call if number == 0 else "", ", ".join(sent.axes), sent.collective.strip("_"), f"{sent.nbytes:,}")
         for call in calls
-        for sent in call.sent
+        for number, sent in enumerate(call.sent)
     ]
-    return Grid("Sent by the rank, per mini-batch", ("call", "axes", "collective", "calls", "bytes"), tuple(rows))
+    return Grid("Sent by the rank, per mini-batch", ("call", "axes", "collective", "bytes"), tuple(rows))
