@@ -26,6 +26,7 @@ OWN_RANGES = {
     **dict.fromkeys(("prompts", "group_size", "temperature", "top_k", "micro_batch_tokens"), NOT_NEGATIVE),
     "reward_retries": NOT_NEGATIVE,
     **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
+    "warmup_steps": Range(lambda value: value >= -1, "at least 0, or -1 for the algorithm's"),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "wrong_answers": FRACTION,
     "sft_steps": Range(lambda value: value >= -1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"),
