@@ -221,7 +221,11 @@ def test_default_learning_rates_are_those_of_random_or_pretrained_weights(tmp_pa
         found = prepare(replace(asked, **fields), Launch()).config
         return found.learning_rate, found.critic_learning_rate, found.sft_learning_rate
 
-    assert rates() == (2e-3, 1e-3, 2e-3) and rates(algorithm="ppo") == (3e-4, 1e-3, 2e-3)
+    assert (
+        rates() == (1e-3, 1e-3, 2e-3)
+        and rates(algorithm="rloo")[0] == 2e-3
+        and rates(algorithm="ppo") == (3e-4, 1e-3, 2e-3)
+    )
     assert rates(model=str(tmp_path)) == rates(model=str(tmp_path), algorithm="ppo") == (1e-6, 1e-5, 1e-5)
     assert rates(model=str(tmp_path), algorithm="sft")[0] == 1e-5
     assert rates(model=str(tmp_path), algorithm="reward_model")[0] == 1e-5
@@ -240,10 +244,14 @@ def test_a_run_leaves_its_dtype_and_a_configuration_for_other_machines(
     for folder in (tmp_path, tmp_path / "sft"):
         written = yaml.safe_load((folder / "config.yaml").read_text())
         assert (written["device"], written["dtype"]) == ("auto", "bfloat16")
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["learning_rate"] == 2e-3  # the preset's
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["learning_rate"] == 1e-3  # the preset's
+    warmups = [
+        yaml.safe_load((folder / "config.yaml").read_text())["warmup_steps"] for folder in (tmp_path, tmp_path / "sft")
+    ]
+    assert warmups == [20, 5]
     shown = capsys.readouterr().out
     assert f"models: actor {tmp_path / 'sft' / 'model'}" in shown and "bfloat16 on cpu" in shown
-    assert shown.count("learning rate: actor 0.002") == 2
+    assert shown.count("learning rate: actor 0.002") == shown.count("learning rate: actor 0.001") == 1
 
 
 def test_an_algorithm_may_have_further_roles(inputs: Path) -> None:

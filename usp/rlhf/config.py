@@ -115,8 +115,8 @@ class _Rlhf:
         float, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
     ] = 0.0
     """Peak learning rate of the supervised steps."""
-    warmup_steps: int = 5
-    """Steps of linear learning rate warmup."""
+    warmup_steps: Annotated[int, arg(help_behavior_hint="(default: 20 for grpo and its variants, else 5)")] = -1
+    """Steps of linear learning rate warmup; the supervised steps before have those of sft."""
     weight_decay: float = 0.0
     """AdamW weight decay, applied to matrices only."""
     max_grad_norm: float = 1.0

@@ -175,7 +175,7 @@ def prepare(
 
 
 def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
-    """Return `config` with every learning rate settled, those of presets, of pretrained weights or of adapters."""
+    """Return `config` with warmup and learning rates settled, those of presets, of pretrained weights or adapters."""
     critic = config.critic or config.reward_model or config.model
     preset, pretrained, sft = algorithm.learning_rate, algorithm.pretrained_rate, PRETRAINED_RATE
     if config.lora_rank:
@@ -183,6 +183,7 @@ def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
         sft = LORA_RATE
     return replace(
         config,
+        warmup_steps=algorithm.warmup_steps if config.warmup_steps < 0 else config.warmup_steps,
         learning_rate=settled_rate(config.learning_rate, config.model, preset, pretrained),
         critic_learning_rate=settled_rate(config.critic_learning_rate, critic, preset=CRITIC_RATE),
         sft_learning_rate=settled_rate(config.sft_learning_rate, config.model, SFT_RATE, sft),

@@ -127,6 +127,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             models="",
             steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
+            warmup_steps=default_of(RlhfConfig, "warmup_steps"),
             prompts=prepared.config.prompts * prepared.graph.group_size,
             output=str(folder),
             export_dtype="float32",  # the run's own start: nothing is rounded

@@ -32,6 +32,7 @@ OWN_RANGES = {
     "eval_temperature": Range(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default"),
     "eval_pass_score": Range(math.isfinite, "finite"),
     **dict.fromkeys(("critic_learning_rate", "sft_learning_rate"), RATE),
+    "warmup_steps": Range(lambda value: value >= -1, "at least 0, or -1 for the algorithm's"),
     "top_p": Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "micro_batch_tokens": Range(
         lambda value: value >= -1, f"at least 1, 0 for no limit, or -1: {TOKENS_PER_RANK} per sequence-parallel rank"

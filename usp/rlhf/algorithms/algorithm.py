@@ -50,6 +50,7 @@ class Algorithm:
         data: kind of examples: "prompts" to respond to, "answers" to train on, or "pairs", where sample 2i is preferred
             to sample 2i + 1. Calls read `prompt_ids` and `prompt_index` of prompts, `tokens` and `mask` of the others.
         learning_rate: default peak learning rate for the presets' random weights; pretrained_rate: for a directory.
+        warmup_steps: default steps of learning rate warmup.
         model_role: role that is initialized from the configuration's `model`.
     """
 
@@ -58,6 +59,7 @@ class Algorithm:
     data: Literal["prompts", "answers", "pairs"] = "prompts"
     learning_rate: float = 2e-3
     pretrained_rate: float = 1e-6
+    warmup_steps: int = 5
     model_role: str = "actor"
 
     def graph(self, options: Options) -> DataflowGraph:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Generate, Reduce
+from usp.rlhf.graph.calls import Generate, ModelCall, Reduce
 
 from .algorithm import Algorithm, at_least, one_of
 from .loss_weights import Aggregation
@@ -105,9 +105,12 @@ def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Re
 
 def grpo_algorithm(options: type[GRPO]) -> Algorithm:
     """Return GRPO with the defaults, and the objective, of `options`."""
-    return Algorithm(
-        options, lambda o: policy_calls(o, partial(grpo_advantages, o), scalars=("informative",), grouped=True)
-    )
+
+    def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
+        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=("informative",), grouped=True)
+
+    # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
+    return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
 
 
 GRPO_ALGORITHM = grpo_algorithm(GRPO)
