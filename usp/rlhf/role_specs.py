@@ -12,10 +12,13 @@ from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
+from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation
+from usp.hf.tensor_parallel import tp_problems
+from usp.model.rules import ep_violations, pp_violations
 from usp.presets import PRESETS
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
@@ -86,6 +89,28 @@ def generation_violations(specs: dict[str, RoleSpec]) -> list[str]:
     actor = specs["actor"]
     problems, kind = generation_problems(actor.config), actor.config.model_type
     return [f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {problems}"] if problems else []
+
+
+def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str, RoleSpec]) -> Iterator[str]:
+    """Yield why the model of a call cannot have the layout that the plan gives it."""
+    seen: set[str] = set()
+    for call in graph.calls:
+        if call.role not in specs:
+            continue
+        layout, spec, trained = plan[call.name], specs[call.role], call.kind == "train_step"
+        facts, dims = model_facts(spec.source, spec.config), layout.dims
+        shared = layout.tp_sequence_parallel
+        found = [*ep_violations(facts, dims.ep), *pp_violations(facts, dims.pp)]
+        if dims.tp > 1:
+            found += tp_problems(empty_model(spec.config), dims.tp, shared, trained)
+        if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
+            found.append(
+                f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
+            )
+        for text in found:
+            if text not in seen:
+                seen.add(text)
+                yield f"{call.name}: {text}"
 
 
 def context(spec: RoleSpec, sampled: bool) -> int:

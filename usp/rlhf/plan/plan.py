@@ -129,7 +129,7 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     if layout.sp_layout not in LAYOUTS:
         yield f"sp_layout={layout.sp_layout!r} must be one of {', '.join(LAYOUTS)}"
     if kind == "generate":
-        refused = {"zero": layout.zero, "ep": dims.ep - 1, "tp_sequence_parallel": layout.tp_sequence_parallel}
+        refused = {"zero": layout.zero, "tp_sequence_parallel": layout.tp_sequence_parallel}
         if asked := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(asked)}: remove them"
     if layout.tp_sequence_parallel and dims.tp == 1:
