@@ -83,7 +83,11 @@ def mix_experts(
     rows_RH = _Gather.apply(tokens_TH, order_R, inverse_R, choices_TK.shape[1])
     results_GH = experts(dispatch(rows_RH, plan, group), plan.rows_of_expert)
     chosen_RH = _Gather.apply(combine(results_GH, plan, group), inverse_R, order_R, 1)
-    return (chosen_RH.view(*choices_TK.shape, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
+    return (
+        (chosen_RH.view(*choices_TK.shape, tokens_TH.shape[1]) * weights_TK.unsqueeze(-1))
+        .sum(dim=1)
+        .to(tokens_TH.dtype)
+    )
 
 
 def dispatch(rows_RH: Tensor, plan: DispatchPlan, group: dist.ProcessGroup) -> Tensor:

@@ -12,9 +12,12 @@ T tokens of this rank, K experts per token, H hidden size, I an expert's interme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
@@ -30,11 +33,12 @@ from .structure.experts import expert_modules
 NAME = "expert_parallel"
 
 
-def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
+def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: bool = True) -> None:
     """Shard the experts of a transformers causal LM over the ep axis, in place; leaves a dense model unchanged.
 
-    Call it before FSDP; supports the meta device. Each rank must route different tokens: with tp, that requires
-    Megatron's sequence parallelism. The experts' gradients cover the tokens of the rank's ep group and must be summed
+    Call it before FSDP; supports the meta device. Ranks that have the same tokens, as tp ranks without Megatron's
+    sequence parallelism, route a part of them each and gather the results, which supports no gradients. The experts'
+    gradients cover the tokens of the rank's ep group and must be summed
     over efsdp and dp_replicate, as FSDP over `expert_modules` does.
 
     Raises:
@@ -48,6 +52,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
     ExpertsInterface.register(NAME, _experts_forward)
     for module in modules:
         module.ep_group = experts_mesh.get_group()  # type: ignore[assignment]
+        module.ep_replicas = () if tp_sequence_parallel else (mesh.group("tp"),)  # type: ignore[assignment]
         if experts_mesh.size() == 1:
             continue
         for name, whole in list(module.named_parameters(recurse=False)):
@@ -55,6 +60,28 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh) -> None:
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
     if modules:
         model.set_experts_implementation(NAME)
+
+
+@contextmanager
+def same_tokens(experts: Sequence[Any], groups: tuple[dist.ProcessGroup, ...]) -> Iterator[None]:
+    """Run forwards of experts in which the ranks of `groups`, outermost first, have the same tokens."""
+    usual = [module.ep_replicas for module in experts]
+    for module in experts:
+        module.ep_replicas = groups
+    try:
+        yield
+    finally:
+        for module, before in zip(experts, usual, strict=True):
+            module.ep_replicas = before
+
+
+def serve_experts(experts: Sequence[Any]) -> None:
+    """Take part in a forward of the other ranks of the ep groups, without tokens."""
+    for module in experts:
+        weight = local_tensor(module.down_proj)
+        hidden_size = weight.shape[2 if module.is_transposed else 1]
+        tokens = torch.empty(0, hidden_size, dtype=weight.dtype, device=weight.device)
+        _experts_forward(module, tokens, torch.empty(0, 1, dtype=torch.int64, device=weight.device), tokens[:, :1])
 
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -72,11 +99,27 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
             inner_GI = module.act_fn(linear("up_proj", rows_GH, rows_of_expert))
         return linear("down_proj", inner_GI, rows_of_expert)
 
-    return mix_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        num_experts=module.num_experts,
-        group=module.ep_group,
-        experts=experts,
-    )
+    def mix(hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        group, number = module.ep_group, module.num_experts
+        return mix_experts(hidden_TH, index_TK, weights_TK, num_experts=number, group=group, experts=experts)
+
+    replicas = [group for group in module.ep_replicas if group.size() > 1]
+    if module.ep_group.size() == 1 or not replicas:
+        return mix(hidden_states, top_k_index, top_k_weights)
+    return _divided(mix, replicas, hidden_states, top_k_index, top_k_weights)
+
+
+def _divided(mix: Callable[..., Tensor], groups: Sequence[dist.ProcessGroup], *tokens: Tensor) -> Tensor:
+    """Return `mix` of tokens that the ranks of `groups`, outermost first, all have: each mixes a part of them."""
+    part, parts, total = 0, 1, len(tokens[0])
+    for group in groups:
+        part, parts = part * group.size() + dist.get_rank(group), parts * group.size()
+    size = -(-total // parts)
+    own = slice(min(part * size, total), min((part + 1) * size, total))
+    mixed = mix(*(x[own] for x in tokens))
+    mixed = torch.cat((mixed, mixed.new_zeros(size - len(mixed), mixed.shape[1])))
+    for group in reversed(groups):
+        gathered = [torch.empty_like(mixed) for _ in range(group.size())]
+        dist.all_gather(gathered, mixed, group=group)
+        mixed = torch.cat(gathered)
+    return mixed[:total]

@@ -24,7 +24,7 @@ _KNOWN = {
 }
 
 
-def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool) -> None:
+def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool, trained: bool = True) -> None:
     """Shard heads, MLP columns and vocabulary over the mesh's tp axis, in place; does nothing for tp=1.
 
     Call it after `apply_unified_sp` and before FSDP; parameters may be on the meta device, else every tp rank must hold
@@ -35,11 +35,12 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         sequence_parallel: between attention and MLP, hidden states are (B, S / tp, H), where S are the tokens of a
             ring x ulysses rank. A pipeline stage other than the first takes them in this shape, and returns them in it
             if its final norm is nn.Identity; the last stage's output is gathered.
+        trained: the model has a backward, in which tp ranks that route the same tokens would count them twice.
 
     Raises:
         ValueError: naming all `tp_problems`.
     """
-    if problems := tp_problems(model, mesh.size("tp"), sequence_parallel):
+    if problems := tp_problems(model, mesh.size("tp"), sequence_parallel, trained):
         raise ValueError("; ".join(problems))
     if mesh.size("tp") == 1:
         return
@@ -50,11 +51,11 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
         gather_output(norm, tp_mesh, _TOKEN_DIM)
 
 
-def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool) -> list[str]:
+def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, trained: bool = True) -> list[str]:
     """Return why a causal LM or a stage of it cannot be divided over `tp` ranks. See `apply_tp`."""
     config = model.config
     facts = model_facts(config.model_type, config)
-    problems = tp_violations(facts, tp, sequence_parallel)
+    problems = tp_violations(facts, tp, sequence_parallel, trained)
     if tp == 1:
         return problems
     if sequence_parallel and facts.value_dim != facts.head_dim:

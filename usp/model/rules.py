@@ -7,7 +7,7 @@ from parallel import divisors
 from .facts import ModelFacts
 
 
-def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool) -> list[str]:
+def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, trained: bool = True) -> list[str]:
     """Return why the model cannot be divided over `tp` ranks, one message per violation."""
     if tp == 1:
         return ["tp_sequence_parallel=True shards tokens over tp ranks: use tp=2 or more"] * tp_sequence_parallel
@@ -22,10 +22,10 @@ def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool) -> lis
         for name, size in divided.items()
         if size % tp
     ]
-    if facts.num_experts and not tp_sequence_parallel:
+    if facts.num_experts and trained and not tp_sequence_parallel:
         violations.append(
-            f"tp={tp} with the mixture of experts {facts.name} needs tp_sequence_parallel=True, so that each tp rank "
-            f"routes different tokens"
+            f"tp={tp} with the mixture of experts {facts.name} needs tp_sequence_parallel=True in training, so that "
+            f"each tp rank routes different tokens"
         )
     return violations
 

@@ -29,6 +29,8 @@ class _Rlhf:
     """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
     """Algorithm options, e.g. kl=0.1,mini_batches=2. An unknown name lists all options with their defaults."""
+    ep: int = 1
+    """Expert-parallel degree of every call, generation included; divides dp_shard x ring x ulysses x tp."""
     rollout: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(default: as training)")] = ""
     """Parallel degrees of generation and inference with --plan separation, e.g. tp=2,ulysses=2."""
 

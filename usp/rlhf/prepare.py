@@ -47,7 +47,7 @@ from .role_specs import (
     context,
     generation_violations,
     kernel_choice,
-    memory_violations,
+    layout_violations,
     missing_models,
     role_specs,
     router_violations,
@@ -374,8 +374,8 @@ def _plan(
     else:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)
-    if found := list(memory_violations(plan, graph, specs)):
-        raise ValueError(f"--plan = {config.plan}: {'; '.join(found)}")
+    if problems := list(layout_violations(graph, plan, specs)):
+        raise ValueError(f"--plan = {config.plan}: {'; '.join(problems)}")
     offload = plan.offload
     if config.offload:
         offload |= frozenset(graph.roles) - frozenset(graph.trained_roles)
@@ -392,7 +392,7 @@ def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) 
         ranks_per_host=launch.local_world_size,
         heads=math.gcd(*(math.gcd(model.num_heads, model.num_kv_heads) for model in models)),
         layers=min(len(model.windows) for model in models),
-        dims=parallel_dims(config, ep=1),
+        dims=parallel_dims(config, config.ep),
         rollout_dims=ParallelDims(**rollout) if rollout else None,
         zero=config.zero,
         tp_sequence_parallel=config.tp_sequence_parallel,
@@ -401,6 +401,7 @@ def _plan_facts(config: RlhfConfig, specs: dict[str, RoleSpec], launch: Launch) 
         ac=config.ac,
         ac_offload=config.ac_offload,
         mlp_tile=config.mlp_tile,
+        experts=any(model.num_experts for model in models),
     )
 
 
@@ -408,7 +409,7 @@ def unused_layout_flags(config: RlhfConfig) -> dict[str, Any]:
     """Return the layout flags that are set although the plan defines all layouts, with their defaults."""
     if config.plan in NAMED_PLANS and config.plan != "heuristic":
         return {}
-    names = [field.name for field in fields(ParallelConfig)]
+    names = [*(field.name for field in fields(ParallelConfig)), "ep"]
     if config.plan not in NAMED_PLANS:
         names += ["micro_batch_tokens", "ac", "ac_offload", "mlp_tile"]
     defaults = {name: default_of(RlhfConfig, name) for name in names}

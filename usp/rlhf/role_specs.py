@@ -13,7 +13,9 @@ from usp.config import flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.balance import aux_loss_coefficient
 from usp.hf.integrate import rotary_switch
-from usp.hf.models import ModelHead, load_model_config, model_facts, scalar_violation
+from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation
+from usp.hf.tensor_parallel import tp_problems
+from usp.model.rules import ep_violations, pp_violations
 from usp.presets import PRESETS
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import ROLES, DataflowGraph
@@ -119,6 +121,32 @@ def generation_violations(specs: dict[str, RoleSpec]) -> list[str]:
     return [f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {problems}"] if problems else []
 
 
+def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str, RoleSpec]) -> Iterator[str]:
+    """Yield why the model of a call cannot have the layout that the plan gives it."""
+    seen: set[str] = set()
+    for call in graph.calls:
+        if call.role not in specs:
+            continue
+        layout, spec, trained = plan[call.name], specs[call.role], call.kind == "train_step"
+        facts, dims = model_facts(spec.source, spec.config), layout.dims
+        shared = layout.tp_sequence_parallel
+        found = [*ep_violations(facts, dims.ep), *pp_violations(facts, dims.pp)]
+        if dims.tp > 1:
+            found += tp_problems(empty_model(spec.config), dims.tp, shared, trained)
+        if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
+            found.append(
+                f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
+            )
+        if layout.mlp_tile and facts.num_experts:
+            found.append(
+                f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
+            )
+        for text in found:
+            if text not in seen:
+                seen.add(text)
+                yield f"{call.name}: {text}"
+
+
 def context(spec: RoleSpec, sampled: bool) -> int:
     """Return the maximum tokens of a role's sequences; sampled: they are generated."""
     switch = rotary_switch(spec.config) if sampled else None
@@ -148,14 +176,6 @@ def vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> I
                 f"--tokenizer = {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of the "
                 f"{role} {spec.source} has {spec.config.vocab_size}: use the model's own tokenizer"
             )
-
-
-def memory_violations(plan: ExecutionPlan, graph: DataflowGraph, specs: Mapping[str, RoleSpec]) -> Iterator[str]:
-    """Yield which calls have memory options that their model does not support."""
-    for call in graph.calls:
-        if call.role and plan[call.name].mlp_tile and specs[call.role].has_experts:
-            tile, source = plan[call.name].mlp_tile, specs[call.role].source
-            yield f"{call.name}: mlp_tile={tile} tiles dense MLPs, and those of {source} are experts: remove it"
 
 
 def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[str, RoleSpec]) -> Iterator[str]:

@@ -202,8 +202,8 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     for parameter in model.parameters():  # not buffers: rotary frequencies stay float32
         parameter.data = parameter.data.to(recipe.weights_dtype)
     apply_unified_sp(model, mesh, layout=recipe.sp_layout, kernel=recipe.kernel)
-    apply_ep(model, mesh)
-    apply_tp(model, mesh, recipe.tp_sequence_parallel)
+    apply_ep(model, mesh, recipe.tp_sequence_parallel)
+    apply_tp(model, mesh, recipe.tp_sequence_parallel, trained=recipe.optimizer is not None)
     if recipe.lora is not None:
         adapters_dtype = recipe.weights_dtype if recipe.optimizer is None else torch.float32
         apply_lora(model, recipe.lora, mesh, recipe.tp_sequence_parallel, adapters_dtype)

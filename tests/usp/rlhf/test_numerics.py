@@ -103,8 +103,13 @@ def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
         return interleaving(graph, replace(FACTS, dims=ParallelDims(ulysses=2), zero=3))
     if name == "heuristic":
         return heuristic(graph, FACTS)
+    if name == HEURISTIC_WITH_EXPERTS:
+        return heuristic(graph, replace(FACTS, heads=2, experts=True))
     plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), zero=3))
     everything = CallLayout(tuple(range(8)), ParallelDims(tp=4, dp_shard=2))
+    if name == DIVIDED_EXPERTS:
+        plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ep=2), zero=3))
+        everything = CallLayout(tuple(range(8)), ParallelDims(tp=2, dp_shard=4, ep=4))
     if name == TO_WHOLE_EXPERTS:
         everything = CallLayout(tuple(range(8)), ParallelDims(ulysses=2, dp_shard=4))
     made = {call.name: everything for call in graph.calls if call.kind == "generate"}
@@ -218,8 +223,11 @@ BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
 
 # With windows, rotary frequencies by layer and a tied head; with sinks and experts; with buffers in its checkpoints.
 TO_WHOLE_EXPERTS = "generate u2 dp4, train u2 r2 dp2"
-FAMILIES = {"glm4_moe": TO_WHOLE_EXPERTS}
+DIVIDED_EXPERTS = "generate tp2 dp4 ep4, train u2 dp4 ep2"
+HEURISTIC_WITH_EXPERTS = "heuristic, experts"
+FAMILIES = {"glm4_moe": TO_WHOLE_EXPERTS, "mixtral": DIVIDED_EXPERTS}
 MORE_FAMILIES = {
+    "qwen3_moe": HEURISTIC_WITH_EXPERTS,
     "gemma3_text": "separation",
     "gpt_oss": TO_WHOLE_EXPERTS,
     "cohere2": "separation",

@@ -39,3 +39,22 @@ def test_responses_end_as_the_tokenizer_the_generation_config_and_the_flags_say(
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), Launch())
+
+
+def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Path) -> None:
+    config = RlhfConfig(model="mixtral-tiny", output=str(tmp_path / "run"))
+    four = Launch(world_size=4, local_world_size=4)
+    for plan in ("heuristic", "flattening"):
+        calls = prepare(replace(config, plan=plan), four).plan.calls
+        assert (calls["actor_train"].zero, calls["actor_train"].dims.tp) == ((1, 4) if plan == "heuristic" else (3, 1))
+    calls = prepare(replace(config, ep=4, sp_ulysses=2), four).plan.calls
+    assert {calls[name].dims.ep for name in ("actor_generate", "actor_inference", "actor_train")} == {4}
+    for changes, text in (
+        ({"ep": 3}, "ep=3 must divide"),
+        ({"model": "tiny", "ep": 2}, "ep=2 shards experts, and tiny has none"),
+        ({"tp": 2}, "needs tp_sequence_parallel=True in training"),
+        ({"ep": 2, "zero": 0}, "use zero=1"),
+        ({"ep": 2, "plan": "heuristic", "sft_steps": 0}, "does not use --ep"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            prepare(replace(config, **changes), four)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
+from usp.hf.expert_parallel import same_tokens, serve_experts
 from usp.hf.integrate import Mask, rotary_switch, run_cached
 from usp.hf.structure.experts import expert_modules
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
@@ -86,6 +87,10 @@ class Generator:
         axes = self._attention.axes
         multiple = SequenceLayout.multiple_of(self._attention.layout, axes.ring, axes.ulysses)
         self._multiple = multiple * -(-_ROW_MULTIPLE // multiple)
+        self._experts = expert_modules(model) if mesh.dims.ep > 1 else []
+        # Experts that are spread over data-parallel ranks make these run the same number of forwards.
+        spread = mesh.dims.ep > 1 and (self._sp * mesh.size("tp")) % mesh.dims.ep > 0
+        self._together = mesh.group("dp_shard") if spread else None
         self.cache_bytes = 0
 
     @torch.inference_mode()
@@ -93,7 +98,8 @@ class Generator:
         """Return one response per prompt, the same on every rank of the data-parallel group.
 
         Collective over that group (pp, ring, ulysses, tp), whose ranks must pass the same arguments; groups are
-        independent. Which sequences share a batch does not change the responses, except for rounding.
+        independent, unless experts are spread over several: these must call it together, also without prompts. Which
+        sequences share a batch does not change the responses, except for rounding.
 
         Args:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
@@ -109,14 +115,14 @@ class Generator:
         if not violations:
             limits = [min(work.max_new_tokens, self._context - len(prompt)) for prompt in prompts]
             violations = _switch_violations(prompts, limits, self._switch)
-        if violations:
-            raise ValueError("; ".join(violations))
+        if self._most(bool(violations)):
+            raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
         rollouts = [
             Rollout(prompt.tolist(), seed, limit) for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         ]
         arguments = (len(rollouts), work, self._slots, [(r.prompt, r.seed) for r in rollouts])
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
-        if rollouts:
+        if rollouts or self._together is not None:
             self._run(rollouts, work)
         return [
             GeneratedResponse(torch.tensor(r.tokens), torch.tensor(r.logprobs, dtype=torch.float32), r.stopped)
@@ -125,15 +131,33 @@ class Generator:
 
     def _run(self, rollouts: Sequence[Rollout], work: Generate) -> None:
         slots, ended = Slots(rollouts, self._slots), Stops(work, self._decode_text)
-        cache = KVCache.allocate(len(slots.active), capacity(rollouts, self._sp, self._multiple), self._device)
-        while slots.pending:
+        places = capacity(rollouts, self._sp, self._multiple) if rollouts else 0
+        cache = KVCache.allocate(len(slots.active), places, self._device)
+        while True:
             admitted = slots.admit()
+            groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
+            own = len(groups) + slots.pending
+            most = self._most(own)
+            if not most:
+                break
+            for _ in range(most - own):
+                serve_experts(self._experts)
+            if not own:
+                continue
             if admitted:
                 cache.clear(torch.tensor(admitted, device=self._device))
-            for group in slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS):
+            for group in groups:
                 self._prefill(cache, group, slots.active)
             slots.append(*self._decode(cache, slots, work), ended)
         self.cache_bytes = cache.nbytes
+
+    def _most(self, number: int) -> int:
+        """Return the largest of the numbers of the data-parallel ranks that run forwards together."""
+        if self._together is None:
+            return number
+        most = torch.tensor(number, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._together)
+        return int(most)
 
     def _prefill(self, cache: KVCache, group: PrefillGroup, active: Sequence[Rollout | None]) -> None:
         """Write the keys and values of a group's prompts to the cache.
@@ -190,7 +214,10 @@ class Generator:
         if not self._first:
             x = torch.empty(*ids.shape, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
             dist.recv(x, group=pp, group_src=dist.get_rank(pp) - 1)
-        hidden = run_cached(self._model, x, position_ids, kv_cache, first=self._first)
+        # In prefill tokens are divided over sp.
+        axes = ("sp", "tp") if isinstance(kv_cache, DecodeStep) else ("tp",)
+        with same_tokens(self._experts, tuple(self._groups[axis] for axis in axes if axis in self._groups)):
+            hidden = run_cached(self._model, x, position_ids, kv_cache, first=self._first)
         if not self._last:
             dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
         return hidden
@@ -244,10 +271,6 @@ def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
         violations += cache_problems({mask.kind for module in model.modules() if (mask := _mask_of(module))})
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         violations.append("the weights are sharded with FSDP, which gathers them for every token: leave it out")
-    if mesh.dims.ep > 1:
-        violations.append(
-            f"ep={mesh.dims.ep} would exchange tokens between data-parallel ranks, which decode independently: use ep=1"
-        )
-    if mesh.size("tp") > 1 and expert_modules(model):
-        violations.append(f"tp={mesh.size('tp')} shards expert tokens, but decoding has one per sequence: use tp=1")
+    if mesh.dims.ep > 1 and not all(hasattr(module, "ep_group") for module in expert_modules(model)):
+        violations.append(f"ep={mesh.dims.ep} divides experts, and these are whole: call apply_ep(model, mesh) first")
     return violations

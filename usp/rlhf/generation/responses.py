@@ -49,7 +49,7 @@ def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Sup
     group = range(work.group_size)
     ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
     repeated = [prompt for prompt in prompts["prompt_ids"] for _ in group] if prompts.ids else []
-    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids]) if repeated else []
+    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids])
     samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
     keys = ("tokens", "mask", "logprobs", "finished", "prompt_length")
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in keys})

@@ -34,6 +34,7 @@ class Facts:
         world_size, ranks_per_host: of the run.
         heads: greatest common divisor of all models' attention and key-value heads; tp must divide it.
         layers: of the shallowest model, which bounds pp.
+        experts: whether a model has experts, which tp ranks share in training from ZeRO stage 1 on.
         dims: degrees of every call; dp_shard is resolved for the ranks of a call.
         rollout_dims: degrees of generation and inference under `separation`; None: same as `dims`.
         zero, tp_sequence_parallel: of train and inference calls.
@@ -55,6 +56,7 @@ class Facts:
     ac: str = "none"
     ac_offload: bool = False
     mlp_tile: int = 0
+    experts: bool = False
 
 
 def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
@@ -71,7 +73,9 @@ def heuristic(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 
     def layout(call: ModelCall) -> CallLayout:
         chosen = _layout(call, facts, everything, dims)
-        return replace(chosen, tp_sequence_parallel=tp > 1) if call.kind == "train_step" else chosen
+        if call.kind != "train_step":
+            return chosen
+        return replace(chosen, tp_sequence_parallel=tp > 1, zero=int(facts.experts and tp > 1))
 
     untrained = frozenset(graph.roles) - frozenset(graph.trained_roles)
     return ExecutionPlan("heuristic", {call.name: layout(call) for call in graph.calls}, untrained)
@@ -146,7 +150,6 @@ def _layout(call: ModelCall, facts: Facts, ranks: tuple[int, ...], dims: Paralle
     if call.kind == "compute":
         return CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
     generates, trains = call.kind == "generate", call.kind == "train_step"
-    dims = replace(dims, ep=1) if generates else dims
     return CallLayout(
         ranks,
         dims.resolve(len(ranks)),

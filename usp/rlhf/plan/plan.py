@@ -161,7 +161,7 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     if layout.sp_layout not in LAYOUTS:
         yield f"sp_layout={layout.sp_layout!r} must be one of {', '.join(LAYOUTS)}"
     if kind == "generate":
-        refused = {"zero": layout.zero, "ep": dims.ep - 1, "tp_sequence_parallel": layout.tp_sequence_parallel}
+        refused = {"zero": layout.zero, "tp_sequence_parallel": layout.tp_sequence_parallel}
         refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
         if asked := [name for name, value in refused.items() if value]:
             yield f"a generate call does not support {', '.join(asked)}: remove them"

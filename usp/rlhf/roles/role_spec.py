@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from usp.hf.lora.adapters import Lora
-from usp.hf.models import ModelConfig, model_facts
+from usp.hf.models import ModelConfig
 from usp.rlhf.plan.plan import CallLayout
 from usp.train.build import EngineRecipe
 from usp.train.engines.base import AdamW
@@ -46,11 +46,6 @@ class RoleSpec:
     balance: float = 0.0
     router_balance: str = "step"
     lora: Lora | None = None
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model is a mixture of experts."""
-        return model_facts(self.source, self.config).num_experts > 0
 
     def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
         """Return how to build the model's stages and engine in a layout."""

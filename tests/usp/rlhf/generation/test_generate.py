@@ -276,7 +276,7 @@ def test_invalid_arguments_are_rejected_on_every_rank(ranks: RankPool) -> None:
         "numbers": "ValueError: max_new_tokens=0 must be at least 1; temperature=-1 must be positive",
         "differ": "RanksDisagree: the arguments of generate must be the same on all ranks",
         "plain": "ValueError: the model's attention is not sharded: call apply_unified_sp(model, mesh) first; slots=0",
-        "experts": "ValueError: ep=2 would exchange tokens between data-parallel ranks",
+        "experts": "ValueError: ep=2 divides experts, and these are whole: call apply_ep",
         "gradients": "ValueError: kv_cache does not support gradients",
         "nan": "the model's logits are not finite after 3 tokens",
     }

@@ -1,0 +1,130 @@
+"""Models with experts generate the same under expert and tensor parallelism as on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel import ParallelDims, ParallelMesh, stage_layers
+from parallel.testing import RankPool
+from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
+from usp.hf import expert_parallel
+from usp.hf.expert_parallel import apply_ep
+from usp.hf.initialise import initialise
+from usp.hf.integrate import apply_unified_sp
+from usp.hf.models import empty_model, materialise
+from usp.hf.prune import prune_to_stage
+from usp.hf.tensor_parallel import apply_tp
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import Generate
+
+GRIDS = (
+    ParallelDims(),
+    ParallelDims(ep=2),
+    ParallelDims(ep=4),
+    ParallelDims(tp=2),
+    ParallelDims(tp=2, ep=2),
+    ParallelDims(tp=2, ep=4),
+    ParallelDims(ulysses=2, ep=2),
+    ParallelDims(ring=2, ep=4),
+    ParallelDims(tp=2, ring=2, ep=2),
+    ParallelDims(tp=2, ulysses=2, ep=4),
+    ParallelDims(pp=2, ep=2),
+)
+ON_GRIDS = {"mixtral": range(len(GRIDS)), "qwen3_moe": (0, 3, 5, 7, 9)}
+LENGTHS = (40, 1, 65, 3, 2, 33, 9)
+# Responses of very different lengths, so that data-parallel ranks end at different times.
+WORKS = (
+    Generate(max_new_tokens=12, temperature=0, stop_ids=tuple(range(0, VOCAB, 5))),
+    Generate(max_new_tokens=20, temperature=0.8, stop_ids=tuple(range(0, VOCAB, 9))),
+)
+Found = list[dict[int, tuple[list[int], Tensor]]]
+
+
+def built(family: str, mesh: ParallelMesh) -> Generator:
+    config = CONFIGS[family]()
+    rank, stages = mesh.rank("pp"), mesh.size("pp")
+    first, last = rank == 0, rank == stages - 1
+    model = empty_model(config)
+    prune_to_stage(model, stage_layers(config.num_hidden_layers, stages)[rank], first, last)
+    apply_unified_sp(model, mesh)
+    apply_ep(model, mesh, tp_sequence_parallel=False)
+    apply_tp(model, mesh, sequence_parallel=False, trained=False)
+    materialise(model, torch.device("cpu"))
+    initialise(model, 0)
+    return Generator(model, mesh, first=first, last=last, slots=2)
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def generated(family: str, mesh: ParallelMesh, count: int) -> Found:
+    """The responses to the first `count` prompts that are this rank's, by number of the prompt and work."""
+    generator = built(family, mesh)
+    own = range(mesh.rank("batch"), count, mesh.size("batch"))
+    given, found = [prompts()[number] for number in own], []
+    for work in WORKS:
+        responses = generator.generate(given, work, list(own))
+        found.append({n: (r.tokens.tolist(), r.logprobs) for n, r in zip(own, responses, strict=True)})
+    return found
+
+
+def on_every_grid(count: int) -> dict[tuple[str, str], Found]:
+    meshes = [ParallelMesh.create(dims) for dims in GRIDS]
+    return {
+        (family, str(GRIDS[number])): generated(family, meshes[number], count)
+        for family, numbers in ON_GRIDS.items()
+        for number in numbers
+    }
+
+
+def alone(family: str) -> Found:
+    return generated(family, ParallelMesh.create(ParallelDims()), len(LENGTHS))
+
+
+def test_every_grid_generates_what_one_process_does(ranks: RankPool) -> None:
+    wanted = {family: ranks.run(alone, 1, family)[0] for family in ON_GRIDS}
+    for family, found in wanted.items():
+        model = drawn_model(CONFIGS[family]())
+        for number, (tokens, logprobs) in found[0].items():
+            whole = torch.cat((prompts()[number], torch.tensor(tokens)))
+            with torch.no_grad():
+                exact = model(whole.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, whole[1:, None]).squeeze(1)
+            assert (exact[len(prompts()[number]) - 1 :] - logprobs).abs().max() <= 1e-5
+        assert len({len(tokens) for tokens, _ in found[1].values()}) >= 3
+    for count in (len(LENGTHS), 1):  # with one prompt most data-parallel ranks have none
+        for rank, grids in enumerate(ranks.run(on_every_grid, 4, count, timeout=300)):
+            for (family, dims), works in grids.items():
+                for work, responses in enumerate(works):
+                    for number, (tokens, logprobs) in responses.items():
+                        exact, reference = wanted[family][work][number]
+                        where = f"{family}, {dims}, rank {rank}, prompt {number}, work {work}"
+                        assert tokens == exact, where
+                        assert (logprobs - reference).abs().max() <= 1e-5, where
+
+
+def rows_sent(dims: ParallelDims) -> int:
+    """The rows that this rank's experts get in a call with one prompt of one token and one new token."""
+    mesh, rows = ParallelMesh.create(dims), 0
+    grouped = expert_parallel.grouped_linear
+
+    def counted(rows_GI: Tensor, *rest: object) -> Tensor:
+        nonlocal rows
+        rows += len(rows_GI)
+        return grouped(rows_GI, *rest)
+
+    expert_parallel.grouped_linear = counted
+    try:
+        built("mixtral", mesh).generate([torch.arange(1)], Generate(max_new_tokens=1, temperature=0), [0])
+    finally:
+        expert_parallel.grouped_linear = grouped
+    return rows
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2, ring=2, ep=4), ParallelDims(tp=2, ulysses=2, ep=2)], ids=str)
+def test_a_token_that_ranks_share_goes_to_its_experts_once(ranks: RankPool, dims: ParallelDims) -> None:
+    # two layers, two experts of each token, two matrices of an expert
+    assert sum(ranks.run(rows_sent, 4, dims)) == 2 * 2 * 2
