@@ -260,6 +260,7 @@ def _open_examples(
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
     if algorithm.data == "answers" or sft_steps or scored_by_answer:
         keys.append("answer")
+    unread = scored_by_answer and not sft_steps and config.reward_function != "match"  # a function may need none
     try:
         return open_examples(
             config.data,
@@ -271,6 +272,7 @@ def _open_examples(
             wrong_answers=config.wrong_answers,
             whole=not sampled,
             drop_long=config.long_prompts == "drop",
+            optional=("answer",) if unread else (),
         )
     except ValueError as error:
         names = r"\b(data|prompt_tokens|long_prompts|tokenizer)="

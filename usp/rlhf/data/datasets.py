@@ -134,6 +134,7 @@ def open_examples(
     wrong_answers: float = 0.0,
     whole: bool = False,
     drop_long: bool = False,
+    optional: Sequence[str] = (),
 ) -> Examples:
     """Open `data`: stdlib, or a JSONL file whose lines have text or messages under each of `keys`.
 
@@ -143,6 +144,7 @@ def open_examples(
         wrong_answers: fraction of built-in examples with a wrong answer.
         whole: prompt and answer are trained on together, so together they must fit in `longest`.
         drop_long: leave out lines that do not fit in `longest`.
+        optional: those of `keys` that a line may lack, and then has empty text under.
 
     Raises:
         ValueError: naming every invalid line, and prompts that are too long.
@@ -160,7 +162,7 @@ def open_examples(
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
-                examples.append(_parse(line, keys, tokenizer, longest, whole))
+                examples.append(_parse(line, keys, tokenizer, longest, whole, optional))
             except _TooLong as error:
                 dropped += drop_long
                 problems += [] if drop_long else [f"line {number}: {error}"]
@@ -179,7 +181,9 @@ class _TooLong(ValueError):
     """A line whose tokens exceed the model's context."""
 
 
-def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool) -> Example:
+def _parse(
+    line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool, optional: Sequence[str]
+) -> Example:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -189,6 +193,7 @@ def _parse(line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, w
     first = "messages" if "messages" in row and "prompt" not in row else "prompt"
     if first == "messages" and "answer" in keys and "answer" not in row:
         row |= _answered(row["messages"])
+    row = dict.fromkeys(optional, "") | row
     for key in (first, *keys[1:]):
         if key not in row:
             raise ValueError(f"no text under {key!r}{nearest(key, row)}")

@@ -77,6 +77,15 @@ def test_only_the_requested_keys_are_read(tmp_path: Path, answer: str) -> None:
         assert (found[0].answer, found[0].rejected) == said
 
 
+def test_an_optional_answer_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n{"prompt": "q", "answer": "a"}\n')
+    data, options = str(tmp_path / "rows.jsonl"), {"prompt_tokens": 1, "longest": 9, "seed": 0}
+    found = open_examples(data, KEYS, ByteTokenizer(), **options, optional=("answer",))
+    assert [found[0].answer, found[1].answer] == ["", "a"]
+    with pytest.raises(ValueError, match="line 1: no text under 'answer'"):
+        open_examples(data, KEYS, ByteTokenizer(), **options)
+
+
 def test_prompt_and_answer_must_fit_the_context_together(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "ppp", "answer": "a" * 9}))
     made = {"prompt_tokens": 1, "longest": 10, "seed": 0}
