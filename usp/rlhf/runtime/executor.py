@@ -84,7 +84,7 @@ class Executor:
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
         agree({**compared, "ranks_per_host": ranks_per_host}, self._world, "the graph and the plan", device)
         copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
-        operations = schedule(graph, plan, world_size, copies.step)
+        operations = schedule(graph, plan, world_size, copies.aliases, copies.plan_step(graph, plan))
         for operation in operations:
             if operation.kind in ("call", "transfer"):
                 # NCCL connects at a group's first communication, in which all members must take part.
