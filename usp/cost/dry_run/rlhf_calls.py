@@ -23,9 +23,8 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.batching import Rollout, capacity
 from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph, unit
-from usp.rlhf.plan.operations import schedule
+from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of
-from usp.rlhf.plan.step_weights import StepWeights, WeightCopy, copy_of, trained_copy, weight_copies
 from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.roles.forward import forward_stages
 from usp.rlhf.roles.role_model import RoleModel
@@ -257,7 +256,7 @@ def _resident(step: RlhfStep, world_size: int, rank: int) -> dict[str, int]:
     present = {copy for copy in models if trained_copies[copy.role] in (None, copy)}
     present -= {copy for copy in present if copy.role in plan.offload}
     found: dict[str, int] = {}
-    for operation in schedule(graph, plan, world_size, StepWeights(aliases)):
+    for operation in schedule(graph, plan, world_size, aliases):
         if operation.copy in models and operation.kind in ("reallocate", "load"):
             present.add(operation.copy)
         elif operation.copy in models and operation.kind in ("release", "offload"):

@@ -7,14 +7,46 @@ waited for where their values are needed, so it cannot deadlock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from parallel import ReallocPlan
 from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, key_kinds
 
-from .plan import ExecutionPlan
-from .step_weights import StepWeights, WeightCopy, copy_of, trained_copy, weight_copies
+from .plan import CallLayout, ExecutionPlan
+
+
+@dataclass(frozen=True)
+class WeightCopy:
+    """The weights of a role in one layout. Calls whose layouts are equal `of_weights` share them.
+
+    Attributes:
+        for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
+            wrapped for training.
+    """
+
+    role: str
+    layout: CallLayout
+    for_generation: bool = False
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """How the copies of a step get their weights; see `plan_weights`.
+
+    Attributes:
+        sources: for each copy that is filled: copies of its role in memory then, besides the trained one.
+        kept: copies that stay past their last call -> the copy that they stay for: they are released once it is filled.
+        fills: the reallocation that fills each copy, from the trained one and its sources.
+        call_bytes, fill_bytes: by rank, the most that filled copies take during a call, and while weights move.
+    """
+
+    sources: Mapping[WeightCopy, tuple[WeightCopy, ...]] = field(default_factory=dict)
+    kept: Mapping[WeightCopy, WeightCopy] = field(default_factory=dict)
+    fills: Mapping[WeightCopy, ReallocPlan] = field(default_factory=dict)
+    call_bytes: Mapping[int, int] = field(default_factory=dict)
+    fill_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -22,9 +54,9 @@ class Operation:
     """A collective step of the schedule.
 
     Attributes:
-        kind: reallocate: allocate `copy` and fill it from the role's other copies in memory. release: free it. load,
-            offload: move `copy` to the device or to the host. call: run `call`. announce: tell every rank the lengths
-            of the sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
+        kind: reallocate: allocate `copy` and fill it from the role's trained copy and `sources`. release: free it.
+            load, offload: move `copy` to the device or to the host. call: run `call`. announce: tell every rank the
+            lengths of the sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
         ranks: participants, ascending.
         calls: for weights: the calls that use them.
         served: for a transfer: calls that received the outputs of `call` in earlier transfers.
@@ -36,6 +68,7 @@ class Operation:
     calls: tuple[str, ...] = ()
     served: tuple[str, ...] = ()
     copy: WeightCopy | None = None
+    sources: tuple[WeightCopy, ...] = ()
 
     @property
     def name(self) -> str:
@@ -48,8 +81,36 @@ class Operation:
         return self.call or "lengths"
 
 
+def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
+    """Return the copy of the weights that a call uses."""
+    copy = WeightCopy(call.role, plan[call.name].of_weights)
+    return replace(
+        copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
+    )
+
+
+def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
+    """Return the copies that a plan needs, in the order of first use, each with the calls that use it."""
+    found: dict[WeightCopy, tuple[ModelCall, ...]] = {}
+    for call in graph.order:
+        if call.role:
+            copy = copy_of(graph, plan, call)
+            found[copy] = (*found.get(copy, ()), call)
+    return found
+
+
+def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
+    """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
+    call = graph.train_call(role)
+    return WeightCopy(role, plan[call.name].of_weights) if call else None
+
+
 def schedule(
-    graph: DataflowGraph, plan: ExecutionPlan, world_size: int, weights: StepWeights | None = None
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    world_size: int,
+    aliases: frozenset[WeightCopy] = frozenset(),
+    weights: StepWeights | None = None,
 ) -> tuple[Operation, ...]:
     """Return the operations of a step.
 
@@ -58,14 +119,23 @@ def schedule(
     stays for.
 
     Args:
-        weights: how copies are filled; None: each from the trained one alone.
+        aliases: copies that share the memory of their role's trained copy, and need no reallocation.
+        weights: how the others are filled; None: from the trained copy alone.
     """
-    return tuple(_Scheduler(graph, plan, world_size, weights or StepWeights()).operations())
+    return tuple(_Scheduler(graph, plan, world_size, aliases, weights or StepWeights()).operations())
 
 
 class _Scheduler:
-    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, world_size: int, weights: StepWeights) -> None:
-        self._graph, self._plan, self._world, self._step = graph, plan, tuple(range(world_size)), weights
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        plan: ExecutionPlan,
+        world_size: int,
+        aliases: frozenset[WeightCopy],
+        weights: StepWeights,
+    ) -> None:
+        self._step = weights
+        self._graph, self._plan, self._world, self._aliases = graph, plan, tuple(range(world_size)), aliases
         self._uses = weight_copies(graph, plan)
         self._kinds = key_kinds(graph)
         self._done: list[str] = []
@@ -88,23 +158,24 @@ class _Scheduler:
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
         """Yield the weight operations before the first (or after the last) call of a step that uses a copy."""
-        copy, step = copy_of(self._graph, self._plan, call), self._step
-        if not call.role or copy in step.aliases or self._uses[copy][0 if first else -1] is not call:
+        copy = copy_of(self._graph, self._plan, call)
+        if not call.role or copy in self._aliases or self._uses[copy][0 if first else -1] is not call:
             return
-        trained = trained_copy(self._graph, self._plan, call.role)
-        if trained is None:
+        source = trained_copy(self._graph, self._plan, call.role)
+        if source is None:
             if call.role in self._plan.offload:
                 yield self._of_copy("load" if first else "offload", copy)
-        elif copy != trained and first:
-            yield self._of_copy("reallocate", copy, trained, *step.sources.get(copy, ()))
-            yield from (self._of_copy("release", kept) for kept, until in step.kept.items() if until == copy)
-        elif copy != trained and copy not in step.kept:
+        elif copy != source and first:
+            yield self._of_copy("reallocate", copy, source, *self._step.sources.get(copy, ()))
+            yield from (self._of_copy("release", kept) for kept, until in self._step.kept.items() if until == copy)
+        elif copy != source and copy not in self._step.kept:
             yield self._of_copy("release", copy)
 
-    def _of_copy(self, kind: str, copy: WeightCopy, *others: WeightCopy) -> Operation:
-        """Return an operation on a copy, in which the ranks of others take part."""
-        ranks = {rank for one in (copy, *others) for rank in one.layout.ranks}
-        return Operation(kind, tuple(sorted(ranks)), calls=tuple(call.name for call in self._uses[copy]), copy=copy)
+    def _of_copy(self, kind: str, copy: WeightCopy, *filling: WeightCopy) -> Operation:
+        """Return an operation on a copy; filling: the trained copy and the sources of a reallocation."""
+        ranks = tuple(sorted({rank for one in (copy, *filling) for rank in one.layout.ranks}))
+        calls = tuple(call.name for call in self._uses[copy])
+        return Operation(kind, ranks, calls=calls, copy=copy, sources=filling[1:])
 
     def _unannounced(self, level: tuple[ModelCall, ...]) -> tuple[str, ...]:
         """Return the generate calls whose lengths this level is the first to need."""

@@ -1,4 +1,4 @@
-"""The weights of a step: the copies that calls use, what each is filled from, and how long it stays in memory. Pure.
+"""The weights of a step: what each copy is filled from, and how long it stays in memory. Pure.
 
     trained copy ──fill──> copy for generation ... its last call
          └──────fill──────────────└──fill──> copy for inference ... its last call
@@ -14,71 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from parallel import ParamLayout, ReallocPlan, plan_realloc
-from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 
-from .plan import CallLayout, ExecutionPlan
-
-
-@dataclass(frozen=True)
-class WeightCopy:
-    """The weights of a role in one layout. Calls whose layouts are equal `of_weights` share them.
-
-    Attributes:
-        for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
-            wrapped for training.
-    """
-
-    role: str
-    layout: CallLayout
-    for_generation: bool = False
-
-
-def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> WeightCopy:
-    """Return the copy of the weights that a call uses."""
-    copy = WeightCopy(call.role, plan[call.name].of_weights)
-    return replace(
-        copy, for_generation=isinstance(call.work, Generate) and copy == trained_copy(graph, plan, call.role)
-    )
-
-
-def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
-    """Return the copies that a plan needs, in the order of first use, each with the calls that use it."""
-    found: dict[WeightCopy, tuple[ModelCall, ...]] = {}
-    for call in graph.order:
-        if call.role:
-            copy = copy_of(graph, plan, call)
-            found[copy] = (*found.get(copy, ()), call)
-    return found
-
-
-def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
-    """Return the copy that the optimizer updates; None for an untrained role."""
-    call = graph.train_call(role)
-    return WeightCopy(role, plan[call.name].of_weights) if call else None
-
-
-@dataclass(frozen=True)
-class StepWeights:
-    """How the copies of a step get their weights.
-
-    Attributes:
-        aliases: copies that share the memory of their role's trained copy, and are never filled.
-        sources: for each copy that is filled: copies of its role in memory then, besides the trained one.
-        kept: copies that stay past their last call -> the copy that they stay for: they are released once it is filled.
-        fills: the reallocation that fills each copy, from the trained one and its sources.
-        call_bytes, fill_bytes: by rank, the most that filled copies take during a call, and while weights move.
-    """
-
-    aliases: frozenset[WeightCopy] = frozenset()
-    sources: Mapping[WeightCopy, tuple[WeightCopy, ...]] = field(default_factory=dict)
-    kept: Mapping[WeightCopy, WeightCopy] = field(default_factory=dict)
-    fills: Mapping[WeightCopy, ReallocPlan] = field(default_factory=dict)
-    call_bytes: Mapping[int, int] = field(default_factory=dict)
-    fill_bytes: Mapping[int, int] = field(default_factory=dict)
+from .operations import StepWeights, WeightCopy, trained_copy, weight_copies
+from .plan import ExecutionPlan
 
 
 def plan_weights(
@@ -94,6 +35,7 @@ def plan_weights(
 
     Args:
         layouts: of the copies of trained roles.
+        aliases: copies that share the memory of their role's trained copy.
         bucket_bytes, ranks_per_host: see `plan_realloc`.
     """
     lives = _Lives(graph, plan, layouts, aliases)
@@ -114,7 +56,7 @@ def plan_weights(
                     lives.kept[gone], best = copy, longer
     sources = {copy: lives.sources(copy) for copy in lives.copies}  # a copy that stays serves those in between as well
     fills = {copy: filled_from(copy, sources[copy]) for copy in lives.copies}
-    return StepWeights(aliases, sources, lives.kept, fills, lives.call_bytes(), lives.fill_bytes())
+    return StepWeights(sources, lives.kept, fills, lives.call_bytes(), lives.fill_bytes())
 
 
 class _Lives:

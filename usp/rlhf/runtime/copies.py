@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy as shallow_copy
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, ReallocPlan, gather_layout
+from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.operations import StepWeights, WeightCopy, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.step_weights import WeightCopy, plan_weights, trained_copy, weight_copies
+from usp.rlhf.plan.step_weights import plan_weights
 from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing
 
 from .timeline import BytesMoved
@@ -30,7 +30,7 @@ class RoleCopies:
         ranks_per_host: for reallocation, which prefers sources on the same host.
 
     Attributes:
-        step: which copies share memory, and how the others are filled.
+        aliases: copies that share the memory of their role's trained copy.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class RoleCopies:
         device: torch.device,
         ranks_per_host: int,
     ) -> None:
-        self._groups, self._device, self._ranks_per_host = groups, device, ranks_per_host
+        self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
+        self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], Reallocation] = {}
+        self._minimum: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[int, int]] = {}  # what this rank lacks
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
@@ -58,36 +60,35 @@ class RoleCopies:
                     self._models[copy].fill()
         filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]
         copies = [*self._trained.values(), *filled]
-        self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
+        layouts = self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
-        self._aliases = frozenset(copy for copy in filled if self._share(copy, self._layouts, frozen))
-        self._plan_step(graph, plan)
+        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
 
-    def of_graph(self, graph: DataflowGraph, plan: ExecutionPlan) -> RoleCopies:
-        """Return the same copies for the steps of another graph, which needs no others. Collective over the world."""
-        other = shallow_copy(self)
-        other._plan_step(graph, plan)
-        return other
-
-    def _plan_step(self, graph: DataflowGraph, plan: ExecutionPlan) -> None:
+    def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan) -> StepWeights:
+        """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
-        self.step = plan_weights(graph, plan, self._layouts, self._aliases, **options)
-        fills = self.step.fills.items()
-        self._reallocations = {copy: Reallocation(fill, self._groups, self._device) for copy, fill in fills}
-        self._moved = {copy: _moved(fill, dist.get_rank()) for copy, fill in fills}
+        step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
+        rank = dist.get_rank()
+        for copy, fill in step.fills.items():
+            key = copy, step.sources[copy]
+            self._reallocations[key] = Reallocation(fill, self._groups, self._device)
+            self._minimum[key] = fill.lacking_bytes(rank), fill.host_lacking_bytes(rank)
+        return step
 
     def model(self, copy: WeightCopy) -> Role:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
-    def reallocate(self, copy: WeightCopy, moved: BytesMoved) -> None:
-        """Allocate a copy and fill it from those in memory. Collective over the ranks of all of them."""
+    def reallocate(self, copy: WeightCopy, sources: tuple[WeightCopy, ...], moved: BytesMoved) -> None:
+        """Allocate a copy and fill it from the trained one and `sources`. Collective over the ranks of all of them."""
         if copy in self._models:
             self._models[copy].allocate()
-        others = [self._weights(source) for source in self.step.sources[copy]]
-        self._reallocations[copy].run(self._weights(self._trained[copy.role]), self._weights(copy), others)
-        for name, size in self._moved[copy].items():
-            setattr(moved, name, size)
+        reallocation, others = self._reallocations[copy, sources], [self._weights(source) for source in sources]
+        reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy), others)
+        fill, rank = reallocation.plan, dist.get_rank()
+        moved.sent, moved.received = fill.sent_bytes.get(rank, 0), fill.received_bytes.get(rank, 0)
+        moved.crossed = fill.crossed_bytes.get(rank, 0)
+        moved.minimum, moved.host_minimum = self._minimum[copy, sources]
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}
@@ -113,17 +114,6 @@ class RoleCopies:
         if isinstance(model, SupportsSharing) and (same or (same_frozen and frozen[copy].parameters)):
             model.share({**self._frozen(source), **(self._weights(source) if same else {})})
         return same
-
-
-def _moved(plan: ReallocPlan, rank: int) -> dict[str, int]:
-    """Return what a rank's `BytesMoved` says of a reallocation."""
-    return {
-        "sent": plan.sent_bytes.get(rank, 0),
-        "received": plan.received_bytes.get(rank, 0),
-        "minimum": plan.lacking_bytes(rank),
-        "crossed": plan.crossed_bytes.get(rank, 0),
-        "host_minimum": plan.host_lacking_bytes(rank),
-    }
 
 
 def _holds(source: ParamLayout, copy: ParamLayout) -> bool:

@@ -93,9 +93,7 @@ class Executor:
         built = copies is None
         if copies is None:
             copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
-        else:
-            copies = copies.of_graph(graph, plan)
-        operations = schedule(graph, plan, world_size, copies.step)
+        operations = schedule(graph, plan, world_size, copies.aliases, copies.plan_step(graph, plan))
         for operation in operations:
             if operation.kind in ("call", "transfer"):
                 # NCCL connects at a group's first communication, in which all members must take part.

@@ -15,9 +15,8 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, tokens_key
-from usp.rlhf.plan.operations import Operation
+from usp.rlhf.plan.operations import Operation, copy_of
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.step_weights import copy_of
 from usp.rlhf.roles.role import Role
 
 from .copies import RoleCopies
@@ -79,7 +78,7 @@ class StepRunner:
                     self._announce(operation.calls)
                 elif operation.kind == "reallocate":
                     assert operation.copy
-                    context.copies.reallocate(operation.copy, moved)
+                    context.copies.reallocate(operation.copy, operation.sources, moved)
                 else:
                     assert operation.copy and operation.kind in ("release", "load", "offload"), operation.kind
                     getattr(context.copies.model(operation.copy), operation.kind)()

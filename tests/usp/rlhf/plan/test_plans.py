@@ -17,10 +17,9 @@ from usp.rlhf.data.fingerprint import fingerprint
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
-from usp.rlhf.plan.operations import Operation, schedule
+from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.plan.plan_text import from_mapping, parse_ranks, to_mapping
-from usp.rlhf.plan.step_weights import copy_of, trained_copy
 from usp.rlhf.runtime.measure import sampling_difference, with_measures
 from usp.rlhf.runtime.summary import Summary, merge
 

@@ -15,9 +15,9 @@ from tests.usp.rlhf.toy import ppo
 from usp.rlhf.graph.calls import Inference, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
-from usp.rlhf.plan.operations import schedule
+from usp.rlhf.plan.operations import StepWeights, WeightCopy, schedule, trained_copy, weight_copies
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.step_weights import StepWeights, WeightCopy, plan_weights, trained_copy, weight_copies
+from usp.rlhf.plan.step_weights import plan_weights
 
 FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=4)
 OPTIONS: dict[str, Any] = {"bucket_bytes": 1 << 20, "ranks_per_host": 4}
@@ -89,12 +89,12 @@ def check_lives(graph: DataflowGraph, plan: ExecutionPlan, weights: StepWeights)
     alive: list[WeightCopy] = []
     filled: list[WeightCopy] = []
     layouts = layouts_of(graph, plan)
-    for operation in schedule(graph, plan, 8, weights):
+    for operation in schedule(graph, plan, 8, weights=weights):
         copy = operation.copy
         if operation.kind == "reallocate" and copy:
-            assert set(alive) >= set(weights.sources[copy])
-            assert {one for one in alive if one.role == copy.role} == set(weights.sources[copy])
-            assert {rank for one in (copy, *weights.sources[copy]) for rank in one.layout.ranks} <= {*operation.ranks}
+            assert {one for one in alive if one.role == copy.role} == set(operation.sources)
+            assert operation.sources == weights.sources[copy]
+            assert {rank for one in (copy, *operation.sources) for rank in one.layout.ranks} <= {*operation.ranks}
             alive.append(copy)
             filled.append(copy)
             for rank in range(8):

@@ -23,8 +23,8 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
+from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.step_weights import WeightCopy
 from usp.rlhf.runtime.executor import Executor, StepResult
 from usp.rlhf.runtime.timeline import BytesMoved, Event
 from usp.rlhf.runtime.trace import totals
@@ -192,7 +192,7 @@ def run_stale() -> tuple[list[dict[str, float]], tuple[Event, ...]]:
     made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, stale=True))
     copies = made._context.copies
 
-    def forget(copy: WeightCopy, moved: BytesMoved) -> None:
+    def forget(copy: WeightCopy, sources: tuple[WeightCopy, ...], moved: BytesMoved) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 
