@@ -119,11 +119,7 @@ def prepare(
     assert algorithm is not None
     config = _with_rates(settled_lora(config), algorithm)
     sft_steps = _sft_steps(config, algorithm)
-    if config.lora_rank and config.model in PRESETS and not sft_steps:
-        problems.append(
-            f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
-            f"{config.model} is a preset with random ones: give a directory, or --sft-steps that train all of them"
-        )
+    problems += _frozen_preset(config, sft_steps)
     specs = attempt(lambda: role_specs(config, algorithm, dtype))
     strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
@@ -195,6 +191,15 @@ def _sft_steps(config: RlhfConfig, algorithm: Algorithm) -> int:
     if algorithm.data == "answers":
         return 0
     return config.sft_steps if config.sft_steps >= 0 else DEFAULT_SFT_STEPS * (config.model in PRESETS)
+
+
+def _frozen_preset(config: RlhfConfig, sft_steps: int) -> Iterator[str]:
+    """Yield why adapters cannot be trained on the weights that the run begins with."""
+    if config.lora_rank and config.model in PRESETS and not sft_steps:
+        yield (
+            f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
+            f"{config.model} is a preset with random ones: give a directory, or --sft-steps that train all of them"
+        )
 
 
 def find_rlhf_start(config: RlhfConfig, sft_steps: int, launch: Launch, damaged: Collection[Path] = ()) -> Start:

@@ -150,7 +150,7 @@ def _article(sample: Mapping[str, Any]) -> str:
     step = escape(str(sample["step"]))
     end = prompt if len(prompt) <= _SUMMARY else f"…{prompt[-_SUMMARY:]}"
     return (
-        f'<article data-step="{step}" data-set="{_set_of(sample)}" data-score="{sample["score"] or 0}">'
+        f'<article data-step="{step}" data-set="{_set_of(sample)}" data-score="{float(sample["score"] or 0)}">'
         f"<header><span>step {step}</span><span>{_set_of(sample)}</span>{numbers}{unfinished}</header>"
         f"<details><summary>prompt, {len(prompt):,} characters: {escape(end)}</summary>"
         # HTML drops a newline that begins a <pre>.

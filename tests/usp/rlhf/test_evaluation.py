@@ -17,7 +17,7 @@ from parallel.testing import RankPool
 from tests.usp.rlhf.runtime.test_executor import executor, plans
 from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.data.datasets import Example
+from usp.rlhf.data.datasets import Example, FileExamples
 from usp.rlhf.data.held_out import hold_out
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
@@ -130,7 +130,7 @@ def test_greedy_is_the_default_of_one_response() -> None:
 
 
 def test_held_out_examples_are_not_trained_on() -> None:
-    examples = [Example(np.array([number]), "") for number in range(50)]
+    examples = FileExamples([Example(np.array([number]), "") for number in range(50)])
     rest, held_out = hold_out(examples, 7, seed=3)
     trained, tested = ([int(part[index].prompt[0]) for index in range(len(part))] for part in (rest, held_out))
     assert sorted(trained + tested) == list(range(50)) and len(tested) == 7 and trained == sorted(trained)

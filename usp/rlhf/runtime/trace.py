@@ -42,6 +42,7 @@ class Total:
         share: fraction of the step time.
         waiting: seconds that its first rank waits for the last to arrive.
         bytes, minimum: received by all ranks, and the least that they need.
+        crossed, host_minimum: of these, received from other hosts, and the least that hosts need.
     """
 
     kind: str
@@ -52,6 +53,8 @@ class Total:
     waiting: float
     bytes: int
     minimum: int
+    crossed: int = 0
+    host_minimum: int = 0
 
     @property
     def ratio(self) -> float | None:
@@ -92,11 +95,12 @@ def totals(events: Sequence[Event]) -> list[Total]:
         steps, alike = worked[key], moved.get(key, [])
         seconds = [covered(found) for found in steps.values()]
         waits = [max((activity.waiting for activity in found), default=0.0) for found in steps.values()]
-        received, minimum = (
-            sum(getattr(event, name) for event in alike) // len(steps) for name in ("received", "minimum")
+        sizes = (
+            sum(getattr(event, name) for event in alike) // len(steps)
+            for name in ("received", "minimum", "crossed", "host_minimum")
         )
         share = sum(seconds) / (sum(lengths.values()) or 1.0)
-        rows.append(Total(*key, mean(seconds), pstdev(seconds), share, mean(waits), received, minimum))
+        rows.append(Total(*key, mean(seconds), pstdev(seconds), share, mean(waits), *sizes))
     return rows
 
 
@@ -125,14 +129,15 @@ def summary_table(events: Sequence[Event]) -> Table:
         result = _table(f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}, {ranks}: {length}", ("kind", "name"))
     several = len(steps) > 1
     times = ("work (s)", "deviation", "of step") if several else ("work (s)", "of step")
-    for heading in (*times, "wait before (s)", "bytes", "minimum", "ratio"):
+    for heading in (*times, "wait before (s)", "bytes", "minimum", "ratio", "between hosts", "minimum"):
         result.add_column(heading, justify="right")
     for row in totals(events):
         moved = (f"{row.bytes:,}", f"{row.minimum:,}") if row.bytes or row.minimum else ("", "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         deviation = (f"{row.deviation:.3f}",) if several else ()
         seconds = (f"{row.seconds:.3f}", *deviation, f"{row.share:.1%}", f"{row.waiting:.3f}")
-        result.add_row(row.kind, row.name, *seconds, *moved, ratio)
+        crossed = (f"{row.crossed:,}", f"{row.host_minimum:,}") if row.crossed or row.host_minimum else ("", "")
+        result.add_row(row.kind, row.name, *seconds, *moved, ratio, *crossed)
     return result
 
 
@@ -197,7 +202,8 @@ def _slices(activity: Activity) -> Iterator[dict[str, Any]]:
 
 
 def _moved(event: Event) -> dict[str, Any]:
-    return {key: getattr(event, key) for key in ("kind", "step", "sent", "received", "minimum")}
+    keys = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")
+    return {key: getattr(event, key) for key in keys}
 
 
 def _slice(
