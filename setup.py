@@ -21,6 +21,7 @@ setup(
         "torch>=2.13",
         "transformers>=5.17",
         "filelock",
+        "jinja2",
         "matplotlib",
         "numpy",
         "pyarrow",

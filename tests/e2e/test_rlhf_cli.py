@@ -121,7 +121,7 @@ BAD = [
     (["--router-balance", "micro-batch"], ["--router-balance micro-batch balances experts, and tiny has none: remove"]),
     (["--ac-offload"], ["--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"]),
     (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--plan = plan.yaml does not use --ac: remove"]),
-    (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["actor_train: mlp_tile=64 tiles dense MLPs, and those of"]),
+    (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["mlp_tile=64 tiles dense MLPs, and those of mixtral-tiny"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
 ]
 

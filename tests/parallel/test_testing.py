@@ -26,6 +26,7 @@ def fail_on(bad_rank: int) -> None:
 
 
 def fail_everywhere() -> None:
+    dist.barrier()  # all have connected before the first closes its connections
     time.sleep(0.2 * dist.get_rank())
     raise ValueError(f"refused on {dist.get_rank()}")
 

@@ -48,7 +48,7 @@ def test_plans_are_checked_against_the_models_before_anything_runs(tmp_path: Pat
         calls = prepare(replace(config, plan=plan), four).plan.calls
         assert (calls["actor_train"].zero, calls["actor_train"].dims.tp) == ((1, 4) if plan == "heuristic" else (3, 1))
     calls = prepare(replace(config, ep=4, sp_ulysses=2), four).plan.calls
-    assert {calls[name].dims.ep for name in ("actor_generate", "actor_inference", "actor_train")} == {4}
+    assert {calls[name].dims.ep for name in ("actor_generate", "ref_inference", "actor_train")} == {4}
     for changes, text in (
         ({"ep": 3}, "ep=3 must divide"),
         ({"model": "tiny", "ep": 2}, "ep=2 shards experts, and tiny has none"),
