@@ -38,8 +38,8 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
 
     Call it before FSDP; supports the meta device. Ranks that have the same tokens, as tp ranks without Megatron's
     sequence parallelism, route a part of them each and gather the results, which supports no gradients. The experts'
-    gradients cover the tokens of the rank's ep group and must be summed
-    over efsdp and dp_replicate, as FSDP over `expert_modules` does.
+    gradients cover the tokens of the rank's ep group and must be summed over efsdp and dp_replicate, as FSDP over
+    `expert_modules` does.
 
     Raises:
         ValueError: naming all `ep_violations`.
