@@ -192,18 +192,20 @@ class Case:
 
 CASES = [
     Case(ParallelDims(dp_shard=8), zero=3, budget=16, ac="full", mlp_tile=3, offload=True),
-    Case(ParallelDims(tp=2, pp=2, dp_shard=2), offload=True),
     Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
-    Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3", ac="attention-saved"),
     Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
     Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied", ac="full", ac_offload=True),
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
-    Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, budget=24, family="mixtral", balance=0.5, ac="full"),
     Case(ParallelDims(pp=2, tp=2, ring=2), zero=1, shared=True, budget=30, family="mixtral", balance=0.5),
     Case(
         ParallelDims(ulysses=4, ring=2), zero=2, budget=40, family="mixtral", balance=0.5, router_balance="micro-batch"
     ),
+]
+MORE = [
+    Case(ParallelDims(tp=2, pp=2, dp_shard=2), offload=True),
+    Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3", ac="attention-saved"),
+    Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
 ]
 
 
@@ -296,9 +298,9 @@ def _moment_bytes(model: RoleModel) -> set[int]:
     return {local_part(x).untyped_storage().nbytes() for x in states if local_part(x).numel()}
 
 
-def run_cases(wanted: dict[tuple[Any, ...], Any]) -> list[dict[str, float]]:
+def run_cases(chosen: list[Case], wanted: dict[tuple[Any, ...], Any]) -> list[dict[str, float]]:
     groups = ProcessGroups()
-    return [run_case(case, wanted[case.alone], groups) for case in CASES]
+    return [run_case(case, wanted[case.alone], groups) for case in chosen]
 
 
 def stop_and_fail(folder: str) -> list[Any]:
@@ -375,9 +377,10 @@ def test_responses_are_samples_aligned_with_their_tokens() -> None:
     assert first != second and len(generate_samples(Samples((), {}), Generate(), 11, Echo())) == 0
 
 
-def test_every_layout_matches_a_single_process(ranks: RankPool) -> None:
-    wanted = {case.alone: train_alone(*case.alone) for case in CASES}
-    found = ranks.run(run_cases, 8, wanted, timeout=400)
+def test_every_layout_matches_a_single_process(ranks: RankPool, exhaustive: bool) -> None:
+    chosen = CASES + MORE if exhaustive else CASES
+    wanted = {case.alone: train_alone(*case.alone) for case in chosen}
+    found = ranks.run(run_cases, 8, chosen, wanted, timeout=400)
     for rank, cases in enumerate(found):
-        for case, errors in zip(CASES, cases, strict=True):
+        for case, errors in zip(chosen, cases, strict=True):
             assert all(error <= 1e-5 for error in errors.values()), (rank, case, errors)

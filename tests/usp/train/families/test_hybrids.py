@@ -32,7 +32,7 @@ from usp.train.resume import CHECKPOINTS
 from usp.train.step import local_part, train_step
 from usp.train.trainer import Trainer
 
-VOCAB, ROWS, LENGTH, STEPS = 384, 4, 64, 5
+VOCAB, ROWS, LENGTH, STEPS = 384, 4, 64, 3
 RATE, MAX_NORM, EPS = 3e-3, 0.5, 1e-4
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]  # the first half: no attention
 # Without experts.

@@ -21,7 +21,6 @@ from .test_families import plain_steps, steps
 from .test_families import write as write_tiny
 from .test_hybrids import RUN, VOCAB, difference, difference_of, exported, losses_of, run
 
-STEPS = 10
 EXPERTS: dict[str, dict[str, Any]] = {
     "ep2 dp2 r2": {"ep": 2, "sp_ring": 2, "batch_size": 1},
     "ep4 u2 r2": {"ep": 4, "sp_ulysses": 2, "sp_ring": 2},
@@ -42,31 +41,32 @@ PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
 
 
 def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
-    for model_type in MODELS if exhaustive else ("qwen3_next",):
+    chosen, steps_of_a_run = (MODELS, 10) if exhaustive else (("qwen3_next",), 4)
+    for model_type in chosen:
         folder = tmp_path / model_type
         write_tiny(model_type, folder / "tiny")
-        expected = plain_steps(model_type, STEPS)
+        expected = plain_steps(model_type, steps_of_a_run)
         for mixture, flags in MODELS[model_type].items():
-            found = ranks.run(steps, 4, str(folder / "tiny"), flags, STEPS, timeout=240)
+            found = ranks.run(steps, 4, str(folder / "tiny"), flags, steps_of_a_run, timeout=240)
             assert not isinstance(found[0], str), (model_type, mixture, found[0])
             assert difference(found[0], expected) <= 1e-5, (model_type, mixture, difference(found[0], expected))
-        resumes_and_exports(ranks, model_type, folder)
+        resumes_and_exports(ranks, model_type, folder, steps_of_a_run)
         generates_as_transformers_does(ranks, folder / "resumed" / "model")
 
 
-def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path) -> None:
-    """Train ten steps under one mixture, and the second half of them also under another."""
+def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of_a_run: int) -> None:
+    """Train all steps under one mixture, and the second half of them also under another."""
     first, second = list(MODELS[model_type].values())[:2]
     write_tiny(model_type, folder / "first", vocab_size=VOCAB)
-    config = replace(
-        RUN, model=str(folder / "first"), steps=STEPS, checkpoint_every=5, data_cache=str(folder / "cache")
-    )
+    half = steps_of_a_run // 2
+    config = replace(RUN, model=str(folder / "first"), steps=steps_of_a_run, checkpoint_every=half)
+    config = replace(config, data_cache=str(folder / "cache"))
     rows = {"batch_size": 2}
     ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")), timeout=240)
-    checkpoint = folder / "whole" / CHECKPOINTS / "step-00000005"
+    checkpoint = folder / "whole" / CHECKPOINTS / f"step-{half:08}"
     resumed = replace(config, **rows | second, output=str(folder / "resumed"), resume=str(checkpoint))
     ranks.run(run, 4, resumed, timeout=240)
-    assert difference(losses_of(folder / "resumed"), losses_of(folder / "whole")[5:]) <= 1e-5, model_type
+    assert difference(losses_of(folder / "resumed"), losses_of(folder / "whole")[half:]) <= 1e-5, model_type
     whole, other = (exported(folder / name / "model") for name in ("whole", "resumed"))
     for name, parameter in whole.named_parameters():
         assert difference_of(other.get_parameter(name), parameter) <= 1e-5, (model_type, name)
