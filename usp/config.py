@@ -29,6 +29,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
+LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -120,6 +121,18 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate after its warmup, shared by train.py and rlhf.py."""
+
+    lr_schedule: Annotated[str, one_of(LR_SCHEDULES)] = "cosine"
+    """Learning rate after the warmup. wsd: constant, then a linear decay in the last --lr-decay-steps."""
+    lr_final: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    lr_decay_steps: int = -1
+    """Steps of the decay of --lr-schedule wsd. -1: a tenth of all steps."""
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """LoRA adapters, shared by train.py and rlhf.py."""
 
@@ -186,7 +199,7 @@ class _Training:
     learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0
-    """Peak learning rate of AdamW; cosine decay to 10% after warmup."""
+    """Peak learning rate of AdamW."""
     warmup_steps: int = 10
     """Linear warmup steps."""
     weight_decay: float = 0.1
@@ -210,7 +223,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class TrainConfig(RunConfig, MemoryConfig, RouterConfig, _Training, LoraConfig, ParallelConfig):
+class TrainConfig(RunConfig, MemoryConfig, RouterConfig, ScheduleConfig, _Training, LoraConfig, ParallelConfig):
     """Train a causal language model with Ulysses x Ring sequence parallelism, combined with data, tensor, pipeline and
     expert parallelism.
 

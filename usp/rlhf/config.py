@@ -8,7 +8,16 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
-from usp.config import MODEL_HELP, LoraConfig, MemoryConfig, ParallelConfig, RouterConfig, RunConfig, one_of
+from usp.config import (
+    MODEL_HELP,
+    LoraConfig,
+    MemoryConfig,
+    ParallelConfig,
+    RouterConfig,
+    RunConfig,
+    ScheduleConfig,
+    one_of,
+)
 from usp.run.failures import nearest
 
 from .algorithms.registry import ALGORITHMS
@@ -108,7 +117,7 @@ class _Rlhf:
     learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
     ] = 0.0
-    """Peak learning rate (linear warmup, cosine decay to 10%)."""
+    """Peak learning rate of AdamW."""
     critic_learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
     ] = 0.0
@@ -132,7 +141,7 @@ class _Rlhf:
 
 
 @dataclass(frozen=True)
-class RlhfConfig(RunConfig, MemoryConfig, RouterConfig, _Rlhf, LoraConfig, ParallelConfig):
+class RlhfConfig(RunConfig, MemoryConfig, RouterConfig, ScheduleConfig, _Rlhf, LoraConfig, ParallelConfig):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 

@@ -57,7 +57,8 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.build import export_dtype
 from usp.train.claim import from_first_rank, run_folder, settled, sound_start
-from usp.train.loop import TrainingLoop, learning_rate
+from usp.train.learning_rate import Schedule
+from usp.train.loop import TrainingLoop
 from usp.train.resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, remember_folder
 
 from .algorithms.algorithm import Algorithm, stateful
@@ -191,6 +192,7 @@ class RlhfTrainer(TrainingLoop):
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
+        self.schedule = Schedule.of(self.config, self.config.steps, self.config.warmup_steps)
         self.groups = ProcessGroups()
         self.trained: dict[str, RoleModel] = {}  # of this rank, by role
         if self.config.lora_rank:
@@ -233,10 +235,8 @@ class RlhfTrainer(TrainingLoop):
         """Run step `number` (from 1): from prompts to new weights."""
         begin, self._number = time.perf_counter(), number
         self.watchdog.progress(number, "step", long=True)
-        peak = self.config.learning_rate
-        rate = learning_rate(number, peak, self.config.warmup_steps, self.config.steps) / peak
         for model in self.trained.values():
-            model.learning_rate = model.spec.learning_rate * rate
+            model.learning_rate = model.spec.learning_rate * self.schedule.at(number)
         indices = example_indices(self.taken, self.prepared.drawn, len(self.prepared.examples), self.config.seed)
         seed = derived_seed(self.config.seed, number)
         try:
@@ -466,8 +466,12 @@ class RlhfTrainer(TrainingLoop):
         models = ", ".join(f"{role} {spec.source}" for role, spec in self.prepared.roles.items())
         dtype = str(self.prepared.roles[self.prepared.graph.trained_roles[0]].dtype).removeprefix("torch.")
         yield f"algorithm: {self.config.algorithm}, models: {models}, {dtype} on {self.device.type}"
-        yield "learning rate: " + ", ".join(
-            f"{role} {self.prepared.roles[role].learning_rate:g}" for role in self.prepared.graph.trained_roles
+        yield (
+            "learning rate: "
+            + ", ".join(
+                f"{role} {self.prepared.roles[role].learning_rate:g}" for role in self.prepared.graph.trained_roles
+            )
+            + f", {self.schedule}"
         )
         actor = self.prepared.roles.get("actor")
         if actor is not None and actor.lora is not None:

@@ -18,6 +18,7 @@ from usp.train.validate import (
     RANGES,
     RATE,
     Range,
+    schedule_violations,
     unused_lora_flags,
     unused_memory_flags,
     value_violations,
@@ -59,6 +60,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
     yield from unused_lora_flags(config)
     yield from unused_memory_flags(config)
+    yield from schedule_violations(config, config.steps)
     algorithm = algorithms.get(config.algorithm)
     if (config.stop or config.stop_ids) and algorithm and algorithm.data != "prompts":
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"

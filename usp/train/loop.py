@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -25,17 +24,6 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
 from .resume import CHECKPOINTS, MODEL
-
-FINAL_RATE = 0.1  # of the peak
-
-
-def learning_rate(step: int, peak: float, warmup_steps: int, steps: int) -> float:
-    """Return the rate of step 1, 2, ...: linear to `peak` over `warmup_steps`, then a cosine to a tenth of it."""
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
-    done = (step - warmup_steps) / (steps - warmup_steps)
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    return peak * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
 class TrainingLoop(ABC):

@@ -49,7 +49,8 @@ from .build import EngineRecipe, build_engine, export_dtype, first_weights, resu
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from .claim import from_first_rank, run_folder, settled
 from .evaluate import Evaluations, held_out_loss, perplexity
-from .loop import TrainingLoop, learning_rate
+from .learning_rate import Schedule
+from .loop import TrainingLoop
 from .prepare import PreparedRun, prepare
 from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
 from .step import local_part, sum_over_ranks, train_step
@@ -114,6 +115,7 @@ class Trainer(TrainingLoop):
         if recipe.lora is not None:
             self.result = ADAPTER
             self.adapter_parameters = prepared.shape.adapter_parameters(recipe.lora.rank, recipe.lora.targets)
+        self.schedule = Schedule.of(config, config.steps, config.warmup_steps)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
         self.evaluations = Evaluations(held_out)
@@ -130,7 +132,7 @@ class Trainer(TrainingLoop):
         batch = next(self.prepared.batches)
         self.mesh.agree(batch.digest(), f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
-        rate = learning_rate(number, self.config.learning_rate, self.config.warmup_steps, self.config.steps)
+        rate = self.config.learning_rate * self.schedule.at(number)
         local = local_part(batch, self.mesh, self.config, self.device)
         loss, norm = train_step(self.engine, self.mesh, local, self.config, rate, before_update=self._exchange)
         if not math.isfinite(norm):
@@ -219,7 +221,7 @@ class Trainer(TrainingLoop):
         yield self.prepared.kernel_choice
         rows = dims.batch * config.batch_size
         yield from self._data_summary(rows)
-        yield f"learning rate: {config.learning_rate:g}, after {config.warmup_steps} warmup steps"
+        yield f"learning rate: {config.learning_rate:g}, {self.schedule}"
         if self.prepared.saved is not None:
             yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"

@@ -21,6 +21,7 @@ from usp.config import (
     DEVICES,
     DTYPES,
     ENGINES,
+    LR_SCHEDULES,
     PLANS,
     PP_SCHEDULES,
     ROPE_SCALINGS,
@@ -29,6 +30,7 @@ from usp.config import (
     MemoryConfig,
     ParallelConfig,
     RouterConfig,
+    ScheduleConfig,
     TrainConfig,
     flag,
 )
@@ -117,6 +119,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "bos": BOS,
     "export_dtype": DTYPES,
     "rope_scaling": ROPE_SCALINGS,
+    "lr_schedule": LR_SCHEDULES,
     "router_balance": ROUTER_BALANCES,
 }
 RANGES: Mapping[str, Range] = {
@@ -126,6 +129,8 @@ RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
     **dict.fromkeys(("eval_every", "lora_rank", "lora_alpha"), NOT_NEGATIVE),
     "learning_rate": RATE,
+    "lr_final": Range(lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "lr_decay_steps": Range(lambda value: value >= -1, "at least 0, or -1 for a tenth of --steps"),
     "adam_eps": POSITIVE,
     **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
     "seq_len": Range(lambda value: value >= 2, "at least 2: a token and the next one"),
@@ -242,6 +247,7 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
     if config.eval_every and not config.eval_data:
         yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
     yield from unused_memory_flags(config)
+    yield from schedule_violations(config, config.steps)
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
@@ -250,6 +256,16 @@ def unused_memory_flags(config: MemoryConfig) -> Iterator[str]:
     """Yield which flags need activation checkpointing, and there is none."""
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
+
+
+def schedule_violations(config: ScheduleConfig, steps: int) -> Iterator[str]:
+    """Yield which flags of the learning rate's schedule contradict each other."""
+    if config.lr_schedule == "constant" and config.lr_final != ScheduleConfig.lr_final:
+        yield f"--lr-final = {config.lr_final:g} ends a decay, but --lr-schedule is constant: remove it"
+    if config.lr_decay_steps >= 0 and config.lr_schedule != "wsd":
+        yield f"--lr-decay-steps = {config.lr_decay_steps} is an option of --lr-schedule wsd: remove it"
+    if config.lr_decay_steps > steps:
+        yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {steps}"
 
 
 def unused_lora_flags(config: LoraConfig) -> Iterator[str]:

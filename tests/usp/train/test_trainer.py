@@ -26,7 +26,7 @@ from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
-from usp.train.trainer import Trainer, learning_rate, train
+from usp.train.trainer import Trainer, train
 
 SMALL = TrainConfig(seq_len=256, steps=4, warmup_steps=2, device="cpu")
 
@@ -40,14 +40,6 @@ def no_group_stays_open() -> Iterator[None]:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    rates = [learning_rate(step, 1.0, warmup_steps=4, steps=20) for step in range(1, 21)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(after < before for before, after in pairwise(rates[3:]))
-    assert rates[-1] == pytest.approx(0.1)
-    assert learning_rate(1, 1.0, warmup_steps=0, steps=20) < 1.0
 
 
 # One process

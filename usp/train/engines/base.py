@@ -58,7 +58,7 @@ class AdamW:
     eps: float = 1e-8
 
     def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """Return torch's AdamW over `parameters`, with weight decay on matrices only.
+        """Return torch's fused AdamW over `parameters`, with weight decay on matrices only.
 
         Parameters are grouped by their device mesh, because one multi-tensor update cannot span several.
         """
@@ -67,4 +67,4 @@ class AdamW:
             decay = self.weight_decay if parameter.ndim >= 2 else 0.0
             key = (decay, parameter.device_mesh if isinstance(parameter, DTensor) else None)
             groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
-        return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps)
+        return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
