@@ -196,6 +196,8 @@ class _Training:
     """Micro-batches per step, for gradient accumulation and to fill the pipeline. Divides batch_size."""
     steps: int = 100
     """Optimizer steps."""
+    train_tokens: int = 0
+    """Tokens to train on, instead of --steps: the last step is a whole one. 0: not set."""
     learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0

@@ -103,6 +103,8 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
         ({"global_batch_size": 6}, 4, ["multiple of the 4 data-parallel ranks", "use 4 or 8"]),
         ({"global_batch_size": 8, "batch_size": 2}, 4, ["--global-batch-size = 8 and --batch-size = 2", "give one"]),
         ({"global_batch_size": 3, "sp_ring": 3}, 4, ["must divide the world size 4"]),
+        ({"train_tokens": 10**9, "steps": 5}, 4, ["--train-tokens = 1000000000 and --steps = 5", "give one"]),
+        ({"train_tokens": -1}, 4, ["--train-tokens = -1 must be at least 0"]),
         ({"global_batch_size": -1}, 4, ["--global-batch-size = -1 must be at least 0"]),
         ({"plan": "auto"}, 1, ["--plan auto is only supported by train.py"]),
         ({"plan": "atuo"}, 1, ["--plan = 'atuo' must be one of none, auto (did you mean 'auto'?)"]),
@@ -140,6 +142,8 @@ def test_what_cannot_run_is_refused(changes: dict[str, object], world_size: int,
 def test_the_global_batch_is_shared_by_the_data_parallel_ranks() -> None:
     asked = TrainConfig(sp_ulysses=2, dp_replicate=2, global_batch_size=12)
     assert settle_batch(asked, 8) == replace(asked, global_batch_size=0, batch_size=3)
+    tokens = replace(asked, train_tokens=12 * 4096 * 7 + 1)
+    assert settle_batch(tokens, 8) == replace(asked, global_batch_size=0, batch_size=3, steps=8)
     for unsettled in (replace(asked, global_batch_size=10), replace(asked, batch_size=2), TrainConfig(batch_size=2)):
         assert settle_batch(unsettled, 8) is unsettled
 

@@ -63,11 +63,16 @@ def with_flags(message: str) -> str:
 
 
 def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Replace global_batch_size by the batch_size it implies; return `config` unchanged if there is none."""
-    ranks = _batch_ranks(config, world_size) if config.global_batch_size > 0 and config.batch_size == 1 else None
-    if ranks is None or config.global_batch_size % ranks:
+    """Replace global_batch_size by the batch_size it implies, and then train_tokens by the steps; each if it is set."""
+    ranks = _batch_ranks(config, world_size)
+    if ranks is None:
         return config
-    return replace(config, batch_size=config.global_batch_size // ranks, global_batch_size=0)
+    if config.global_batch_size > 0 and config.batch_size == 1 and config.global_batch_size % ranks == 0:
+        config = replace(config, batch_size=config.global_batch_size // ranks, global_batch_size=0)
+    of_a_step = ranks * config.batch_size * config.seq_len
+    if config.train_tokens > 0 and config.steps == TrainConfig.steps and of_a_step > 0:
+        config = replace(config, steps=math.ceil(config.train_tokens / of_a_step), train_tokens=0)
+    return config
 
 
 def _batch_ranks(config: TrainConfig, world_size: int) -> int | None:
@@ -127,7 +132,7 @@ RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("batch_size", "micro_batches", "steps", "log_every"), AT_LEAST_ONE),
     **dict.fromkeys(("loss_chunk", "keep_checkpoints"), AT_LEAST_ONE),
     **dict.fromkeys(("global_batch_size", "warmup_steps", "seed", "mlp_tile", "checkpoint_every"), NOT_NEGATIVE),
-    **dict.fromkeys(("eval_every", "lora_rank", "lora_alpha"), NOT_NEGATIVE),
+    **dict.fromkeys(("train_tokens", "eval_every", "lora_rank", "lora_alpha"), NOT_NEGATIVE),
     "learning_rate": RATE,
     "lr_final": Range(lambda value: 0 <= value <= 1, "from 0 to 1"),
     "lr_decay_steps": Range(lambda value: value >= -1, "at least 0, or -1 for a tenth of --steps"),
@@ -192,6 +197,15 @@ def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--global-batch-size = {config.global_batch_size} must be a multiple of the {ranks} data-parallel ranks "
             f"(dp_replicate x dp_shard): use {sizes}"
+        )
+
+
+def _train_tokens(config: TrainConfig, world_size: int) -> Iterator[str]:
+    """Say why `settle_batch` left train_tokens."""
+    if config.train_tokens and config.steps != TrainConfig.steps:
+        yield (
+            f"--train-tokens = {config.train_tokens} and --steps = {config.steps} both set the length of the run: give "
+            "one of them"
         )
 
 
@@ -368,6 +382,7 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_degrees, (*_DEGREES, "sp_order")),
     (_sequence, (*_SP, "sp_layout", "seq_len")),
     (_global_batch, (*_DEGREES, "batch_size", "global_batch_size")),
+    (_train_tokens, ("train_tokens", "steps")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
     (_switches, ("ac", "tp", "plan", "lora_rank")),
