@@ -14,6 +14,7 @@ from usp.run.launch import leave
 
 COMMANDS = {
     "plan": "find the fastest parallel configuration for a model on given hardware",
+    "time": "predict the time of a step by its parts, its MFU and its memory",
     "dry-run": "run one training step of any rank without devices",
     "cost": "compare communication and memory of parallelization methods",
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",

@@ -108,7 +108,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
         recipe = EngineRecipe.of(config, model_config)
         stages = _stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
-            engine = _engine(stages, mesh, recipe, foreach=config.device == "cuda")  # as torch does by default
+            engine = _engine(stages, mesh, recipe)
             label_state(engine.stages, engine, meter.memory)
             start_bytes = meter.memory.current_bytes
             meter.memory.restart()
@@ -166,13 +166,11 @@ def _stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
         raise ConfigurationError(str(error)) from error
 
 
-def _engine(stages: list[CausalLMStage], mesh: ParallelMesh, recipe: EngineRecipe, foreach: bool) -> Fsdp2Engine:
+def _engine(stages: list[CausalLMStage], mesh: ParallelMesh, recipe: EngineRecipe) -> Fsdp2Engine:
     """Return the engine with memory, and with the optimizer's states, which a run has from its first step on."""
     for stage in stages:
         materialise(stage, torch.device("cpu"))
     engine = fsdp2_engine(stages, recipe, mesh)
-    for group in engine.optimizer.param_groups:
-        group["foreach"] = foreach
     engine.state()
     return engine
 

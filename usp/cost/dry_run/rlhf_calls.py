@@ -168,9 +168,6 @@ def _run(
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
             model.allocate()
             engine = model.engine if isinstance(call.work, TrainStep) else None
-            if engine is not None:
-                for group in engine.optimizer.param_groups:
-                    group["foreach"] = device.type == "cuda"  # as torch does by default
             label_state([model.stage], engine, meter.memory)
             meter.memory.restart()
             follow_step([model.stage], engine, meter.memory)

@@ -1,7 +1,7 @@
 """The memory of a rank in a training step: what stays, and the peak, by category.
 
 `stage_memory` has the peaks of a stage, `split_backward` those of a pipeline with split backwards. The last peak is the
-optimizer's: gradient shards, and the one temporary per element of torch's foreach AdamW.
+optimizer's, with all gradient shards; the fused AdamW needs no temporaries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from usp.cost.traffic.sharding import FLOAT32
 
 from .split_backward import split_moments
 from .stage_memory import Moment, StageMemory
-
-AXES = ("fsdp", "efsdp")
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,12 @@ class Footprint:
 def footprint(job: Job, rank: int) -> Footprint:
     """Return the memory of `rank`."""
     stages = {stage: StageMemory(job, stage) for stage in job.stages(rank)}
-    by_axis = [FLOAT32 * sum(u.shard for stage in stages.values() for u in stage.groups if u.axis == a) for a in AXES]
-    shards = sum(by_axis)
+    shards = FLOAT32 * sum(unit.shard for stage in stages.values() for unit in stage.groups)
     most, others = _in_flight(job, rank, {number: stage.kept for number, stage in stages.items()})
     host, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
-    moments = [replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks]
-    # foreach AdamW updates the parameters of one mesh at a time.
-    moments[-1] = moments[-1].plus(transient=max(by_axis))
-    return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=tuple(moments))
+    moments = tuple(replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks)
+    return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=moments)
 
 
 def _moments(

@@ -28,7 +28,7 @@ from usp.cost.job import Job
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.sharding import FLOAT32
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
-from usp.model.facts import training_flops
+from usp.model.facts import NO_ATTENTION, training_flops
 
 from .compute import (
     Seconds,
@@ -155,13 +155,16 @@ def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> 
         communication=communication,
         bubble=bubble,
         optimizer=max(optimizer_seconds(job, hardware, rank) for rank in _slowest_ranks(job)),
-        causal_flops=_causal_flops(job) / job.world_size,
+        causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
     )
 
 
-def _causal_flops(job: Job) -> int:
-    """Return the model FLOPs of forward and backward of the global batch, recomputation not counted."""
+def model_flops(job: Job, *, masked: bool = False) -> int:
+    """Return the model FLOPs of forward and backward of the global batch, recomputation not counted.
+
+    masked: count what the causal mask and windows hide as work, too.
+    """
     weights = sum(p.numel for p in job.model.head or job.model.embedding if is_matrix(p))
     for layer in job.model.layers:
         weights += sum(p.numel for p in layer.parameters if is_matrix(p))
@@ -169,7 +172,13 @@ def _causal_flops(job: Job) -> int:
     sequences = job.config.batch_size * job.dims.batch
     boundaries = torch.tensor([[0, job.config.seq_len]] * sequences)  # of one document per sequence
     tokens = job.config.seq_len * sequences
-    return training_flops(job.model.facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=boundaries)
+    facts = job.model.facts
+    flops = training_flops(facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=boundaries)
+    if not masked:
+        return flops
+    pairs = sequences * sum(job.config.seq_len**2 for window in facts.windows if window != NO_ATTENTION)
+    visible = flops - 6 * weights * tokens
+    return flops - visible + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * pairs
 
 
 def _slowest_ranks(job: Job) -> list[int]:

@@ -1,0 +1,70 @@
+"""python -m usp time: the predicted step of a configuration on given hardware."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from tyro.conf import arg
+
+from parallel import load_hardware, node_names
+from usp.config import TrainConfig
+from usp.run.failures import ConfigurationError
+
+from .flags import as_kind, output_problem, parse
+
+
+@dataclass(frozen=True)
+class TimeConfig(TrainConfig):
+    """Predict the time of a step by its parts, its MFU and its memory, without devices.
+
+    A configuration file may be given as the first argument, without --config.
+
+    For example: python -m usp time --model llama3-8b --seq-len 131072 --sp-ulysses 8 --world-size 64 --hardware h100
+    """
+
+    world_size: int = 0
+    """Number of devices."""
+    hardware: Annotated[
+        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
+    ] = "h100"
+    against: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
+    """Folder of a run of train.py whose metrics are shown beside the prediction."""
+    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
+    """Write stacked bars of time and memory to this file."""
+    json: bool = False
+    """Print JSON, with times in seconds and sizes in bytes."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Print the prediction that `argv` asks for, and write its plot."""
+    asked = parse(argv, TimeConfig, prog, leading_config=True)
+    if asked.world_size < 1:
+        raise ConfigurationError(
+            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of devices"
+        )
+    if problem := output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"):
+        raise ConfigurationError(problem)
+
+    from usp.cost.job import job_of
+    from usp.cost.time_report import StepReport, measured, plot, render, report_json
+    from usp.hf.models import formula_violation
+    from usp.train.resolve import trained_model
+
+    config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware)
+    model = trained_model(config)
+    if violation := formula_violation(config.model, model):
+        raise ConfigurationError(violation)
+    run = measured(Path(asked.against).expanduser()) if asked.against else None
+    report = StepReport(job_of(config, model, asked.world_size), load_hardware(asked.hardware), run)
+    if asked.json:
+        print(json.dumps(report_json(report), indent=2))
+    else:
+        Console().print(render(report))
+    if asked.plot:
+        plot(report).savefig(Path(asked.plot).expanduser(), dpi=150)
+        print(f"written: {asked.plot}")

@@ -1,0 +1,212 @@
+"""The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Group
+
+from parallel import Hardware
+from usp.run.failures import ConfigurationError
+
+from .grid import GIB, Grid
+from .job import Job
+from .memory.footprint import Footprint, footprint
+from .planner.advice import parts, seconds
+from .planner.choice import USABLE
+from .time.step_time import StepTime, model_flops, step_seconds
+
+_FIRST_STEPS = 3  # of a run, which allocate, connect and compile
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step of `job` on `hardware`, and of what a run measured the medians over its steps but the first."""
+
+    job: Job
+    hardware: Hardware
+    measured: Measured | None = None
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_seconds(self.job, self.hardware)
+
+    @cached_property
+    def memory(self) -> Footprint:
+        """The memory of the pipeline stage that needs most."""
+        return max((footprint(self.job, rank) for rank in self.job.ranks("pp", 0)), key=lambda each: each.peak.total)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.job.config.seq_len * self.job.config.batch_size * self.job.dims.batch
+
+    @property
+    def unmasked_mfu(self) -> float:
+        """MFU with the masked half of attention counted as work, as PaLM's (arXiv 2204.02311, appendix B) does."""
+        flops = model_flops(self.job, masked=True) / self.job.world_size
+        return flops / self.time.total / self.time.peak
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that a run can use."""
+        return USABLE * self.hardware.memory_bytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded: seconds and MFU of its median step, and rank 0's peak memory.
+
+    Attributes:
+        mfu: None where the run's device has no known peak.
+    """
+
+    steps: int
+    seconds: float
+    mfu: float | None
+    memory_bytes: int
+
+
+def measured(folder: Path) -> Measured:
+    """Read the metrics of a run of train.py.
+
+    Raises:
+        ConfigurationError: if there are none, or none after the first steps.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise ConfigurationError(f"--against = {folder} holds no metrics.jsonl: give the folder of a run of train.py")
+    lines = path.read_text().splitlines()
+    try:
+        records = [json.loads(line) for line in lines][_FIRST_STEPS:]
+        if not records:
+            raise ConfigurationError(
+                f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
+                "allocate and connect: let it run longer"
+            )
+        known = [record["mfu"] for record in records if record["mfu"] is not None]
+        return Measured(
+            steps=len(records),
+            seconds=median(record["seconds"] for record in records),
+            mfu=median(known) if known else None,
+            memory_bytes=max(record["memory_bytes"] for record in records),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
+
+
+def render(report: StepReport) -> Group:
+    """Return the tables of a report for rich to print."""
+    config, memory = report.job.config, report.memory
+    asked = (
+        f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
+        f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}"
+    )
+    fits = "fits into" if memory.peak.total <= report.limit else "does not fit into"
+    usable = f"{report.limit / GIB:.1f} GiB, the usable part of {report.hardware.memory_bytes / GIB:.1f} GiB"
+    compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
+    return Group(asked, _times(report).table(), _memory(memory).table(), f"the step {fits} {usable}", *compared)
+
+
+def report_json(report: StepReport) -> dict[str, Any]:
+    """Return the report as JSON values: seconds, bytes and fractions."""
+    peak = report.memory.peak
+    return {
+        "seconds": report.time.total,
+        "parts": parts(report.time),
+        "tokens": report.tokens,
+        "mfu": report.time.mfu,
+        "unmasked_mfu": report.unmasked_mfu,
+        "memory_bytes": peak.total,
+        "memory_parts": _by_category(report.memory),
+        "host_bytes": report.memory.host,
+        "memory_limit_bytes": report.limit,
+        "measured": None if report.measured is None else vars(report.measured),
+    }
+
+
+def _times(report: StepReport) -> Grid:
+    total = report.time.total
+    rows = [
+        (part, seconds(value), f"{value / total:.1%}")
+        for part, value in sorted(parts(report.time).items(), key=lambda item: -item[1])
+        if value
+    ]
+    rows += [
+        ("step", seconds(total), "100%"),
+        ("tokens/s per device", f"{report.tokens / total / report.job.world_size:,.0f}", ""),
+        ("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""),
+        ("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""),
+    ]
+    return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
+
+
+def _by_category(memory: Footprint) -> dict[str, int]:
+    """Return the bytes at the peak."""
+    peak = memory.peak
+    return {
+        "parameters": peak.parameters,
+        "optimizer states": peak.optimizer,
+        "gradients": peak.gradients,
+        "gathered parameters and gradients": peak.whole,
+        "activations": peak.activations,
+        "temporary": peak.transient,
+    }
+
+
+def _memory(memory: Footprint) -> Grid:
+    sizes = {**_by_category(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
+    if memory.host:
+        sizes["host memory"] = memory.host
+    rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
+    return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
+
+
+def _comparison(report: StepReport, run: Measured) -> Grid:
+    rows = [
+        ("step", seconds(report.time.total), seconds(run.seconds), f"{report.time.total / run.seconds - 1:+.1%}"),
+        (
+            "peak memory, GiB",
+            f"{report.memory.peak.total / GIB:.2f}",
+            f"{run.memory_bytes / GIB:.2f}",
+            f"{report.memory.peak.total / run.memory_bytes - 1:+.1%}",
+        ),
+    ]
+    if run.mfu is not None:
+        rows.append(
+            ("MFU", f"{report.time.mfu:.1%}", f"{run.mfu:.1%}", f"{report.time.mfu / run.mfu - 1:+.1%}"),
+        )
+    title = f"Prediction and run (median of {run.steps} steps)"
+    return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))
+
+
+def plot(report: StepReport) -> Any:
+    """Return a matplotlib figure: the step's parts, and the run's step, as stacked bars; memory against the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    times, memory = figure.subplots(1, 2)
+    _stack(times, {name: 1e3 * value for name, value in parts(report.time).items() if value}, "predicted")
+    if report.measured is not None:
+        times.bar("measured", 1e3 * report.measured.seconds, color="0.6")
+    times.set_ylabel("ms per step")
+    _stack(memory, {name: nbytes / GIB for name, nbytes in _by_category(report.memory).items() if nbytes > 0}, "peak")
+    memory.axhline(report.limit / GIB, color="black", linestyle="--", linewidth=1, label="usable")
+    memory.set_ylabel("GiB per device")
+    for axes in (times, memory):
+        axes.margins(x=0.4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, fontsize="small")
+    figure.suptitle(f"{report.job.config.model}, {report.job.world_size} x {report.hardware.name}", fontsize="medium")
+    return figure
+
+
+def _stack(axes: Any, sizes: dict[str, float], name: str) -> None:
+    below = 0.0
+    for part, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        axes.bar(name, size, bottom=below, label=part, width=0.5)
+        below += size
