@@ -12,9 +12,9 @@ import torch
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
 from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
-from usp.data.files import DataFiles, find_files, without
+from usp.data.cache import StoreFolder, check_ids, find_data, open_data
+from usp.data.files import DataFiles, without
 from usp.data.packing import PackedRows
-from usp.data.store import open_store
 from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
@@ -38,7 +38,7 @@ class PreparedRun:
 
     Attributes:
         config: without any `auto` or -1.
-        files: of the data.
+        data: its files, or its token store.
         reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end. held_out: None without `eval_data`.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
@@ -53,7 +53,7 @@ class PreparedRun:
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
-    files: DataFiles
+    data: DataFiles | StoreFolder
     batches: BatchStream
     held_out: HeldOut | None
     kernel_choice: str
@@ -77,10 +77,10 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts)) or ""
-    files = attempt(lambda: find_files(config.data, config.data_field))
-    held_out_files = attempt(lambda: find_files(config.eval_data, name="eval_data")) if config.eval_data else None
-    if files and held_out_files:
-        files = attempt(partial(without, files, held_out_files, "held out for evaluation"))
+    data = attempt(lambda: find_data(config.data, config.data_field))
+    held_out_data = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
+    if isinstance(data, DataFiles) and isinstance(held_out_data, DataFiles):
+        data = attempt(partial(without, data, held_out_data, "held out for evaluation"))
     tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
     tokenizer = None
     if tokenizer_name and config.bos in BOS:
@@ -97,20 +97,19 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
     config, model_config, facts, dims = resolved.valid(problems)
-    assert device is not None and files is not None and tokenizer is not None
+    assert device is not None and data is not None and tokenizer is not None
 
-    cache = Path(config.data_cache).expanduser()
-    store = attempt(lambda: open_store(files, config.data_field, tokenizer, cache, say=print))
+    packed = attempt(lambda: _packed(data, config, tokenizer, facts.vocab_size, config.seed))
     problems.check()
-    assert store is not None
+    assert packed is not None
     held_out = None
-    if held_out_files is not None:
-        held_out_store = attempt(lambda: open_store(held_out_files, config.data_field, tokenizer, cache, say=print))
+    if held_out_data is not None:
+        held_out_rows = attempt(lambda: _packed(held_out_data, config, tokenizer, facts.vocab_size, None))
         problems.check()
-        assert held_out_store is not None
-        held_out = HeldOut(held_out_files, PackedRows(held_out_store, config.seq_len, seed=None))
+        assert held_out_rows is not None
+        held_out = HeldOut(held_out_data, held_out_rows)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = BatchStream(PackedRows(store, config.seq_len, config.seed), rows)
+    batches = BatchStream(packed, rows)
     if saved is not None:
         attempt(partial(_find_place, batches, saved, config.data_changed))
     problems.check()
@@ -124,13 +123,22 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
-        files=files,
+        data=data,
         batches=batches,
         held_out=held_out,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
     )
+
+
+def _packed(
+    data: DataFiles | StoreFolder, config: TrainConfig, tokenizer: Tokenizer, vocabulary: int, seed: int | None
+) -> PackedRows:
+    """Open the token store of `data`, and write it first if there is none, and pack it in the order of `seed`."""
+    store = open_data(data, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
+    check_ids(store, vocabulary)
+    return PackedRows(store, config.seq_len, seed)
 
 
 def _find_place(batches: BatchStream, saved: TrainingState, data_changed: bool) -> None:
