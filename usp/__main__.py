@@ -13,6 +13,7 @@ from typing import NoReturn
 from usp.run.launch import leave
 
 COMMANDS = {
+    "tokenize": "tokenize a data set once, into a token store for train.py --data",
     "plan": "find the fastest parallel configuration for a model on given hardware",
     "dry-run": "run one training step of any rank without devices",
     "cost": "compare communication and memory of parallelization methods",

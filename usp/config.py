@@ -151,8 +151,8 @@ class _Training:
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
     data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
-    """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
-    of Python's standard library."""
+    """Token store (see `python -m usp tokenize`), or text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not,
+    or a directory of them. stdlib: the source code of Python's standard library."""
     data_field: str = TEXT_FIELD
     """Key or column that holds the text; not used for text files."""
     data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"

@@ -192,7 +192,7 @@ def checksum(file: BinaryIO, begin: int) -> str:
     """Return the checksum of the SUM_BYTES bytes of a file from `begin` on, or as many as there are."""
     digest = hashlib.blake2b(digest_size=16)
     for at in range(begin, begin + SUM_BYTES, 2**20):
-        digest.update(os.pread(file.fileno(), 2**20, at))
+        digest.update(os.pread(file.fileno(), min(2**20, begin + SUM_BYTES - at), at))
     return digest.hexdigest()
 
 

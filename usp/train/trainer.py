@@ -41,7 +41,7 @@ from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.model.facts import training_flops
 from usp.run.failures import ConfigurationError, TrainingDiverged
-from usp.run.launch import Launch, outlast, process_group
+from usp.run.launch import Launch, all_ready, outlast, process_group
 from usp.run.metrics import StepRecord, count, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
 from usp.run.signals import StopRequest
@@ -69,6 +69,7 @@ def train(
     """
     hide_progress_bars()
     config, timeout = prepared.config, prepared.config.hang_timeout
+    all_ready(launch)
 
     def again(start: Start) -> PreparedRun:
         ready = prepare(config, launch, start)
