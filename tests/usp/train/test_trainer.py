@@ -242,7 +242,7 @@ def test_a_longer_context_is_trained_and_exported_as_transformers_computes_it(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert exported.config.max_position_embeddings == LONGER
     assert exported.config.rope_parameters == pytest.approx(SCALED[scaling])
-    ids = batch.ids[:1]
+    ids = batch.input_ids[:1]
     with torch.no_grad():
         torch.testing.assert_close(exported(input_ids=ids).logits, drawn_model(long)(input_ids=ids).logits)
     train(prepare(replace(run, steps=2, resume="auto"), Launch()), Launch())

@@ -209,7 +209,7 @@ def test_layers_without_attention_attend_to_nothing() -> None:
     facts = model_facts("", tiny("qwen3_5_text").config)
     assert facts.windows == (NO_ATTENTION, NO_ATTENTION, 0, NO_ATTENTION)
     one, alone = (replace(facts, windows=windows) for windows in ((0,), (NO_ATTENTION,)))
-    cu_seqlens = batch_of(0).cu_seqlens
+    cu_seqlens = batch_of(0)["cu_seqlens"]
     flops = [training_flops(f, matmul_parameters=10, tokens=7, cu_seqlens=cu_seqlens) for f in (facts, one, alone)]
     assert flops[0] == flops[1] > flops[2] == 6 * 10 * 7
 
