@@ -110,7 +110,7 @@ def measure(config: TrainConfig) -> dict[str, Any]:
         whole = Part.whole(prepared.batches.rows, config.seq_len)
         digests = [digest(batch) for batch in islice(BatchReader(prepared.batches, whole), BATCHES)]
     after = Memory.now()
-    manifest = prepared.batches.packed.store.manifest
+    manifest = prepared.batches.packed.sources[0].store.manifest
     return {
         "peak": peak.resident - before.resident,
         "peak_anonymous": peak.anonymous - before.anonymous,

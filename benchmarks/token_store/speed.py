@@ -139,7 +139,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     prepared = prepare(config, Launch(rank, size, rank, size))
     ready = time.perf_counter() - begin
     trainer = Trainer(prepared)
-    store = prepared.batches.packed.store
+    store = prepared.batches.packed.sources[0].store
     records = [trainer.step(1)]
     first = time.perf_counter() - begin
     before = store.token_bytes

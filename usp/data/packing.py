@@ -64,6 +64,16 @@ class PackedRows:
         self._epoch: tuple[int, _Stream, Permutation] | None = None  # the last one that was read
 
     @property
+    def sources(self) -> tuple[PackedRows, ...]:
+        """The rows of each store that these are rows of."""
+        return (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The part of the rows that is of each of `sources`."""
+        return (1.0,)
+
+    @property
     def identity(self) -> str:
         """What two sequences of rows from the same data have in common, whatever their seq_len and seed."""
         held = self.store.manifest

@@ -22,7 +22,7 @@ from attention.layout import Span
 from usp.sp.batch import IGNORED_LABEL
 
 from .packing import PackedRows, Row
-from .stream import BatchStream
+from .stream import BatchStream, Rows
 
 AHEAD = 2  # batches that are read before they are asked for
 
@@ -76,7 +76,7 @@ class Batch:
         return tokens | {"cu_seqlens": self.cu_seqlens}
 
 
-def read_batch(packed: PackedRows, numbers: range, part: Part, targets: int | None = None) -> Batch:
+def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = None) -> Batch:
     """Read a part of the global batch of the rows `numbers`.
 
     targets: with it, of all rows one after another only the first `targets` tokens are targets.

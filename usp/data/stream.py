@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .mixture import MixedRows
 from .packing import PackedRows
+
+Rows = PackedRows | MixedRows
 
 
 class BatchStream:
@@ -14,7 +17,7 @@ class BatchStream:
     next_row: the first row of the next batch.
     """
 
-    def __init__(self, packed: PackedRows, rows: int) -> None:
+    def __init__(self, packed: Rows, rows: int) -> None:
         self.packed, self.rows = packed, rows
         self.next_row = 0
 

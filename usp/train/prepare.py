@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,8 +15,9 @@ from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
 from usp.data.cache import StoreFolder, check_ids, find_data, open_data
 from usp.data.files import DataFiles, without
+from usp.data.mixture import MixedRows, parse_mixture
 from usp.data.packing import PackedRows
-from usp.data.stream import BatchStream
+from usp.data.stream import BatchStream, Rows
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
@@ -38,7 +40,7 @@ class PreparedRun:
 
     Attributes:
         config: without any `auto` or -1.
-        data: its files, or its token store.
+        data: the files or the token store of each part of --data.
         reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end. held_out: None without `eval_data`.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
@@ -53,7 +55,7 @@ class PreparedRun:
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
-    data: DataFiles | StoreFolder
+    data: tuple[DataFiles | StoreFolder, ...]
     batches: BatchStream
     held_out: HeldOut | None
     kernel_choice: str
@@ -77,10 +79,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts)) or ""
-    data = attempt(lambda: find_data(config.data, config.data_field))
     held_out_data = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
-    if isinstance(data, DataFiles) and isinstance(held_out_data, DataFiles):
-        data = attempt(partial(without, data, held_out_data, "held out for evaluation"))
+    data = attempt(lambda: _find_all(config, held_out_data))
     tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
     tokenizer = None
     if tokenizer_name and config.bos in BOS:
@@ -99,7 +99,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     config, model_config, facts, dims = resolved.valid(problems)
     assert device is not None and data is not None and tokenizer is not None
 
-    packed = attempt(lambda: _packed(data, config, tokenizer, facts.vocab_size, config.seed))
+    packed = attempt(lambda: _mixed(data, config, tokenizer, facts.vocab_size))
     problems.check()
     assert packed is not None
     held_out = None
@@ -130,6 +130,23 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         start=start,
         saved=saved,
     )
+
+
+def _find_all(config: TrainConfig, held_out: DataFiles | StoreFolder | None) -> tuple[DataFiles | StoreFolder, ...]:
+    """Return what each part of `--data` names, without the files that are held out."""
+    found = []
+    for path, _ in parse_mixture(config.data):
+        part = find_data(path, config.data_field)
+        if isinstance(part, DataFiles) and isinstance(held_out, DataFiles):
+            part = without(part, held_out, "held out for evaluation")
+        found.append(part)
+    return tuple(found)
+
+
+def _mixed(data: Sequence[DataFiles | StoreFolder], config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Rows:
+    """Return the rows of the parts of `--data`, by their weights."""
+    rows = [_packed(part, config, tokenizer, vocabulary, config.seed) for part in data]
+    return rows[0] if len(rows) == 1 else MixedRows(rows, [weight for _, weight in parse_mixture(config.data)])
 
 
 def _packed(

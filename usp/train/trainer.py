@@ -34,6 +34,7 @@ from torch import Tensor
 from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
 from usp.data.cache import StoreFolder
 from usp.data.files import DataFiles
+from usp.data.mixture import parse_mixture
 from usp.data.reader import Batch, BatchReader
 from usp.hf.export import save_weights
 from usp.hf.lora.adapter_export import MergedWeights, save_adapter
@@ -237,14 +238,16 @@ class Trainer(TrainingLoop):
     def _data_summary(self, rows: int) -> Iterator[str]:
         """Say what was found in the data, what was left out of it, and what a step reads."""
         config, packed = self.config, self.prepared.batches.packed
-        held = packed.store.manifest
-        yield (
-            f"data: {config.data}: {held.files} files, {held.documents} documents, {count(held.characters)} "
-            f"characters, {count(held.tokens)} tokens ({config.tokenizer})"
-        )
-        yield from _left_out(self.prepared.data)
-        if held.replaced:
-            yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
+        parts = zip(parse_mixture(config.data), self.prepared.data, packed.sources, packed.weights, strict=True)
+        for (path, _), part, source, weight in parts:
+            held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
+            yield (
+                f"data: {path}: {held.files} files, {held.documents} documents, {count(held.characters)} "
+                f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
+            )
+            yield from _left_out(part)
+            if held.replaced:
+                yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
         if held_out := self.prepared.held_out:
             found = held_out.packed.store.manifest
             yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from attention import SequenceLayout
 from attention.layout import LAYOUTS
 from usp.data.cache import cached_store
 from usp.data.files import find_files
+from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares
 from usp.data.packing import PackedRows
 from usp.data.permutation import Permutation
 from usp.data.reader import AHEAD, BatchReader, Part, read_batch
@@ -171,3 +173,41 @@ def test_what_fails_in_the_background_fails_in_the_step(store: TokenStore) -> No
     with pytest.raises(ValueError, match="closed file"):
         for _ in range(AHEAD + 2):
             next(reader)
+
+
+# Mixtures
+
+
+def test_a_mixture_has_the_rows_of_each_store_in_their_order_and_share(store: TokenStore) -> None:
+    """Every row of each store is there as often as any other, however unequal the stores are."""
+    positions = [PackedRows(Positions(store.folder), length, seed=0) for length in (64, 64)]
+    mixed = MixedRows(positions, [0.7, 0.3])
+    assert mixed.shares == (717, 307) and shares([1, 1, 1]) == (342, 341, 341)
+    for source, share in enumerate(mixed.shares):
+        drawn = [mixed.row(number) for number in range(3 * PERIOD)]
+        own = [row for row in drawn if row.store is positions[source].store]
+        expected = [positions[source].row(number) for number in range(3 * share)]
+        assert sorted(row.begins.tolist() for row in own) == sorted(row.begins.tolist() for row in expected)
+    assert {mixed.row(number).store is positions[0].store for number in range(20)} == {True, False}
+    again = MixedRows(positions, [7, 3])
+    assert all((again.row(number).begins == mixed.row(number).begins).all() for number in (5000, 17, 2048))
+    part = Part.whole(4, 64)
+    assert read_batch(mixed, range(1022, 1026), part).input_ids.shape == (4, 64)
+    stream = BatchStream(mixed, 4)
+    other = BatchStream(MixedRows(positions, [0.5, 0.5]), 4)
+    with pytest.raises(ValueError, match="data = 512/1024 of 190 documents"):
+        other.load_state_dict(stream.state_dict())
+
+
+def test_mixtures_are_written_as_paths_with_weights(tmp_path: Path) -> None:
+    assert parse_mixture("a=0.7,b/c=2") == [("a", 0.7), ("b/c", 2.0)]
+    assert parse_mixture("stdlib") == [("stdlib", 1.0)]
+    (tmp_path / "a=1,b").mkdir()
+    assert parse_mixture(str(tmp_path / "a=1,b")) == [(str(tmp_path / "a=1,b"), 1.0)]
+    for wrong in ("a=0.7,b", "a=0", "a=-1", "=1", "a=inf", "a=x"):
+        with pytest.raises(ValueError, match="must be PATH=WEIGHT with a positive weight"):
+            parse_mixture(wrong)
+    with pytest.raises(ValueError, match="names a path twice"):
+        parse_mixture("a=1,a=2")
+    with pytest.raises(ValueError, match=r"weight 1e-05 is too small: of 1024 rows it gives none"):
+        shares([1.0, 1e-5])
