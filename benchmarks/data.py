@@ -15,6 +15,7 @@ the others wait for it; then all read batches. The text is the source code of Py
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import tempfile
 import threading
@@ -34,6 +35,7 @@ from benchmarks.harness.record import Record, finish
 from parallel.testing import RankPool
 from usp.config import TrainConfig
 from usp.data.files import STDLIB, find_files
+from usp.data.reader import Batch, BatchReader, Part
 from usp.data.tokenizer import BYTES
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
@@ -105,9 +107,10 @@ def measure(config: TrainConfig) -> dict[str, Any]:
     before = Memory.now()
     with Peak() as peak:
         prepared = prepare(config, Launch(rank, size, rank, size))
-        digests = [batch.digest() for batch in islice(prepared.batches, BATCHES)]
+        whole = Part.whole(prepared.batches.rows, config.seq_len)
+        digests = [digest(batch) for batch in islice(BatchReader(prepared.batches, whole), BATCHES)]
     after = Memory.now()
-    manifest = prepared.batches.packed.store.manifest
+    manifest = prepared.batches.packed.sources[0].store.manifest
     return {
         "peak": peak.resident - before.resident,
         "peak_anonymous": peak.anonymous - before.anonymous,
@@ -117,6 +120,11 @@ def measure(config: TrainConfig) -> dict[str, Any]:
         "tokens": manifest.tokens,
         "digests": digests,
     }
+
+
+def digest(batch: Batch) -> str:
+    tensors = (batch.input_ids, batch.shift_labels, batch.cu_seqlens)
+    return hashlib.blake2b(b"".join(tensor.numpy().tobytes() for tensor in tensors), digest_size=8).hexdigest()
 
 
 # In the parent process

@@ -13,6 +13,7 @@ from typing import NoReturn
 from usp.run.launch import leave
 
 COMMANDS = {
+    "tokenize": "tokenize a data set once, into a token store for train.py --data",
     "plan": "find the fastest parallel configuration for a model on given hardware",
     "time": "predict the time of a step by its parts, its MFU and its memory",
     "dry-run": "run one training step of any rank without devices",

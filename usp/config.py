@@ -163,9 +163,9 @@ class _Training:
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
 
     model: Annotated[str, arg(metavar="PRESET|PATH", help=MODEL_HELP)] = "tiny"
-    data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
-    """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
-    of Python's standard library."""
+    data: Annotated[str, arg(metavar="stdlib|PATH|PATH=WEIGHT,PATH=WEIGHT,...")] = "stdlib"
+    """Token store (see `python -m usp tokenize`), or text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not,
+    or a directory of them. Several are mixed by weight. stdlib: the source code of Python's standard library."""
     data_field: str = TEXT_FIELD
     """Key or column that holds the text; not used for text files."""
     data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"

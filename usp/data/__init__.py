@@ -1,4 +1,4 @@
-"""Documents, tokenizers, token stores and packed batches. Each file imports only earlier ones:
+"""Documents, tokenizers, token stores, packed rows and what a rank reads of them. Each file imports only earlier ones:
 
-reading, files, documents, tokenizer, store, packing, stream.
+reading, files, documents, tokenizer, progress, store, tokenizing, cache, permutation, packing, mixture, stream, reader.
 """

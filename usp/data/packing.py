@@ -6,19 +6,50 @@ Each epoch has its own two permutations, fixed by the seed, or none without a se
 any row can be read without those before it. A document that crosses a cut continues in another row as a separate
 document. The last row of an epoch is filled up with the beginning of the stream, so there is no padding and no token is
 left out.
+
+The permutations hold nothing in memory. To find a place in an epoch's stream, its documents are taken in at most BLOCKS
+blocks, whose lengths are added up once per epoch, in the order in which the store has them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
 
+from .permutation import Numbers, Permutation
 from .store import TokenStore
-from .tokenizer import Ids
 
-BLOCK = 64  # documents of an epoch's stream whose place in it is remembered together
+BLOCKS = 2**20
+BLOCK = 64  # documents, or more where BLOCKS such blocks are too few
 
-PackedRow = tuple[Ids, list[int]]  # ids, and the document boundaries in them, from 0 to seq_len
+
+@dataclass(frozen=True)
+class Row:
+    """Which tokens of `store` a row consists of.
+
+    begins: int64 (documents,), where in the store each document of the row begins. boundaries: int64 (documents + 1,),
+    where in the row, from 0 to seq_len.
+    """
+
+    store: TokenStore
+    begins: Numbers
+    boundaries: Numbers
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return where in the store the tokens at places begin to end - 1 of the row are, as half-open intervals."""
+        first = int(np.searchsorted(self.boundaries, begin, side="right")) - 1
+        last = int(np.searchsorted(self.boundaries, end, side="left"))
+        at = self.begins[first:last].copy()
+        lengths = np.diff(self.boundaries[first : last + 1])
+        ends = at + lengths
+        at[0] += begin - self.boundaries[first]
+        ends[-1] -= self.boundaries[last] - end
+        breaks = np.flatnonzero(at[1:] != ends[:-1])  # documents that follow each other in the store are one piece
+        starts = np.concatenate(([0], breaks + 1))
+        stops = np.concatenate((breaks, [len(at) - 1]))
+        return list(zip(at[starts].tolist(), ends[stops].tolist(), strict=True))
 
 
 class PackedRows:
@@ -30,57 +61,78 @@ class PackedRows:
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._epoch = -1
-        # The last block of documents that was read: its number, the documents, and their ends in the epoch's stream.
-        self._block: tuple[int, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
+        self._epoch: tuple[int, _Stream, Permutation] | None = None  # the last one that was read
 
-    def __getitem__(self, number: int) -> PackedRow:
+    @property
+    def sources(self) -> tuple[PackedRows, ...]:
+        """The rows of each store that these are rows of."""
+        return (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The part of the rows that is of each of `sources`."""
+        return (1.0,)
+
+    @property
+    def identity(self) -> str:
+        """What two sequences of rows from the same data have in common, whatever their seq_len and seed."""
+        held = self.store.manifest
+        return f"{held.documents} documents, {held.tokens} tokens, digest {held.digest}"
+
+    def row(self, number: int) -> Row:
+        """Return what row `number` consists of; its tokens are not read."""
         epoch, place = divmod(number, self.per_epoch)
-        if epoch != self._epoch:
-            self._permute(epoch)
-        row = np.empty(self.seq_len, np.int64)
-        boundaries = [0]
-        at = int(self._rows[place]) * self.seq_len  # in the epoch's stream
-        while boundaries[-1] < self.seq_len:
-            at %= self.store.manifest.tokens
-            part = self._document_from(at, self.seq_len - boundaries[-1])
-            row[boundaries[-1] : boundaries[-1] + len(part)] = part
-            boundaries.append(boundaries[-1] + len(part))
-            at += len(part)
-        return row, boundaries
+        stream, order = self._orders(epoch)
+        tokens = self.store.manifest.tokens
+        first = int(order.at(np.array([place]))[0]) * self.seq_len
+        parts: list[tuple[Numbers, Numbers]] = []
+        left = self.seq_len
+        while left:
+            at = (first + self.seq_len - left) % tokens
+            end = min(at + left, tokens)
+            parts += stream.parts(at, end)
+            left -= end - at
+        begins, lengths = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return Row(self.store, begins, np.cumsum(np.concatenate(([0], lengths))))
 
-    def _document_from(self, at: int, longest: int) -> Ids:
-        """Return at most `longest` ids of the document at place `at` of the epoch's stream, from there on."""
-        documents, ends = self._block_at(at)
-        place = int(np.searchsorted(ends, at, side="right"))
-        left = int(ends[place]) - at
-        begin = int(self.store.ends[documents[place]]) - left
-        return self.store.read(begin, begin + min(left, longest))
-
-    def _block_at(self, at: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
-        """Return the documents around place `at` of the epoch's stream, and the places in it at which they end."""
-        index = int(np.searchsorted(self._begins, at, side="right")) - 1
-        if index != self._block[0]:
-            documents = self._documents[index * BLOCK : (index + 1) * BLOCK]
-            self._block = index, documents, self._begins[index] + np.cumsum(self.store.lengths(documents))
-        return self._block[1:]
-
-    def _permute(self, epoch: int) -> None:
-        draw = None if self.seed is None else np.random.default_rng((self.seed, epoch))
-        self._documents = _numbers(self.store.manifest.documents, draw)
-        sizes = []  # of blocks of documents: the place of each document would take much memory
-        for first in range(0, len(self._documents), 2**12 * BLOCK):
-            lengths = self.store.lengths(self._documents[first : first + 2**12 * BLOCK])
-            sizes.append(np.add.reduceat(lengths, np.arange(0, len(lengths), BLOCK)))
-        self._begins = np.cumsum(np.concatenate(([0], *sizes)))[:-1]  # of the blocks
-        self._block = -1, self._documents[:0], self._begins[:0]
-        self._rows = _numbers(self.per_epoch, draw)
-        self._epoch = epoch
+    def _orders(self, epoch: int) -> tuple[_Stream, Permutation]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
+            self._epoch = epoch, _Stream(self.store, documents), Permutation(self.per_epoch, rows)
+        return self._epoch[1:]
 
 
-def _numbers(count: int, draw: np.random.Generator | None) -> npt.NDArray[np.unsignedinteger]:
-    """Return the numbers below `count` in random order, or ascending without `draw`, in the smallest type."""
-    numbers = np.arange(count, dtype=np.min_scalar_type(count))
-    if draw is not None:
-        draw.shuffle(numbers)
-    return numbers
+class _Stream:
+    """The documents of a store one after another, in the order of `key`: what is where in this stream."""
+
+    def __init__(self, store: TokenStore, key: tuple[int, ...] | None) -> None:
+        self._store, self._order = store, Permutation(store.manifest.documents, key)
+        self._block = max(BLOCK, -(-store.manifest.documents // BLOCKS))
+        sizes = np.zeros(-(-store.manifest.documents // self._block), np.int64)
+        for documents, lengths in store.lengths():
+            np.add.at(sizes, self._order.place_of(documents) // self._block, lengths)
+        self._begins = np.cumsum(sizes) - sizes
+        self._last: tuple[int, Numbers, Numbers, Numbers] = (-1, sizes, sizes, sizes)
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield where in the store the documents between two places of the stream begin, and their lengths.
+
+        The first and the last are cut to these places; empty documents are left out.
+        """
+        for block in range(int(np.searchsorted(self._begins, begin, side="right")) - 1, len(self._begins)):
+            if self._begins[block] >= end:
+                return
+            in_store, begins, ends = self._documents_of(block)
+            cut = np.maximum(begins, begin)
+            lengths = np.minimum(ends, end) - cut
+            some = lengths > 0
+            yield (in_store + cut - begins)[some], lengths[some]
+
+    def _documents_of(self, block: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Return where the documents of a block begin in the store, and where in the stream they begin and end."""
+        if block != self._last[0]:
+            last = min((block + 1) * self._block, self._store.manifest.documents)
+            in_store, ends = self._store.bounds(self._order.at(np.arange(block * self._block, last)))
+            in_stream = self._begins[block] + np.cumsum(ends - in_store)
+            self._last = block, in_store, in_stream - (ends - in_store), in_stream
+        return self._last[1:]

@@ -1,11 +1,12 @@
-"""Token stores: all documents of a data set, tokenized once into a cache and read by position.
+"""Token stores: the documents of a data set as flat files of token ids, read by position.
 
-    CACHE/KEY/tokens.bin       the ids of one document after another, in the smallest unsigned type
-    CACHE/KEY/ends.bin         int64, the position in tokens.bin after each document
-    CACHE/KEY/manifest.json    see `Manifest`
+    STORE/tokens.bin       the ids of one document after another, in the smallest unsigned type
+    STORE/index.bin        int64 (documents + 1,): where in tokens.bin each document begins, and the last one ends
+    STORE/mask.bin         uint8 for every token: 1 where it is a target of the loss; absent if all tokens are
+    STORE/manifest.json    see `Manifest`; written last, so that a folder without it is no store
 
-KEY is derived from the names, sizes and times of the files, the field and the tokenizer: data that changes gets another
-store, and a run reads what it began with.
+Files are read at positions rather than mapped: what has been read of a mapped file counts as memory of the process,
+which would grow with steps, and a mapped file that fails kills the process without a message.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock
 
-from .documents import read_pieces
-from .files import DataFile, DataFiles
-from .tokenizer import Ids, Tokenizer, as_document
+from .tokenizer import Ids
 
-FORMAT = 1
-BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
-LARGE = 2**26  # bytes of files that take more than a moment
-TOKENS, ENDS, MANIFEST = "tokens.bin", "ends.bin", "manifest.json"
+FORMAT = 2
+TOKENS, INDEX, MASK, MANIFEST, PROGRESS = "tokens.bin", "index.bin", "mask.bin", "manifest.json", "progress.json"
+SUM_BYTES = 2**26  # of a file that have a checksum together
+CHUNK = 2**18  # documents or tokens that are looked at together
+
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -37,144 +38,183 @@ class Manifest:
     """What a store holds.
 
     Attributes:
+        tokenizer: its name. fingerprint: what its ids depend on. largest: the largest id.
         characters: of text. replaced: of them, U+FFFD, which stands for bytes that are not UTF-8.
         dtype: of tokens.bin.
-        digest: of all tokens and ends.
+        masked: whether there is a mask.bin.
+        source: of what the store was made, to find out whether a store that is asked for is there already.
+        checksums: by file, of every SUM_BYTES bytes.
     """
 
+    format: int
+    tokenizer: str
+    fingerprint: str
+    largest: int
     files: int
     documents: int
     characters: int
     replaced: int
     tokens: int
     dtype: str
-    digest: str
+    masked: bool
+    source: str
+    checksums: Mapping[str, list[str]]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content: the same for stores of the same documents in the same order."""
+        content = json.dumps([self.dtype, self.checksums], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file."""
+        sizes = {TOKENS: self.tokens * np.dtype(self.dtype).itemsize, INDEX: 8 * (self.documents + 1)}
+        return sizes | {MASK: self.tokens} if self.masked else sizes
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / MANIFEST, asdict(self))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file at once: whoever reads it finds all of it, or what was there before."""
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def is_store(folder: Path) -> bool:
+    """Return whether `folder` is a token store, or one that is not finished."""
+    return (folder / TOKENS).is_file() and ((folder / MANIFEST).is_file() or (folder / PROGRESS).is_file())
 
 
 class TokenStore:
-    """The documents of a store.
+    """The documents of a store in `folder`.
 
-    manifest: what it holds. ends: int64 (documents,), the position after each document, mapped from its file.
+    manifest: what it holds. token_bytes: how many bytes of tokens.bin have been read so far.
+
+    Raises:
+        ValueError: for a store that is not finished, or damaged as far as the sizes of its files tell; see `verify`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
+        self.folder = folder
+        self.manifest = _read_manifest(folder)
+        self.token_bytes = 0
         self._dtype = np.dtype(self.manifest.dtype)
-        sizes = [(folder / name).stat().st_size for name in (TOKENS, ENDS)]
-        if sizes != [self.manifest.tokens * self._dtype.itemsize, self.manifest.documents * 8]:
-            raise ValueError(f"token store {folder} is damaged: remove it, it is written again")
-        self.ends: npt.NDArray[np.int64] = np.memmap(folder / ENDS, np.int64, "r")
-        # Not mapped: what has been read of a mapped file counts as memory of the process, which would grow with steps.
-        self._tokens = (folder / TOKENS).open("rb", buffering=0)
-
-    def lengths(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Return the tokens of documents, by their numbers."""
-        before = self.ends[documents.astype(np.int64) - 1]
-        return self.ends[documents] - np.where(documents > 0, before, 0)
+        self._files = {name: (folder / name).open("rb", buffering=0) for name in self.manifest.sizes}
+        for name, size in self.manifest.sizes.items():
+            if (found := os.fstat(self._files[name].fileno()).st_size) != size:
+                raise _damaged(folder / name, f"it has {found} bytes instead of {size}")
 
     def read(self, begin: int, end: int) -> Ids:
         """Return the ids at positions begin to end - 1."""
         size = self._dtype.itemsize
-        content = os.pread(self._tokens.fileno(), (end - begin) * size, begin * size)
+        content = self._bytes(TOKENS, begin * size, end * size)
+        self.token_bytes += len(content)
         return np.frombuffer(content, self._dtype).astype(np.int64)
 
+    def read_mask(self, begin: int, end: int) -> npt.NDArray[np.bool_]:
+        """Return which of the tokens at positions begin to end - 1 are targets of the loss."""
+        if not self.manifest.masked:
+            return np.ones(end - begin, np.bool_)
+        return np.frombuffer(self._bytes(MASK, begin, end), np.uint8) != 0
 
-def open_store(
-    files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path, say: Callable[[str], None] = lambda line: None
-) -> TokenStore:
-    """Open the token store of `files` in `cache`, and write it first if there is none.
+    def bounds(self, documents: Numbers) -> tuple[Numbers, Numbers]:
+        """Return where documents begin and end, by their numbers, each int64 of their shape (n,)."""
+        if len(documents) and documents[-1] - documents[0] == len(documents) - 1 and (np.diff(documents) == 1).all():
+            edges = np.frombuffer(self._bytes(INDEX, 8 * int(documents[0]), 8 * int(documents[-1] + 2)), np.int64)
+            return edges[:-1], edges[1:]
+        pairs = b"".join(self._bytes(INDEX, 8 * number, 8 * number + 16) for number in documents.tolist())
+        edges = np.frombuffer(pairs, np.int64).reshape(-1, 2)
+        return edges[:, 0], edges[:, 1]
 
-    One process writes; others that want the same store wait for it.
+    def lengths(self) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield the numbers of all documents and their lengths, some at a time."""
+        for first in range(0, self.manifest.documents, CHUNK):
+            documents = np.arange(first, min(first + CHUNK, self.manifest.documents))
+            begins, ends = self.bounds(documents)
+            yield documents, ends - begins
 
-    Args:
-        field: key or column of the text in `files`.
-        cache: directory of stores; created.
-        say: gets a line before more than LARGE bytes are tokenized.
+    def document_at(self, position: int) -> int:
+        """Return the number of the document that holds the token at `position`."""
+        low, high = 0, self.manifest.documents - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.bounds(np.array([middle]))[1][0] > position else (middle + 1, high)
+        return low
 
-    Raises:
-        ValueError: for data that cannot be read, holds no text, or changes while it is read.
-        OSError: if the cache cannot be written.
-    """
-    folder = cache / _key(files, field, tokenizer)
-    if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.is_dir():
-                _write_store(files, field, tokenizer, folder, say)
-    return TokenStore(folder)
+    def first_id_from(self, least: int) -> tuple[int, int] | None:
+        """Return the first id that is at least `least`, and the number of its document; None if there is none."""
+        if self.manifest.largest < least:
+            return None
+        for begin in range(0, self.manifest.tokens, CHUNK):
+            ids = self.read(begin, min(begin + CHUNK, self.manifest.tokens))
+            if len(found := np.flatnonzero(ids >= least)):
+                return int(ids[found[0]]), self.document_at(begin + int(found[0]))
+        return None
+
+    def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Read all files and compare their checksums, on several cores. `progress` gets the bytes done so far.
+
+        Raises:
+            ValueError: naming the file and the bytes of it that are damaged.
+        """
+        done = 0
+        parts = [
+            (name, begin, expected)
+            for name, sums in self.manifest.checksums.items()
+            for begin, expected in zip(range(0, len(sums) * SUM_BYTES, SUM_BYTES), sums, strict=True)
+        ]
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+            found = pool.map(lambda part: checksum(self._files[part[0]], part[1]), parts)
+            for (name, begin, expected), actual in zip(parts, found, strict=True):
+                end = min(begin + SUM_BYTES, self.manifest.sizes[name])
+                if actual != expected:
+                    raise _damaged(self.folder / name, f"bytes {begin} to {end} do not have their checksum")
+                done += end - begin
+                progress(done)
+
+    def _bytes(self, name: str, begin: int, end: int) -> bytes:
+        content = os.pread(self._files[name].fileno(), end - begin, begin)
+        while len(content) < end - begin:  # one call reads at most 2 GiB, and may read less
+            more = os.pread(self._files[name].fileno(), end - begin - len(content), begin + len(content))
+            if not more:
+                raise _damaged(self.folder / name, f"it ends before byte {end}")
+            content += more
+        return content
 
 
-def _key(files: DataFiles, field: str, tokenizer: Tokenizer) -> str:
-    states = [(str(file.path.resolve()), file.format, *_state(file.path)) for file in files.files]
-    content = json.dumps([FORMAT, states, field, tokenizer.fingerprint])
-    return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
-
-
-def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def _write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir()
-    if sum(file.path.stat().st_size for file in files.files) > LARGE:
-        say(f"tokenizing {len(files.files)} files below {files.root} into {folder}")
-    try:
-        manifest = _tokenize(files, field, tokenizer, partial)
-        (partial / MANIFEST).write_text(json.dumps(asdict(manifest)))
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _tokenize(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path) -> Manifest:
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+def checksum(file: BinaryIO, begin: int) -> str:
+    """Return the checksum of the SUM_BYTES bytes of a file from `begin` on, or as many as there are."""
     digest = hashlib.blake2b(digest_size=16)
-    tokens = documents = characters = replaced = 0
-    with (folder / TOKENS).open("wb") as file, (folder / ENDS).open("wb") as ends:
-        for batch in _batches(_all_pieces(files.files, field)):
-            encoded = tokenizer.encode_all([text for text, _, _ in batch])
-            for (text, begins, finishes), ids in zip(batch, encoded, strict=True):
-                ids = as_document(tokenizer, ids, begin=begins, end=finishes)
-                tokens += len(ids)
-                characters += len(text)
-                replaced += text.count("\ufffd")
-                content = ids.astype(dtype).tobytes()
-                file.write(content)
-                digest.update(content)
-                if finishes:
-                    ends.write(np.int64(tokens).tobytes())
-                    documents += 1
-    if not tokens:
-        raise ValueError("the data holds no text: every document in it is empty")
-    with (folder / ENDS).open("rb") as ends:
-        while content := ends.read(2**20):
-            digest.update(content)
-    return Manifest(len(files.files), documents, characters, replaced, tokens, str(dtype), digest.hexdigest())
+    for at in range(begin, begin + SUM_BYTES, 2**20):
+        digest.update(os.pread(file.fileno(), min(2**20, begin + SUM_BYTES - at), at))
+    return digest.hexdigest()
 
 
-def _all_pieces(files: Iterable[DataFile], field: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the pieces of all documents: text, whether a document begins with it, and whether it ends with it."""
-    begins = True
-    for file in files:
-        before = _state(file.path)
-        for text, finishes in read_pieces(file, field):
-            yield text, begins, finishes
-            begins = finishes
-        if _state(file.path) != before:
-            raise ValueError(f"{file.path} changed while it was read: start again when nothing writes to it")
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"token store {folder} is not finished: run the same `python -m usp tokenize` again, it continues"
+        )
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"{path} has format {content['format']}, and this version reads {FORMAT}: tokenize the data again"
+            )
+        manifest = Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise _damaged(path, f"it is no manifest ({error})") from error
+    if not manifest.tokens:
+        raise ValueError(f"token store {folder} is empty: it holds no token")
+    return manifest
 
 
-def _batches(pieces: Iterator[tuple[str, bool, bool]]) -> Iterator[list[tuple[str, bool, bool]]]:
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {why}; remove the folder, and tokenize the data again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,10 @@ class ByteTokenizer:
         """Everything that the ids of a text depend on."""
         return f"{BYTES}, {self.vocab_size}, {self.bos}, {self.eos}"
 
+    def encoder(self) -> ByteTokenizer:
+        """Return what another process needs to encode texts."""
+        return self
+
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, shape (ids,), without `bos` and `eos`."""
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64) + BYTE_OFFSET
@@ -51,7 +55,11 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Tokenizer of transformers. `parse_special`: whether special tokens written out in a text become their ids."""
+    """Tokenizer of transformers.
+
+    parse_special: whether special tokens written out in a text become their ids. backend: the tokenizer of the package
+    tokenizers that gives the same ids, in half the time because it makes nothing else; None without one.
+    """
 
     name: str
     vocab_size: int
@@ -59,6 +67,7 @@ class TextTokenizer:
     bos: int | None
     eos: int | None
     parse_special: bool
+    backend: Any = None
 
     @property
     def fingerprint(self) -> str:
@@ -67,10 +76,17 @@ class TextTokenizer:
         digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         return f"{type(self.tokenizer).__name__} {digest}, {self.bos}, {self.eos}, {self.parse_special}"
 
+    def encoder(self) -> TextTokenizer:
+        """Return what another process needs to encode texts: not transformers, if there is a backend."""
+        return self if self.backend is None else replace(self, tokenizer=None)
+
     def encode(self, text: str) -> Ids:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
+        if self.backend is not None:
+            found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.fromiter(one.ids, np.int64, len(one)) for one in found]
         encoded = self.tokenizer(
             list(texts),
             add_special_tokens=False,

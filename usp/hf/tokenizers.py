@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer, TokenizersBackend
 
 from usp.data.tokenizer import BYTES, ByteTokenizer, Ids, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
@@ -65,8 +67,22 @@ def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False)
         bos=loaded.bos_token_id if begins else None,
         eos=loaded.eos_token_id,
         parse_special=parse_special,
+        backend=_backend(loaded, parse_special),
     )
     return _with_bos(found, bos)
+
+
+def _backend(tokenizer: Any, parse_special: bool) -> Any:
+    """Return a copy of the tokenizer of the package tokenizers that does the work; None if its class does more."""
+    kind = type(tokenizer)
+    own = (kind.__call__, getattr(kind, "_encode_plus", None))
+    if own != (TokenizersBackend.__call__, TokenizersBackend._encode_plus):
+        return None
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = not parse_special
+    return backend
 
 
 def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:

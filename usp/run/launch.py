@@ -1,6 +1,6 @@
 """Launched processes: rank, device and process group.
 
-    Launch.from_environment -> meet -> choose_device -> process_group -> outlast -> leave
+    Launch.from_environment -> meet -> choose_device -> all_ready -> process_group -> outlast -> leave
 
 torchrun keeps a key-value store for as long as it runs: it outlives the ranks and their restarts.
 """
@@ -117,6 +117,20 @@ def meet(launch: Launch) -> Launch:
             answered = tickets
             time.sleep(0.02)
     return replace(launch, attempt=start - 1)
+
+
+def all_ready(launch: Launch) -> None:
+    """Block until every rank has called it, however long some take to prepare; no effect without torchrun's store.
+
+    Hosts tokenize data of their own accord, and creating a process group would run out of time meanwhile.
+    """
+    store = launch.store()
+    if store is None:
+        return
+    key = f"ready/{launch.attempt}"
+    store.add(key, 1)
+    while store.add(key, 0) < launch.world_size:
+        time.sleep(0.02)
 
 
 def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:

@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .output import LineFile, warn
 
 METRICS_FILE = "metrics.jsonl"
+WAITING = 0.01  # the part of a step that may go to waiting for data without a word
 
 
 class Record(Protocol):
@@ -55,7 +56,8 @@ class StepRecord:
 
     epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes (recurrent layers included)
     is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
-    rank's. eval_loss and eval_perplexity are of the held-out data after the step; None where it was not evaluated.
+    rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
+    are of the held-out data after the step; None where it was not evaluated.
     """
 
     step: int
@@ -65,6 +67,7 @@ class StepRecord:
     epoch: float
     tokens: int
     seconds: float
+    data_seconds: float
     tokens_per_second: float
     mfu: float | None
     memory_bytes: int
@@ -85,12 +88,13 @@ class StepRecord:
         evaluated = ""
         if self.eval_loss is not None:
             evaluated = f"  eval loss {self.eval_loss:.4f}  perplexity {self.eval_perplexity:.4g}"
+        waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
             f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}  "
-            f"epoch {self.epoch:.2f}{evaluated}"
+            f"epoch {self.epoch:.2f}{waited}{evaluated}"
         )
 
 

@@ -11,21 +11,22 @@ import torch
 
 from parallel import ParallelMesh
 from usp.config import TrainConfig
+from usp.data.cache import StoreFolder
 from usp.data.files import DataFiles
 from usp.data.packing import PackedRows
-from usp.data.stream import one_epoch
+from usp.data.reader import one_epoch
 from usp.losses.output_heads import NextTokenLoss
 from usp.sp.batch import IGNORED_LABEL, split_rows
 
 from .engines.base import Engine
-from .step import local_part, sum_over_ranks
+from .step import part_of, sum_over_ranks
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out data: its files, and its rows in the order of the store."""
+    """Held-out data: its files or its token store, and its rows in the order of the store."""
 
-    files: DataFiles
+    data: DataFiles | StoreFolder
     packed: PackedRows
 
     @property
@@ -76,9 +77,9 @@ def held_out_loss(
     Every token is a target once, except those that begin a document or a row. `progress` is called at every batch.
     """
     total = targets = 0.0
-    for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size):
+    for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config)):
         progress()
-        local = local_part(batch, mesh, config, device)
+        local = batch.to(device)
         targets += int((local["shift_labels"] != IGNORED_LABEL).sum()) if engine.stages[-1].last else 0
         total += engine.evaluate(split_rows(local, config.micro_batches), NextTokenLoss(global_tokens=1)).item()
     total, targets = sum_over_ranks([total, targets], mesh, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -12,10 +13,11 @@ import torch
 from attention import KERNEL_NAMES, AttentionSpec, select_kernel
 from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
-from usp.data.files import DataFiles, find_files, without
+from usp.data.cache import StoreFolder, check_ids, find_data, open_data
+from usp.data.files import DataFiles, without
+from usp.data.mixture import MixedRows, parse_mixture
 from usp.data.packing import PackedRows
-from usp.data.store import open_store
-from usp.data.stream import BatchStream
+from usp.data.stream import BatchStream, Rows
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
@@ -38,7 +40,7 @@ class PreparedRun:
 
     Attributes:
         config: without any `auto` or -1.
-        files: of the data.
+        data: the files or the token store of each part of --data.
         reusable: `config` for other machines, with the device and dtype that were asked for.
         batches: global batches, without end. held_out: None without `eval_data`.
         predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
@@ -53,7 +55,7 @@ class PreparedRun:
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
-    files: DataFiles
+    data: tuple[DataFiles | StoreFolder, ...]
     batches: BatchStream
     held_out: HeldOut | None
     kernel_choice: str
@@ -77,10 +79,8 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
     if facts is not None and device is not None:
         kernel_choice = attempt(partial(_choose_kernel, config, device, facts)) or ""
-    files = attempt(lambda: find_files(config.data, config.data_field))
-    held_out_files = attempt(lambda: find_files(config.eval_data, name="eval_data")) if config.eval_data else None
-    if files and held_out_files:
-        files = attempt(partial(without, files, held_out_files, "held out for evaluation"))
+    held_out_data = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
+    data = attempt(lambda: _find_all(config, held_out_data))
     tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
     tokenizer = None
     if tokenizer_name and config.bos in BOS:
@@ -97,20 +97,19 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
     saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
     config, model_config, facts, dims = resolved.valid(problems)
-    assert device is not None and files is not None and tokenizer is not None
+    assert device is not None and data is not None and tokenizer is not None
 
-    cache = Path(config.data_cache).expanduser()
-    store = attempt(lambda: open_store(files, config.data_field, tokenizer, cache, say=print))
+    packed = attempt(lambda: _mixed(data, config, tokenizer, facts.vocab_size))
     problems.check()
-    assert store is not None
+    assert packed is not None
     held_out = None
-    if held_out_files is not None:
-        held_out_store = attempt(lambda: open_store(held_out_files, config.data_field, tokenizer, cache, say=print))
+    if held_out_data is not None:
+        held_out_rows = attempt(lambda: _packed(held_out_data, config, tokenizer, facts.vocab_size, None))
         problems.check()
-        assert held_out_store is not None
-        held_out = HeldOut(held_out_files, PackedRows(held_out_store, config.seq_len, seed=None))
+        assert held_out_rows is not None
+        held_out = HeldOut(held_out_data, held_out_rows)
     rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = BatchStream(PackedRows(store, config.seq_len, config.seed), rows)
+    batches = BatchStream(packed, rows)
     if saved is not None:
         attempt(partial(_find_place, batches, saved, config.data_changed))
     problems.check()
@@ -124,13 +123,39 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
-        files=files,
+        data=data,
         batches=batches,
         held_out=held_out,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
     )
+
+
+def _find_all(config: TrainConfig, held_out: DataFiles | StoreFolder | None) -> tuple[DataFiles | StoreFolder, ...]:
+    """Return what each part of `--data` names, without the files that are held out."""
+    found = []
+    for path, _ in parse_mixture(config.data):
+        part = find_data(path, config.data_field)
+        if isinstance(part, DataFiles) and isinstance(held_out, DataFiles):
+            part = without(part, held_out, "held out for evaluation")
+        found.append(part)
+    return tuple(found)
+
+
+def _mixed(data: Sequence[DataFiles | StoreFolder], config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Rows:
+    """Return the rows of the parts of `--data`, by their weights."""
+    rows = [_packed(part, config, tokenizer, vocabulary, config.seed) for part in data]
+    return rows[0] if len(rows) == 1 else MixedRows(rows, [weight for _, weight in parse_mixture(config.data)])
+
+
+def _packed(
+    data: DataFiles | StoreFolder, config: TrainConfig, tokenizer: Tokenizer, vocabulary: int, seed: int | None
+) -> PackedRows:
+    """Open the token store of `data`, and write it first if there is none, and pack it in the order of `seed`."""
+    store = open_data(data, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
+    check_ids(store, vocabulary)
+    return PackedRows(store, config.seq_len, seed)
 
 
 def _find_place(batches: BatchStream, saved: TrainingState, data_changed: bool) -> None:

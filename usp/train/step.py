@@ -1,4 +1,4 @@
-"""The training step: from a global batch to this rank's part of it, and from that to new weights."""
+"""The training step: which part of a global batch this rank takes, and from that to new weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import Tensor
 
 from parallel import ParallelMesh
 from usp.config import TrainConfig
-from usp.data.stream import PackedBatch
+from usp.data.reader import Part
 from usp.losses.cross_entropy import global_token_count
 from usp.losses.output_heads import NextTokenLoss
-from usp.sp.batch import shard_batch, split_rows
+from usp.sp.axes import SpAxes
+from usp.sp.batch import split_rows
 
 from .engines.base import Engine
 
 
-def local_part(batch: PackedBatch, mesh: ParallelMesh, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's rows of the global batch, and of those its part of the sequence."""
-    first = mesh.rank("batch") * config.batch_size
-    rows = batch.rows(first, first + config.batch_size)
-    whole = {"input_ids": rows.ids.to(device), "labels": rows.labels.to(device), "cu_seqlens": rows.cu_seqlens}
-    return shard_batch(whole, mesh, layout=config.sp_layout)
+def part_of(mesh: ParallelMesh, config: TrainConfig) -> Part:
+    """Return which rows of every global batch this rank trains on, and which tokens of them."""
+    axes = SpAxes.of(mesh)
+    layout = axes.layout(config.sp_layout, config.seq_len)
+    return Part.of(
+        layout, axes.ring_rank, axes.ulysses_rank, first=mesh.rank("batch") * config.batch_size, rows=config.batch_size
+    )
 
 
 def sum_over_ranks(values: Sequence[float], mesh: ParallelMesh, device: torch.device) -> list[float]:
@@ -46,7 +48,7 @@ def train_step(
     """Run one optimizer step of next-token training. Collective.
 
     Args:
-        batch: this rank's part, from `local_part`.
+        batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it.
         before_update: takes this rank's share of the loss (see `Engine.forward_backward`) once the gradients are there,
             and returns the loss over all ranks; where that is not finite, the weights are not updated.
 

@@ -32,14 +32,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
-from usp.data.stream import PackedBatch
+from usp.data.cache import StoreFolder
+from usp.data.files import DataFiles
+from usp.data.mixture import parse_mixture
+from usp.data.reader import Batch, BatchReader
 from usp.hf.export import save_weights
 from usp.hf.lora.adapter_export import MergedWeights, save_adapter
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
 from usp.model.facts import training_flops
 from usp.run.failures import ConfigurationError, TrainingDiverged
-from usp.run.launch import Launch, outlast, process_group
+from usp.run.launch import Launch, all_ready, outlast, process_group
 from usp.run.metrics import StepRecord, count, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
 from usp.run.signals import StopRequest
@@ -53,7 +56,7 @@ from .learning_rate import Schedule
 from .loop import TrainingLoop
 from .prepare import PreparedRun, prepare
 from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
-from .step import local_part, sum_over_ranks, train_step
+from .step import part_of, sum_over_ranks, train_step
 
 
 def train(
@@ -68,6 +71,7 @@ def train(
     """
     hide_progress_bars()
     config, timeout = prepared.config, prepared.config.hang_timeout
+    all_ready(launch)
 
     def again(start: Start) -> PreparedRun:
         ready = prepare(config, launch, start)
@@ -117,7 +121,9 @@ class Trainer(TrainingLoop):
             self.adapter_parameters = prepared.shape.adapter_parameters(recipe.lora.rank, recipe.lora.targets)
         self.schedule = Schedule.of(config, config.steps, config.warmup_steps)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
-        self.tokens, self.sent, self.sent_in_step = 0, 0, 0.0  # sent: by this rank so far; sent_in_step: by all ranks
+        self.tokens, self.sent = 0, 0  # sent: by this rank so far
+        self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
+        self.batches = BatchReader(prepared.batches, part_of(self.mesh, config))
         self.evaluations = Evaluations(held_out)
         if prepared.saved is not None:
             self._resume(prepared.saved)
@@ -129,15 +135,19 @@ class Trainer(TrainingLoop):
         """Run optimizer step `number` (from 1): from a batch to new weights."""
         begin = time.perf_counter()
         self.watchdog.progress(number, "data")
-        batch = next(self.prepared.batches)
-        self.mesh.agree(batch.digest(), f"the data of step {number}")
+        batch = next(self.batches)
+        read = {"rows": batch.numbers, "data": self.prepared.batches.packed.identity}
+        self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
-        local = local_part(batch, self.mesh, self.config, self.device)
-        loss, norm = train_step(self.engine, self.mesh, local, self.config, rate, before_update=self._exchange)
+        exchange = partial(self._exchange, batch)
+        loss, norm = train_step(
+            self.engine, self.mesh, batch.to(self.device), self.config, rate, before_update=exchange
+        )
         if not math.isfinite(norm):
             self._diverged(number, loss, norm)
-        self.done, self.tokens = number, self.tokens + batch.ids.numel()
+        tokens = len(batch.numbers) * self.config.seq_len
+        self.done, self.tokens = number, self.tokens + tokens
 
         seconds = time.perf_counter() - begin
         eval_loss = self._evaluate(number)
@@ -147,10 +157,11 @@ class Trainer(TrainingLoop):
             grad_norm=norm,
             learning_rate=rate,
             epoch=self.prepared.batches.epoch,
-            tokens=batch.ids.numel(),
+            tokens=tokens,
             seconds=seconds,
-            tokens_per_second=batch.ids.numel() / seconds,
-            mfu=self._mfu(batch, seconds),
+            data_seconds=self.batches.waited,
+            tokens_per_second=tokens / seconds,
+            mfu=self._mfu(seconds),
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
             fsdp_sent_bytes=self.prepared.predicted_fsdp_bytes,
@@ -228,22 +239,24 @@ class Trainer(TrainingLoop):
 
     def _data_summary(self, rows: int) -> Iterator[str]:
         """Say what was found in the data, what was left out of it, and what a step reads."""
-        config, files, packed = self.config, self.prepared.files, self.prepared.batches.packed
-        held = packed.store.manifest
-        yield (
-            f"data: {config.data}: {len(files.files)} files, {held.documents} documents, {count(held.characters)} "
-            f"characters, {count(held.tokens)} tokens ({config.tokenizer})"
-        )
-        yield from filter(None, [files.left_out_line()])
-        if held.replaced:
-            yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
+        config, packed = self.config, self.prepared.batches.packed
+        parts = zip(parse_mixture(config.data), self.prepared.data, packed.sources, packed.weights, strict=True)
+        for (path, _), part, source, weight in parts:
+            held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
+            yield (
+                f"data: {path}: {held.files} files, {held.documents} documents, {count(held.characters)} "
+                f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
+            )
+            yield from _left_out(part)
+            if held.replaced:
+                yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
         if held_out := self.prepared.held_out:
             found = held_out.packed.store.manifest
             yield (
-                f"eval data: {config.eval_data}: {len(held_out.files.files)} files, {found.documents} documents, "
+                f"eval data: {config.eval_data}: {found.files} files, {found.documents} documents, "
                 f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
             )
-            yield from filter(None, [held_out.files.left_out_line()])
+            yield from _left_out(held_out.data)
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
 
@@ -270,11 +283,11 @@ class Trainer(TrainingLoop):
         recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
         return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
 
-    def _exchange(self, share: Tensor) -> float:
-        """Sum over ranks the loss, the bytes that attention sent and the requests to stop; return the loss."""
+    def _exchange(self, batch: Batch, share: Tensor) -> float:
+        """Sum over ranks the loss, the bytes that attention sent, FLOPs and requests to stop; return the loss."""
         sent = self._attention_sent()
-        values = [share.item(), sent - self.sent, float(self.stop.requested)]
-        loss, self.sent_in_step, stops = sum_over_ranks(values, self.mesh, self.device)
+        values = [share.item(), sent - self.sent, self._flops(batch), float(self.stop.requested)]
+        loss, self.sent_in_step, self.flops_in_step, stops = sum_over_ranks(values, self.mesh, self.device)
         self.sent, self.stopping = sent, stops > 0
         return loss
 
@@ -342,17 +355,26 @@ class Trainer(TrainingLoop):
         if self.is_writer:
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 
-    def _mfu(self, batch: PackedBatch, seconds: float) -> float | None:
-        """Return the share of the devices' bfloat16 peak that a step reached; None for float32 and unknown devices."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        peak = peak_flops(name) if self.config.dtype == "bfloat16" else None
-        if peak is None:
-            return None
+    def _flops(self, batch: Batch) -> float:
+        """Return this rank's share of the FLOPs of its rows."""
+        rows = len(batch.cu_seqlens)
         flops = training_flops(
             self.prepared.shape.facts,
             matmul_parameters=self.prepared.shape.matmul_parameters,
-            tokens=batch.ids.numel(),
+            tokens=rows * self.config.seq_len,
             cu_seqlens=batch.cu_seqlens,
             adapter_parameters=self.adapter_parameters,
         )
-        return flops / (seconds * peak * dist.get_world_size())
+        return flops / (self.mesh.size("sp") * self.mesh.size("pp"))
+
+    def _mfu(self, seconds: float) -> float | None:
+        """Return the share of the devices' bfloat16 peak that a step reached; None for float32 and unknown devices."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        peak = peak_flops(name) if self.config.dtype == "bfloat16" else None
+        return None if peak is None else self.flops_in_step / (seconds * peak * dist.get_world_size())
+
+
+def _left_out(data: DataFiles | StoreFolder) -> list[str]:
+    """Return the line that says which files are left out, if there are any."""
+    line = data.left_out_line() if isinstance(data, DataFiles) else ""
+    return [line] if line else []

@@ -147,8 +147,8 @@ TEXT = "some words of a line\n" * 50_000  # 1 MiB
 TOKENIZE = r"""
 import re, shutil, sys
 from pathlib import Path
+from usp.data.cache import cached_store
 from usp.data.files import find_files
-from usp.data.store import open_store
 from usp.data.tokenizer import ByteTokenizer
 
 folder, cache, *files = sys.argv[1:]
@@ -157,7 +157,7 @@ if folder:
     from usp.hf.tokenizers import load_tokenizer
     tokenizer = load_tokenizer(folder)
 for data in files:
-    open_store(find_files(data, "text"), "text", tokenizer, Path(cache))
+    cached_store(find_files(data, "text"), "text", tokenizer, Path(cache))
     shutil.rmtree(cache)
     print(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,13 +11,15 @@ from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 import torch.distributed as dist
 from pyarrow import csv, ipc, parquet
 
 from parallel.testing import RankPool
 from usp.config import TrainConfig
+from usp.data.reader import Batch, BatchReader, Part
 from usp.run.launch import Launch
-from usp.train.prepare import prepare
+from usp.train.prepare import PreparedRun, prepare
 
 DOCUMENTS = [
     "def one():\n\treturn 1\n",
@@ -76,7 +79,17 @@ def digests_of(config: TrainConfig, data: list[str]) -> list[list[str]]:
     """The first batches of each data set."""
     launch = Launch(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size())
     prepared = (prepare(replace(config, data=each), launch) for each in data)
-    return [[batch.digest() for batch in islice(run.batches, 3)] for run in prepared]
+    return [[digest(batch) for batch in islice(whole_batches(run), 3)] for run in prepared]
+
+
+def whole_batches(run: PreparedRun) -> BatchReader:
+    return BatchReader(run.batches, Part.whole(run.batches.rows, run.config.seq_len))
+
+
+def digest(batch: Batch) -> str:
+    return hashlib.sha256(
+        b"".join(each.numpy().tobytes() for each in batch.to(torch.device("cpu")).values())
+    ).hexdigest()
 
 
 def test_every_format_gives_the_same_batches_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ RECORD = StepRecord(
     epoch=0.5,
     tokens=4096,
     seconds=0.5,
+    data_seconds=0.0,
     tokens_per_second=8192.0,
     mfu=None,
     memory_bytes=3 * 2**30,

@@ -215,8 +215,8 @@ def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
     config = replace(SMALL, data=str(tmp_path), eval_data=str(tmp_path / "b.txt"))
     prepared = prepare(config, Launch())
-    assert prepared.files.names() == ["a.txt", "c.txt"]
-    assert prepared.files.left_out_line() == "left out: b.txt (held out for evaluation)"
+    assert prepared.data[0].names() == ["a.txt", "c.txt"]
+    assert prepared.data[0].left_out_line() == "left out: b.txt (held out for evaluation)"
     with pytest.raises(ConfigurationError, match=r"all files of .* are held out for evaluation"):
         prepare(replace(config, eval_data=str(tmp_path)), Launch())
 

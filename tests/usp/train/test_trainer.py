@@ -20,7 +20,7 @@ from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
 from usp.commands.train import prepare_run
 from usp.config import TrainConfig
-from usp.data.stream import PackedBatch
+from usp.data.reader import Batch, Part, read_batch
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError, TrainingDiverged
@@ -171,12 +171,11 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 # Many ranks
 
 
-def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, PackedBatch]:
+def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Batch]:
     """Loss and gradient norm of step 1, and the global batch that it saw."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
-    begin = prepared.batches.state_dict()
-    batch = next(prepared.batches)
-    prepared.batches.load_state_dict(begin)
+    rows = prepared.batches.rows
+    batch = read_batch(prepared.batches.packed, range(rows), Part.whole(rows, config.seq_len))
     record = Trainer(prepared).step(1)
     return record.loss, record.grad_norm, batch
 
@@ -190,10 +189,10 @@ def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
 
 
-def plain_step(model: PreTrainedModel, batch: PackedBatch) -> tuple[float, float]:
+def plain_step(model: PreTrainedModel, batch: Batch) -> tuple[float, float]:
     """Return loss and gradient norm of each document alone through a transformers model."""
     targets, total = 0, torch.zeros(())
-    for row, boundaries in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
+    for row, boundaries in zip(batch.input_ids, batch.cu_seqlens.tolist(), strict=True):
         for document in (row[begin:end] for begin, end in pairwise(boundaries) if end > begin):
             logits = model(input_ids=document.unsqueeze(0)).logits[0, :-1]
             total = total + torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum")
@@ -235,7 +234,7 @@ def test_a_longer_context_is_trained_and_exported_as_transformers_computes_it(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert exported.config.max_position_embeddings == LONGER
     assert exported.config.rope_parameters == pytest.approx(SCALED[scaling])
-    ids = batch.ids[:1]
+    ids = batch.input_ids[:1]
     with torch.no_grad():
         torch.testing.assert_close(exported(input_ids=ids).logits, drawn_model(long)(input_ids=ids).logits)
     train(prepare(replace(run, steps=2, resume="auto"), Launch()), Launch())
@@ -325,9 +324,7 @@ def meet_other_data(config: TrainConfig, folder: str) -> str:
     """A step in which rank 1 reads other data than the rest."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
     if dist.get_rank() == 1:
-        batch = next(prepared.batches)
-        other = PackedBatch(batch.ids + 1, batch.labels, batch.cu_seqlens)
-        prepared = replace(prepared, batches=iter([other]))
+        prepared.batches.next_row += 1
     try:
         Trainer(prepared).step(1)
     except RanksDisagree as error:

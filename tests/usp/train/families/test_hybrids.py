@@ -19,17 +19,17 @@ from parallel.testing import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
 from tests.usp.tiny import drawn_model, whole_loss
 from usp.config import TrainConfig
-from usp.data.stream import PackedBatch
 from usp.hf.export import save_weights
 from usp.hf.models import model_facts
 from usp.model.facts import NO_ATTENTION, training_flops
 from usp.run.launch import Launch
+from usp.sp.batch import shard_batch
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
 from usp.train.resume import CHECKPOINTS
-from usp.train.step import local_part, train_step
+from usp.train.step import part_of, train_step
 from usp.train.trainer import Trainer
 
 VOCAB, ROWS, LENGTH, STEPS = 384, 4, 64, 3
@@ -78,20 +78,19 @@ def write(family: str, folder: Path) -> None:
     save_weights(dict(model.named_parameters()), folder, config=model.config)
 
 
-def batch_of(step: int) -> PackedBatch:
+def batch_of(step: int) -> dict[str, torch.Tensor]:
     """Rows of documents that end inside spans, one of them of a single token."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     cuts = [[0, 5, 24, 25, LENGTH], [0, 33, 40, 59, LENGTH], [0, LENGTH, LENGTH, LENGTH, LENGTH]]
-    return PackedBatch(
-        ids, ids.clone(), torch.tensor([cuts[(row + step) % 3] for row in range(ROWS)], dtype=torch.int32)
-    )
+    cu_seqlens = torch.tensor([cuts[(row + step) % 3] for row in range(ROWS)], dtype=torch.int32)
+    return {"input_ids": ids, "labels": ids, "cu_seqlens": cu_seqlens}
 
 
-def loss_alone(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+def loss_alone(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of plain transformers, each document alone."""
     total, targets = torch.zeros(()), 0
-    for ids, cuts in zip(batch.ids, batch.cu_seqlens.tolist(), strict=True):
+    for ids, cuts in zip(batch["input_ids"], batch["cu_seqlens"].tolist(), strict=True):
         for begin, end in pairwise(cuts):
             if end - begin > 1:
                 logits = model(input_ids=ids[None, begin:end], use_cache=False).logits[0, :-1]
@@ -128,7 +127,9 @@ def steps(folder: str, flags: dict[str, Any]) -> list[tuple[float, float]]:
 
     history = []
     for step in range(STEPS):
-        local = local_part(batch_of(step), mesh, config, device)
+        part = part_of(mesh, config)
+        own = {name: value[part.first : part.first + part.rows] for name, value in batch_of(step).items()}
+        local = shard_batch(own, mesh, config.sp_layout)
         history.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh)))
     return history
 
@@ -208,7 +209,7 @@ def test_layers_without_attention_attend_to_nothing() -> None:
     facts = model_facts("", tiny("qwen3_5_text").config)
     assert facts.windows == (NO_ATTENTION, NO_ATTENTION, 0, NO_ATTENTION)
     one, alone = (replace(facts, windows=windows) for windows in ((0,), (NO_ATTENTION,)))
-    cu_seqlens = batch_of(0).cu_seqlens
+    cu_seqlens = batch_of(0)["cu_seqlens"]
     flops = [training_flops(f, matmul_parameters=10, tokens=7, cu_seqlens=cu_seqlens) for f in (facts, one, alone)]
     assert flops[0] == flops[1] > flops[2] == 6 * 10 * 7
 

@@ -1,0 +1,213 @@
+"""What ranks read of rows: the batch of one process, cut as the layout says, and no token twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import usp.data.packing
+from attention import SequenceLayout
+from attention.layout import LAYOUTS
+from usp.data.cache import cached_store
+from usp.data.files import find_files
+from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares
+from usp.data.packing import PackedRows
+from usp.data.permutation import Permutation
+from usp.data.reader import AHEAD, BatchReader, Part, read_batch
+from usp.data.store import TokenStore
+from usp.data.stream import BatchStream
+from usp.data.tokenizer import ByteTokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """200 documents of 1 to 400 tokens, each with its number in it."""
+    folder = tmp_path_factory.mktemp("store")
+    lengths = np.random.default_rng(0).integers(0, 100, 200)
+    lines = [json.dumps({"text": f"{number} " * length}) for number, length in enumerate(lengths)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return cached_store(find_files(str(folder / "data.jsonl")), "text", ByteTokenizer(), folder / "cache")
+
+
+# Orders
+
+
+@given(count=st.integers(1, 3000), seed=st.integers(0, 5))
+@settings(deadline=None, max_examples=30)
+def test_an_order_has_every_number_once_and_can_be_reversed(count: int, seed: int) -> None:
+    order, places = Permutation(count, (seed, 7)), np.arange(count)
+    assert sorted(order.at(places).tolist()) == places.tolist()
+    assert order.place_of(order.at(places)).tolist() == places.tolist()
+    assert Permutation(count, None).at(places).tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("count", [4, 100])
+def test_every_order_is_as_likely_as_any_other(count: int) -> None:
+    """The chi-squared statistic of two numbers that are next to each other is near its mean, 1 for each pair."""
+    draws = 20 * count**2
+    next_to = np.zeros((count, count))
+    for seed in range(draws // (count - 1)):
+        order = Permutation(count, (seed,)).at(np.arange(count))
+        np.add.at(next_to, (order[:-1], order[1:]), 1)
+    pairs = next_to[~np.eye(count, dtype=bool)]
+    statistic = ((pairs - pairs.mean()) ** 2).sum() / pairs.mean() / len(pairs)
+    assert abs(statistic - 1) < 6 * (2 / len(pairs)) ** 0.5
+
+
+# Parts of ranks
+
+GRIDS = [(1, 1), (1, 4), (4, 1), (2, 2), (4, 2)]  # ring x ulysses
+
+
+def parts(kind: str, seq_len: int, grid: tuple[int, int], rows: int) -> list[tuple[Part, torch.Tensor]]:
+    """The parts of all ranks of a grid, and their positions."""
+    layout = SequenceLayout(kind, seq_len, *grid)
+    ranks = itertools.product(range(grid[0]), range(grid[1]))
+    return [(Part.of(layout, *rank, first=0, rows=rows), layout.positions(*rank)) for rank in ranks]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_part_is_the_batch_of_one_process_cut_by_the_layout(
+    store: TokenStore, kind: str, grid: tuple[int, int]
+) -> None:
+    packed = PackedRows(store, 256, seed=1)
+    numbers = range(packed.per_epoch - 2, packed.per_epoch + 2)
+    whole = read_batch(packed, numbers, Part.whole(4, 256)).to(CPU)
+    for part, positions in parts(kind, 256, grid, 4):
+        own = read_batch(packed, numbers, part).to(CPU)
+        for name, value in whole.items():
+            assert torch.equal(own[name], value if name == "cu_seqlens" else value[:, positions]), name
+
+
+def test_positions_and_targets_end_with_documents(store: TokenStore) -> None:
+    batch = read_batch(PackedRows(store, 256, seed=1), range(8), Part.whole(8, 256))
+    for row, boundaries in enumerate(batch.cu_seqlens.tolist()):
+        for begin, end in itertools.pairwise(boundaries):
+            assert batch.position_ids[row, begin:end].tolist() == list(range(end - begin))
+            expected = [*batch.input_ids[row, begin + 1 : end].tolist(), -100][: end - begin]
+            assert batch.shift_labels[row, begin:end].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_rank_reads_its_tokens_and_the_last_targets_alone(store: TokenStore, kind: str) -> None:
+    """Bytes of a rank: 1 / (ring x ulysses) of its rows, and a token for every span that ends inside a document."""
+    packed, size, rows = PackedRows(store, 1024, seed=1), 2, 3
+    for part, positions in parts(kind, 1024, (4, 2), rows):
+        before = store.token_bytes
+        batch = read_batch(packed, range(rows), part)
+        found = (store.token_bytes - before) // size
+        if kind == "striped":  # the tokens between its own, for 1 / ulysses of the rows
+            assert rows * 1024 // 2 - 3 * rows <= found <= rows * 1024 // 2
+        else:
+            last = np.flatnonzero(np.diff(positions.numpy(), append=-1) != 1)
+            followed = int((batch.shift_labels[:, last] != -100).sum())
+            assert found == rows * 1024 // 8 + followed and followed <= 2 * rows
+
+
+class Positions(TokenStore):
+    """A store in which every token is its own position."""
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return np.arange(begin, end)
+
+
+def test_1024_ranks_read_every_token_of_an_epoch_once(store: TokenStore) -> None:
+    """Except for what fills up the last row."""
+    packed, dp, (ring, ulysses) = PackedRows(Positions(store.folder), 512, seed=3), 16, (8, 8)
+    layout, counts = SequenceLayout("zigzag", 512, ring, ulysses), np.zeros(store.manifest.tokens, int)
+    for epoch in range(2):
+        counts[:] = 0
+        for rank in range(dp * ring * ulysses):
+            part = Part.of(layout, rank // ulysses % ring, rank % ulysses, first=rank // (ring * ulysses), rows=1)
+            for first in range(0, packed.per_epoch, dp):
+                if first + part.first < packed.per_epoch:
+                    numbers = range(epoch * packed.per_epoch + first, epoch * packed.per_epoch + first + dp)
+                    counts += np.bincount(read_batch(packed, numbers, part).input_ids[0], minlength=len(counts))
+        fill = packed.per_epoch * 512 - store.manifest.tokens
+        assert counts.min() == 1 and (counts - 1).sum() == fill < 512
+
+
+def test_blocks_of_any_size_give_the_same_rows(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> list[list[int]]:
+        packed = PackedRows(store, 512, seed=3)
+        return read_batch(packed, range(packed.per_epoch), Part.whole(packed.per_epoch, 512)).input_ids.tolist()
+
+    first = rows()
+    monkeypatch.setattr(usp.data.packing, "BLOCK", 7)
+    assert rows() == first
+    monkeypatch.setattr(usp.data.packing, "BLOCKS", 2)
+    assert rows() == first
+
+
+# Reading ahead
+
+
+def test_batches_are_read_ahead_and_the_place_is_that_of_the_last_one_taken(store: TokenStore) -> None:
+    packed = PackedRows(store, 64, seed=0)
+    stream = BatchStream(packed, 2)
+    reader = BatchReader(stream, Part.whole(2, 64))
+    taken = [next(reader) for _ in range(3)]
+    assert [batch.numbers for batch in taken] == [range(2), range(2, 4), range(4, 6)]
+    assert stream.next_row == stream.state_dict()["row"] == 6 and reader.waited >= 0
+    again = BatchStream(packed, 3)
+    again.load_state_dict(stream.state_dict())
+    after = next(BatchReader(again, Part.whole(3, 64)))
+    assert torch.equal(after.input_ids[:2], next(reader).input_ids)
+
+
+def test_what_fails_in_the_background_fails_in_the_step(store: TokenStore) -> None:
+    packed = PackedRows(TokenStore(store.folder), 64, seed=0)
+    reader = BatchReader(BatchStream(packed, 1), Part.whole(1, 64))
+    next(reader)
+    packed.store._files["tokens.bin"].close()
+    with pytest.raises(ValueError, match="closed file"):
+        for _ in range(AHEAD + 2):
+            next(reader)
+
+
+# Mixtures
+
+
+def test_a_mixture_has_the_rows_of_each_store_in_their_order_and_share(store: TokenStore) -> None:
+    """Every row of each store is there as often as any other, however unequal the stores are."""
+    positions = [PackedRows(Positions(store.folder), length, seed=0) for length in (64, 64)]
+    mixed = MixedRows(positions, [0.7, 0.3])
+    assert mixed.shares == (717, 307) and shares([1, 1, 1]) == (342, 341, 341)
+    for source, share in enumerate(mixed.shares):
+        drawn = [mixed.row(number) for number in range(3 * PERIOD)]
+        own = [row for row in drawn if row.store is positions[source].store]
+        expected = [positions[source].row(number) for number in range(3 * share)]
+        assert sorted(row.begins.tolist() for row in own) == sorted(row.begins.tolist() for row in expected)
+    assert {mixed.row(number).store is positions[0].store for number in range(20)} == {True, False}
+    again = MixedRows(positions, [7, 3])
+    assert all((again.row(number).begins == mixed.row(number).begins).all() for number in (5000, 17, 2048))
+    part = Part.whole(4, 64)
+    assert read_batch(mixed, range(1022, 1026), part).input_ids.shape == (4, 64)
+    stream = BatchStream(mixed, 4)
+    other = BatchStream(MixedRows(positions, [0.5, 0.5]), 4)
+    with pytest.raises(ValueError, match="data = 512/1024 of 190 documents"):
+        other.load_state_dict(stream.state_dict())
+
+
+def test_mixtures_are_written_as_paths_with_weights(tmp_path: Path) -> None:
+    assert parse_mixture("a=0.7,b/c=2") == [("a", 0.7), ("b/c", 2.0)]
+    assert parse_mixture("stdlib") == [("stdlib", 1.0)]
+    (tmp_path / "a=1,b").mkdir()
+    assert parse_mixture(str(tmp_path / "a=1,b")) == [(str(tmp_path / "a=1,b"), 1.0)]
+    for wrong in ("a=0.7,b", "a=0", "a=-1", "=1", "a=inf", "a=x"):
+        with pytest.raises(ValueError, match="must be PATH=WEIGHT with a positive weight"):
+            parse_mixture(wrong)
+    with pytest.raises(ValueError, match="names a path twice"):
+        parse_mixture("a=1,a=2")
+    with pytest.raises(ValueError, match=r"weight 1e-05 is too small: of 1024 rows it gives none"):
+        shares([1.0, 1e-5])

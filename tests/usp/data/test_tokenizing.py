@@ -1,0 +1,193 @@
+"""Writing token stores: by many processes, after a kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import usp.data.documents
+import usp.data.store
+import usp.data.tokenizing
+from usp.__main__ import main
+from usp.data.cache import cached_store, check_ids, find_data, open_data, sound_store
+from usp.data.files import DataFiles, find_files
+from usp.data.store import Manifest, TokenStore
+from usp.data.tokenizer import ByteTokenizer
+from usp.data.tokenizing import UnfitFolder, _Output, write_store
+
+BYTES = ByteTokenizer()
+
+
+def corpus(folder: Path) -> DataFiles:
+    """Documents in files of several formats, some longer than a piece."""
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"text": f"document {number}\n" * (number * 7 % 40)}) for number in range(60)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:30]))
+    (folder / "b.json").write_text("[" + ",".join(lines[30:]) + "]")
+    return find_files(str(folder))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data.documents, "PIECE", 64)
+    monkeypatch.setattr(usp.data.tokenizing, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(usp.data.store, "SUM_BYTES", 1000)
+    monkeypatch.setattr(usp.data.tokenizing, "SUM_BYTES", 1000)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("save_every", [1, 4])
+def test_a_store_is_the_same_after_a_kill_at_any_moment(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, save_every: int
+) -> None:
+    """What is on disk after each batch, without what is buffered, is what a kill at that moment leaves."""
+    files, moments, append = corpus(tmp_path / "data"), [], _Output.append
+
+    def killed(self: _Output, encoded: usp.data.tokenizing.Encoded, place: usp.data.tokenizing.Place) -> None:
+        saving = len(moments) % save_every == 0
+        monkeypatch.setattr(usp.data.tokenizing, "SAVE_SECONDS", 0.0 if saving else 1e9)
+        append(self, encoded, place)
+        moments.append(tmp_path / f"killed-{len(moments)}")
+        shutil.copytree(tmp_path / "whole", moments[-1])
+
+    monkeypatch.setattr(_Output, "append", killed)
+    assert write_store(files, "text", BYTES, tmp_path / "whole")
+    monkeypatch.setattr(_Output, "append", append)
+    whole = content(tmp_path / "whole")
+    assert sorted(whole) == ["index.bin", "manifest.json", "tokens.bin"] and len(moments) > 20
+    for moment in moments:
+        with pytest.raises(ValueError, match="is not finished: run the same"):
+            TokenStore(moment)
+        assert write_store(files, "text", BYTES, moment)
+        assert content(moment) == whole
+    assert not write_store(files, "text", BYTES, tmp_path / "whole")
+    assert len(TokenStore(tmp_path / "whole").manifest.checksums["tokens.bin"]) > 10
+
+
+def test_files_that_lost_what_was_recorded_are_written_again(tmp_path: Path, small_pieces: None) -> None:
+    files = corpus(tmp_path / "data")
+    write_store(files, "text", BYTES, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "lost")
+    manifest = json.loads((tmp_path / "lost" / "manifest.json").read_text())
+    (tmp_path / "lost" / "manifest.json").unlink()
+    record = usp.data.tokenizing._record(usp.data.tokenizing.Written(tokens=1000, documents=3), manifest["source"])
+    (tmp_path / "lost" / "progress.json").write_text(json.dumps(record))
+    (tmp_path / "lost" / "tokens.bin").write_bytes(b"")
+    write_store(files, "text", BYTES, tmp_path / "lost")
+    assert content(tmp_path / "lost") == content(tmp_path / "whole")
+
+
+def test_many_processes_write_the_store_of_one_and_train_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = corpus(tmp_path / "data")
+    write_store(files, "text", BYTES, tmp_path / "one")
+    flags = ["tokenize", "--data", str(tmp_path / "data"), "--tokenizer", "bytes", "--output", str(tmp_path / "many")]
+    assert main([*flags, "--processes", "2"]) == 0
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+    assert main(flags) == 0
+    assert "there already" in capsys.readouterr().out
+    store = open_data(find_data(str(tmp_path / "many")), "text", BYTES, tmp_path / "cache")
+    assert store.manifest.digest == cached_store(files, "text", BYTES, tmp_path / "cache").manifest.digest
+
+
+# What is refused
+
+
+def test_a_damaged_store_is_refused_by_its_checksums(tmp_path: Path, small_pieces: None) -> None:
+    write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
+    sound_store(tmp_path / "store", tmp_path / "cache")
+    for name, at in (("tokens.bin", 2500), ("index.bin", 80)):
+        sound = (tmp_path / "store" / name).read_bytes()
+        (tmp_path / "store" / name).write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        begin = at // 1000 * 1000
+        with pytest.raises(ValueError, match=rf"{name} is damaged: bytes {begin} to \d+ do not have their checksum"):
+            sound_store(tmp_path / "store", tmp_path / "cache")
+        (tmp_path / "store" / name).write_bytes(sound)
+    sound_store(tmp_path / "store", tmp_path / "cache")
+    (tmp_path / "store" / "manifest.json").write_text('{"format": 2, "tok')
+    with pytest.raises(ValueError, match=r"manifest.json is damaged: it is no manifest"):
+        sound_store(tmp_path / "store", tmp_path / "cache")
+
+
+def test_a_store_of_another_tokenizer_or_with_ids_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
+    found = find_data(str(tmp_path / "store"))
+    with pytest.raises(ValueError, match=r"was tokenized with bytes .* and tokenizer=other is another one"):
+        open_data(found, "text", ByteTokenizer("other", eos=2), tmp_path / "cache")
+    store = open_data(found, "text", BYTES, tmp_path / "cache")
+    check_ids(store, store.manifest.largest + 1)
+    ids = store.read(0, store.manifest.tokens)
+    first = int(np.argmax(ids >= 110))
+    document = int((store.bounds(np.arange(store.manifest.documents))[1] <= first).sum())
+    with pytest.raises(ValueError, match=rf"document {document} holds id {ids[first]}, and the model has a vocab"):
+        check_ids(store, 110)
+    with pytest.raises(ValueError, match="data_field='body' is for JSON"):
+        find_data(str(tmp_path / "store"), "body")
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    files = corpus(tmp_path / "data")
+    write_store(files, "text", BYTES, tmp_path / "store")
+    with pytest.raises(UnfitFolder, match="is a token store of other data, or of another tokenizer"):
+        write_store(files, "text", ByteTokenizer(eos=2), tmp_path / "store")
+    before = content(tmp_path / "data")
+    with pytest.raises(UnfitFolder, match="is not empty, and no token store"):
+        write_store(files, "text", BYTES, tmp_path / "data")
+    assert content(tmp_path / "data") == before
+
+
+def test_bad_data_leaves_nothing_and_those_that_wait_do_not_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = corpus(tmp_path / "data")
+    (tmp_path / "data" / "b.json").write_text('[{"text": "a"}, {"txt": "b"}]')
+    said = r"b.json, object 2: no key data_field='text'"
+    with pytest.raises(ValueError, match=said):
+        write_store(files, "text", BYTES, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    tries = []
+    monkeypatch.setattr(usp.data.cache, "write_store", lambda *given: tries.append(given) or write_store(*given))
+    locked, other = usp.data.cache.FileLock, []
+
+    def waits(name: str) -> object:
+        """A lock for which one waits while another process has it, and fails."""
+        if not other:
+            other.append(name)
+            with pytest.raises(ValueError, match=said):
+                cached_store(files, "text", BYTES, tmp_path / "cache")
+        return locked(name)
+
+    monkeypatch.setattr(usp.data.cache, "FileLock", waits)
+    with pytest.raises(ValueError, match=said):
+        cached_store(files, "text", BYTES, tmp_path / "cache")
+    assert len(tries) == 1
+    with pytest.raises(ValueError, match=said):  # started again later
+        cached_store(files, "text", BYTES, tmp_path / "cache")
+    assert len(tries) == 2
+
+
+def test_a_masked_store_says_which_tokens_are_targets(tmp_path: Path) -> None:
+    from usp.data.packing import PackedRows
+    from usp.data.reader import Part, read_batch
+
+    write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
+    plain = TokenStore(tmp_path / "store")
+    mask = np.random.default_rng(0).integers(0, 2, plain.manifest.tokens, np.uint8)
+    (tmp_path / "store" / "mask.bin").write_bytes(mask.tobytes())
+    Manifest(**vars(plain.manifest) | {"masked": True}).write(tmp_path / "store")
+    masked = TokenStore(tmp_path / "store")
+    for number in (0, 3):
+        rows = range(number, number + 2)
+        with_mask, without = (
+            read_batch(PackedRows(store, 128, None), rows, Part.whole(2, 128)).shift_labels for store in (masked, plain)
+        )
+        place = number * 128 + np.arange(256) + 1
+        assert (with_mask.flatten().numpy() == np.where(mask[place] == 1, without.flatten(), -100)).all()

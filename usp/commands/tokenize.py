@@ -1,0 +1,70 @@
+"""python -m usp tokenize: tokenize a data set once, into a token store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg
+
+from usp.config import BOS, one_of
+from usp.data.files import TEXT_FIELD, find_files
+from usp.data.store import TokenStore, is_store
+from usp.run.metrics import count
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """Tokenize documents into a token store, which --data of train.py takes. After a kill, the same command goes on
+    where it was.
+
+    For example: python -m usp tokenize --data corpus/ --tokenizer ~/models/Llama-3.1-8B --output corpus.tokens
+    """
+
+    data: Annotated[str, arg(metavar="stdlib|PATH")]
+    """Text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not, or a directory of them. stdlib: the source code
+    of Python's standard library."""
+    tokenizer: Annotated[str, arg(metavar="bytes|PATH")]
+    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5."""
+    output: Annotated[Path, arg(metavar="STORE")]
+    """Folder of the store; created."""
+    data_field: str = TEXT_FIELD
+    """Key or column that holds the text; not used for text files."""
+    bos: Annotated[str, one_of(BOS)] = "auto"
+    """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
+    parse_special_tokens: bool = False
+    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
+    processes: int = 0
+    """Processes that tokenize. 0: one per core, and for less than 64 MB of data only this one."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Write the store that `argv` asks for; raise ValueError for data and folders that do not fit."""
+    asked = tyro.cli(TokenizeConfig, args=argv, prog=prog)
+    from usp.data.tokenizing import write_store
+    from usp.hf.tokenizers import load_tokenizer
+
+    if asked.bos not in BOS:
+        raise ValueError(f"--bos = {asked.bos} must be one of {', '.join(BOS)}")
+    if asked.processes < 0:
+        raise ValueError(f"--processes = {asked.processes} must be at least 0")
+    if is_store(Path(asked.data).expanduser()):
+        raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
+    files = find_files(asked.data, asked.data_field)
+    tokenizer = load_tokenizer(asked.tokenizer, asked.bos, asked.parse_special_tokens)
+    print("\n".join(filter(None, [f"{len(files.files)} files below {files.root}", files.left_out_line()])), flush=True)
+    begin = time.perf_counter()
+    written = write_store(files, asked.data_field, tokenizer, asked.output, asked.processes)
+    seconds = time.perf_counter() - begin
+    held = TokenStore(asked.output).manifest
+    took = f"in {seconds:,.1f} s" if written else "there already"
+    print(
+        f"{asked.output}: {held.documents} documents, {count(held.characters)} characters, {count(held.tokens)} tokens "
+        f"({held.dtype}), {took}"
+    )
+    if held.replaced:
+        print(f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8")

@@ -1,0 +1,92 @@
+"""Mixing the rows of several stores by weight: every PERIOD rows hold each store's share of them, in a random order.
+
+A row depends only on its number, as in one store: its place in its period, permuted, falls to a store and is one of
+that store's next rows. Stores that are smaller than their share begin another epoch of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .files import STDLIB
+from .packing import PackedRows, Row
+from .permutation import Permutation
+
+PERIOD = 1024
+
+
+class MixedRows:
+    """Rows of `sources`, which have one seq_len and one seed, in the proportions of `weights`.
+
+    shares: rows of each source in every PERIOD rows. weights: the same as parts of 1. per_epoch: the rows of an epoch
+    of every source, added up.
+
+    Raises:
+        ValueError: for a weight that is too small for a row in PERIOD.
+    """
+
+    def __init__(self, sources: Sequence[PackedRows], weights: Sequence[float]) -> None:
+        self.sources = tuple(sources)
+        self.seq_len, self.seed = sources[0].seq_len, sources[0].seed
+        self.per_epoch = sum(source.per_epoch for source in sources)
+        self.shares = shares(weights)
+        self.weights = tuple(share / PERIOD for share in self.shares)
+        self._ends = np.cumsum(self.shares)
+
+    @property
+    def identity(self) -> str:
+        parts = zip(self.shares, self.sources, strict=True)
+        return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
+
+    def row(self, number: int) -> Row:
+        """Return what row `number` consists of; its tokens are not read."""
+        period, place = divmod(number, PERIOD)
+        order = Permutation(PERIOD, None if self.seed is None else (self.seed, period, 2))
+        place = int(order.at(np.array([place]))[0])
+        which = int(np.searchsorted(self._ends, place, side="right"))
+        within = place - int(self._ends[which]) + self.shares[which]
+        return self.sources[which].row(period * self.shares[which] + within)
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return PERIOD divided in the proportions of `weights`, by largest remainders.
+
+    Raises:
+        ValueError: naming a weight that gets nothing.
+    """
+    exact = [weight / math.fsum(weights) * PERIOD for weight in weights]
+    rounded = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: rounded[index] - exact[index])
+    for index in by_remainder[: PERIOD - sum(rounded)]:
+        rounded[index] += 1
+    if not all(rounded):
+        raise ValueError(
+            f"weight {weights[rounded.index(0)]:g} is too small: of {PERIOD} rows it gives none; leave that data out"
+        )
+    return tuple(rounded)
+
+
+def parse_mixture(data: str) -> list[tuple[str, float]]:
+    """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; a path that exists, or has no `=`, is one of weight 1.
+
+    Raises:
+        ValueError: for a part without a weight, or with one that is not a positive number.
+    """
+    if data == STDLIB or "=" not in data or Path(data).expanduser().exists():
+        return [(data, 1.0)]
+    found = []
+    for part in data.split(","):
+        path, _, weight = part.rpartition("=")
+        try:
+            found.append((path, float(weight)))
+        except ValueError:
+            found.append((path, math.nan))
+        if not path or not 0 < found[-1][1] < math.inf:
+            raise ValueError(f"data={data}: {part!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
+    if len({path for path, _ in found}) < len(found):
+        raise ValueError(f"data={data} names a path twice: give it once, with the sum of its weights")
+    return found
