@@ -11,9 +11,9 @@ from torch import Tensor
 from attention import AttentionSpec, Kernel, Task, check_kernel_name, select_kernel
 from attention.accumulate import AttentionSum, GradientSum
 from attention.bands import tight_task
-from attention.kernels.base import attend, attend_backward
+from attention.kernels.base import Device, attend, attend_backward
 from attention.kernels.dense import CHUNK, DenseLaunch, DenseLowering, band_mask
-from attention.kernels.flash import FlashAttnKernel
+from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
 from attention.kernels.reference import ReferenceKernel
 from attention.kernels.sdpa import LEAF, CpuFlashKernel, CudnnKernel, EfficientKernel
 from attention.kernels.varlen import AtenFlashKernel, VarlenLaunch, lower_varlen
@@ -36,6 +36,7 @@ BLOCKS = {
     "ragged documents": (200, [(a, b, a, b, 0, None) for a, b in ((0, 3), (3, 70), (70, 199), (199, 200))]),
     "rows in several tiny tasks": (64, [(0, 64, 0, 20, None, None), (10, 64, 30, 50, None, None)]),
     "rows that see nothing": (50, [(20, 30, 0, 50, None, None)]),
+    "single keys": (60, [(0, 60, 5, 6, None, None), (0, 60, 9, 10, None, None)]),
     "nothing": (40, []),
 }
 
@@ -122,7 +123,9 @@ def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> Non
         (CudnnKernel(), torch.bfloat16, 1e-2),
         (EfficientKernel(), torch.float32, 1e-5),
         (EfficientKernel(), torch.bfloat16, 1e-2),
-        (FlashAttnKernel(), torch.bfloat16, 1e-2),
+        (FlashAttn2Kernel(), torch.bfloat16, 1e-2),
+        (FlashAttn3Kernel(), torch.bfloat16, 1e-2),
+        (FlashAttn4Kernel(), torch.bfloat16, 1e-2),
         (ReferenceKernel(), torch.float32, 1e-5),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -132,7 +135,7 @@ def test_cuda_kernels_match_dense_attention(
     kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str, v_head_dim: int
 ) -> None:
     device = torch.device("cuda")
-    refusal = kernel.refuses(AttentionSpec(), device, dtype, HEAD_DIM, v_head_dim)
+    refusal = kernel.refuses(AttentionSpec(), Device.of(device), dtype, HEAD_DIM, v_head_dim) or kernel.missing()
     if refusal is not None:
         pytest.skip(refusal)
     assert worst(errors(kernel, name, dtype, device, AttentionSpec(), v_head_dim)) <= tolerance
@@ -212,7 +215,7 @@ def test_tiny_tasks_are_batched_and_masks_stay_small() -> None:
 def test_selection_reports_the_choice_and_each_refusal() -> None:
     kernel, line = select_kernel("auto", AttentionSpec(softcap=5.0), CPU, torch.float32, 64)
     assert kernel.name == "reference"
-    assert "attention kernel: reference; flash-attn refused: " in line and "sdpa refused: softcap=5.0" in line
+    assert "attention kernel: reference; flash-attn-4 refused: " in line and "sdpa refused: softcap=5.0" in line
     assert select_kernel("auto", AttentionSpec(), CPU, torch.bfloat16, 64)[0].name == "sdpa"
 
 
@@ -223,7 +226,7 @@ def test_selection_reports_padding_and_refuses_a_head_dim_of_v() -> None:
     assert "sdpa, q and k padded to head dim 128" in select_kernel("sdpa", spec, CPU, torch.float32, 64, 128)[1]
     assert select_kernel("reference", spec, CPU, torch.float32, 192, 128)[1] == "attention kernel: reference"
     assert select_kernel("sdpa", spec, CPU, torch.float32, 64, 64)[1] == "attention kernel: sdpa"
-    reason = AtenFlashKernel().refuses(spec, torch.device("cuda"), torch.bfloat16, 192, 260)
+    reason = AtenFlashKernel().refuses(spec, Device("cuda"), torch.bfloat16, 192, 260)
     assert reason == "v_head_dim=260 must be a multiple of 8, at most 256"
 
 

@@ -55,7 +55,7 @@ class UnifiedSPAttention(nn.Module):
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
         layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
-        kernel: auto, reference, sdpa, cudnn or flash.
+        kernel: auto, or one of `attention.KERNEL_NAMES`.
 
     Raises:
         ValueError: for an unknown layout or kernel.

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import usp.model.recompute
 import usp.sp.sp_attention
-from attention import AttentionSpec, select_kernel
+from attention import AttentionSpec, check_kernel_name, select_kernel
 from attention.kernels.base import Kernel
 from usp.sp.axes import SpAxes
 
@@ -81,7 +81,9 @@ def kernel_for(
     Raises:
         ValueError: as `select_kernel`.
     """
-    return select_kernel("sdpa" if name in ("auto", "flash") else name, spec, device, dtype, head_dim, v_head_dim)
+    check_kernel_name(name)
+    name = "sdpa" if name == "auto" or name.startswith("flash") else name
+    return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
 
 
 @contextmanager
