@@ -28,6 +28,12 @@ def release(package: str) -> str | None:
         return None
 
 
+@cache
+def has_module(name: str) -> bool:
+    """Check whether a top-level module could be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
 class FlashAttn2Kernel(VarlenKernel):
     """The package flash-attn 2.x, faster than torch's copy."""
 
@@ -81,8 +87,7 @@ class FlashAttn3Kernel(VarlenKernel):
     softcaps = True
 
     def missing(self) -> str | None:
-        installed = importlib.util.find_spec("flash_attn_interface")
-        return None if installed else "flash-attn 3 (flash_attn_interface) is not installed"
+        return None if has_module("flash_attn_interface") else "flash-attn 3 (flash_attn_interface) is not installed"
 
     @staticmethod
     def load() -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -73,19 +74,19 @@ def select_kernel(
     check_kernel_name(name)
     device = device if isinstance(device, Device) else Device.of(device)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    refusals: list[str] = []
+    refusals: dict[str, list[str]] = defaultdict(list)  # names by reason
     absent: list[Kernel] = []
     for kernel in _by_cost(name, spec, cost):
         reason = kernel.refuses(spec, device, dtype, head_dim, v_head_dim)
         if reason is None and (reason := kernel.missing()) is not None:
             absent.append(kernel)
         if reason is None:
-            return kernel, _line(kernel, head_dim, v_head_dim, refusals)
-        refusals.append(f"{kernel.name} refused: {reason}")
+            return kernel, _line(kernel, head_dim, v_head_dim, _listed(refusals))
+        refusals[reason].append(kernel.name)
     if planned and absent:
         return absent[0], _line(absent[0], head_dim, v_head_dim, ["its package is not installed here"])
     hint = "" if name == "auto" else ": use kernel='auto'"
-    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(refusals)}){hint}")
+    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(_listed(refusals))}){hint}")
 
 
 def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None) -> list[Kernel]:
@@ -97,6 +98,10 @@ def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None) -> list[Kernel]:
         return not (kernel.packed or spec.one_rectangle), known is None, known or 0.0
 
     return sorted(kernels, key=key)
+
+
+def _listed(refusals: Mapping[str, list[str]]) -> list[str]:
+    return [f"{', '.join(names)} refused: {reason}" for reason, names in refusals.items()]
 
 
 def _line(kernel: Kernel, head_dim: int, v_head_dim: int, remarks: list[str]) -> str:

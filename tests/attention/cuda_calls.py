@@ -275,7 +275,7 @@ def by_name(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Named) -> 
 
 
 class DispatchedOps(TorchFunctionMode):
-    """Index and copy by dispatched ops: these methods first set the device, which a build for CPU cannot do for CUDA."""
+    """Index and copy by dispatched ops: these methods set the device first, which builds for CPU cannot do for CUDA."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__setitem__:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -215,7 +217,10 @@ def test_tiny_tasks_are_batched_and_masks_stay_small() -> None:
 def test_selection_reports_the_choice_and_each_refusal() -> None:
     kernel, line = select_kernel("auto", AttentionSpec(softcap=5.0), CPU, torch.float32, 64)
     assert kernel.name == "reference"
-    assert "attention kernel: reference; flash-attn-4 refused: " in line and "sdpa refused: softcap=5.0" in line
+    assert (
+        "attention kernel: reference; flash-attn-4, flash-attn-3, flash-attn-2, aten-flash refused: " in line
+        and "sdpa refused: softcap=5.0" in line
+    )
     assert select_kernel("auto", AttentionSpec(), CPU, torch.bfloat16, 64)[0].name == "sdpa"
 
 
@@ -228,6 +233,59 @@ def test_selection_reports_padding_and_refuses_a_head_dim_of_v() -> None:
     assert select_kernel("sdpa", spec, CPU, torch.float32, 64, 64)[1] == "attention kernel: sdpa"
     reason = AtenFlashKernel().refuses(spec, Device("cuda"), torch.bfloat16, 192, 260)
     assert reason == "v_head_dim=260 must be a multiple of 8, at most 256"
+
+
+HOPPER, RATES = Device("cuda", (9, 0)), {"flash-attn-4": 1.0, "flash-attn-3": 2.0, "cudnn": 3.0, "flash-attn-2": 4.0}
+
+
+def chosen(name: str = "auto", spec: AttentionSpec | None = None, device: Device = HOPPER, head_dim: int = 128) -> str:
+    """Return the line of the choice for bfloat16 by `RATES`."""
+    cost = lambda kernel: RATES.get(kernel.rated_as or kernel.name)  # noqa: E731
+    return select_kernel(name, spec or AttentionSpec(), device, torch.bfloat16, head_dim, cost=cost)[1]
+
+
+def test_auto_takes_the_fastest_that_can_do_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = "flash-attn-4 refused: the package flash-attn-4 is not installed; flash-attn-3 refused: flash-attn 3 "
+    assert chosen().startswith(f"attention kernel: cudnn; {absent}")
+    packed, window = AttentionSpec(documents=((0, 9, 20),)), AttentionSpec(window=(99, 0))
+    for spec in (packed, window, AttentionSpec(prefixes=((4,),))):
+        assert chosen(spec=spec).startswith("attention kernel: aten-flash; ")
+    assert chosen(spec=AttentionSpec(documents=((0, 20, 20), (0, 18, 20)))).startswith("attention kernel: aten-flash; ")
+    assert chosen(spec=AttentionSpec(documents=((0, 20, 20), (0, 18, 18)))).startswith("attention kernel: cudnn; ")
+    assert "cudnn refused: head_dim=192 must be a multiple of 8, at most 128" in chosen(
+        "auto", None, Device("cuda"), 192
+    )
+    for kernel in (FlashAttn4Kernel, FlashAttn3Kernel, FlashAttn2Kernel):
+        monkeypatch.setattr(kernel, "missing", lambda _: None)
+    assert chosen() == chosen(spec=packed) == chosen("flash") == "attention kernel: flash-attn-4"
+    assert chosen("flash2") == "attention kernel: flash-attn-2"
+    wide = chosen(head_dim=192)
+    assert (
+        wide
+        == "attention kernel: flash-attn-3; flash-attn-4 refused: head_dim=192 must be a multiple of 8, at most 128"
+    )
+    assert chosen(device=Device("cuda", (8, 0))).startswith(
+        "attention kernel: cudnn; flash-attn-4 refused: needs a GPU of"
+    )
+    assert chosen(spec=AttentionSpec(softcap=5.0)).startswith(
+        "attention kernel: flash-attn-3; flash-attn-4 refused: soft"
+    )
+
+
+def test_torchs_own_flash_attention_is_not_taken_for_what_another_package_made_of_it() -> None:
+    with patch("attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"), pytest.raises(
+        ValueError, match=r"activate_flash_attention_impl\('FA3'\) replaced its ops in this process"
+    ):
+        select_kernel("sdpa", AttentionSpec(), HOPPER, torch.bfloat16, 128)
+
+
+def test_a_run_elsewhere_may_have_other_packages() -> None:
+    def planned(name: str, device: Device) -> str:
+        return select_kernel(name, AttentionSpec(), device, torch.bfloat16, 128, planned=True)[1]
+
+    assert planned("flash3", HOPPER) == "attention kernel: flash-attn-3; its package is not installed here"
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9.x, this has 10.0"):
+        planned("flash3", Device("cuda", (10, 0)))
 
 
 def test_a_named_kernel_has_no_fallback() -> None:

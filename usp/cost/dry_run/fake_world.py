@@ -93,11 +93,13 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
-    def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, *head_dims: int) -> Any:
-        return kernel_for(device, name, spec, dtype, *head_dims)
+    def choose(
+        name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *__: Any
+    ) -> tuple[Kernel, str]:
+        return kernel_for(device, name, spec, dtype, head_dim, v_head_dim)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(usp.sp.sp_attention, "select_kernel", choose))
+        stack.enter_context(patch.object(usp.sp.sp_attention, "choose_kernel", choose))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _give_shapes))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
