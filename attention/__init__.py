@@ -11,7 +11,7 @@ from .comm import Channel
 from .decode import DecodeStep, KVCache, Prefill
 from .heads import HeadPlan
 from .keep import Keep, KeepResults, compute_now
-from .kernels.base import Kernel
+from .kernels.base import Device, Kernel
 from .kernels.select import KERNEL_NAMES, check_kernel_name, select_kernel
 from .layout import LAYOUTS, SequenceLayout, Span
 from .ring import RingProgram

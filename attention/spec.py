@@ -103,6 +103,13 @@ class AttentionSpec:
             return ()
         return self.prefixes[row if len(self.prefixes) > 1 else 0]
 
+    @property
+    def one_rectangle(self) -> bool:
+        """Whether each row is one document, and all of it is visible, or all of its past."""
+        sides = self.window[0] == -1 and (self.causal or self.window[1] == -1)
+        single = all(sum(a < b for a, b in pairwise(row)) <= 1 for row in self.documents or ())
+        return sides and single and not any(map(any, self.prefixes or ()))
+
     def difference_range(self, in_prefix: bool = False) -> tuple[int | None, int | None]:
         """Return the (lowest, highest) visible `query position - key position`, None for no limit.
 

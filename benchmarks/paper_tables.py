@@ -52,13 +52,7 @@ def tuned(node: Hardware, constants: Mapping[str, float]) -> Hardware:
         return tuple((x, y * part) for x, y in curve)
 
     attention = constants["L20 attention" if pcie else "attention"]
-    node = replace(
-        node,
-        attention_forward=scaled(node.attention_forward, attention),
-        attention_backward=scaled(node.attention_backward, attention),
-        attention_forward_full=scaled(node.attention_forward_full, attention),
-        attention_backward_full=scaled(node.attention_backward_full, attention),
-    )
+    node = replace(node, attention={kernel: rates.scaled(attention) for kernel, rates in node.attention.items()})
     if pcie:
         return replace(node, tiers=tuple(_slower_exchange(tier, constants["L20 exchange"]) for tier in node.tiers))
     matmul = scaled(node.matmul, constants["matmul"] / node.matmul[-1][1])

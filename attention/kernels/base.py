@@ -32,23 +32,60 @@ class Launch:
     keys: Rows
 
 
+@dataclass(frozen=True)
+class Device:
+    """What back ends must know of a device.
+
+    Attributes:
+        type: cpu or cuda.
+        capability: compute capability of an NVIDIA GPU, None if unknown.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(device: torch.device) -> Device:
+        """Return the description of a device of this process; ROCm's devices have no compute capability."""
+        known = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+        return Device(device.type, torch.cuda.get_device_capability(device) if known else None)
+
+    def lacks(self, majors: tuple[int, ...]) -> str | None:
+        """Return why a kernel for these major compute capabilities cannot run here; none is needed if empty."""
+        if self.type != "cuda":
+            return f"runs on cuda, but the tensors are on {self.type}"
+        if majors and (self.capability is None or self.capability[0] not in majors):
+            here = "an unknown one" if self.capability is None else "{}.{}".format(*self.capability)
+            return f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in majors)}, this has {here}"
+        return None
+
+
 class Kernel(ABC):
     """A block-attention back end.
 
     Attributes:
+        rated_as: the name under which tables of rates have this kernel, if it is not its own.
+        packed: documents and windows take one or a few launches. Others cut them into many, some with masks, so that
+            their rate for one causal or full rectangle says nothing about such calls.
         equal_head_dims: the kernel requires V = H. `attend` and `attend_backward` then pad the smaller one with zeros,
             which adds nothing to any score, output or gradient, so the result is exact; all products cost as much as
             with the larger one. Otherwise forward and backward are called with V different from H.
     """
 
     name: str
+    rated_as = ""
+    packed = False
     equal_head_dims = False
+
+    def missing(self) -> str | None:
+        """Return why the software of this back end cannot be used in this process, or None if it can."""
+        return None
 
     @abstractmethod
     def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
-        """Return why this back end cannot compute such a call exactly, or None if it can."""
+        """Return why this back end cannot compute such a call exactly on such a device, or None if it can."""
 
     @abstractmethod
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:

@@ -1,35 +1,56 @@
-"""The flash-attn package (2.7 or a later 2.x), variable-length: faster than torch's copy, and supports softcap."""
+"""The flash-attn packages, variable-length: 2.7 and later 2.x, 3 for Hopper, 4 for Hopper and Blackwell.
+
+They are called directly: `torch.nn.attention.activate_flash_attention_impl` would replace torch's own attention in the
+whole process.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from attention.spec import AttentionSpec
 
-from .varlen import VarlenKernel
+from .varlen import VarlenKernel, VarlenLaunch
 
 
-class FlashAttnKernel(VarlenKernel):
-    name = "flash-attn"
+@cache
+def release(package: str) -> str | None:
+    """Return the installed version of a package, None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
-    def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
-    ) -> str | None:
-        try:
-            release = version("flash-attn")
-        except PackageNotFoundError:
+
+@cache
+def has_module(name: str) -> bool:
+    """Check whether a top-level module could be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+class FlashAttn2Kernel(VarlenKernel):
+    """The package flash-attn 2.x, faster than torch's copy."""
+
+    name = "flash-attn-2"
+    softcaps = True
+
+    def missing(self) -> str | None:
+        found = release("flash-attn")
+        if found is None:
             return "the package flash-attn is not installed"
-        major, minor = (int(part) for part in release.split(".")[:2])
+        major, minor = (int(part) for part in found.split(".")[:2])
         if major != 2 or minor < 7:
-            return f"flash-attn {release} is installed, but 2.7 or a later 2.x is required"
-        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
+            return f"flash-attn {found} is installed, but 2.7 or a later 2.x is required"
+        return None
 
     @staticmethod
-    def load() -> ModuleType:
+    def load() -> Any:
         """Import the package's interface on first use."""
         return importlib.import_module("flash_attn.flash_attn_interface")
 
@@ -48,7 +69,7 @@ class FlashAttnKernel(VarlenKernel):
         return dq, dk, dv
 
 
-def _options(launch, spec, q) -> dict:
+def _options(launch: VarlenLaunch, spec: AttentionSpec, q: torch.Tensor) -> dict[str, Any]:
     return {
         "softmax_scale": spec.score_scale(q.shape[-1]),
         "causal": False,  # the window already expresses it
@@ -56,3 +77,77 @@ def _options(launch, spec, q) -> dict:
         "softcap": spec.softcap or 0.0,
         "alibi_slopes": None,
     }
+
+
+class FlashAttn3Kernel(VarlenKernel):
+    """The ops of flash-attn 3, which its module `flash_attn_interface` registers."""
+
+    name = "flash-attn-3"
+    majors = (9,)
+    softcaps = True
+
+    def missing(self) -> str | None:
+        return None if has_module("flash_attn_interface") else "flash-attn 3 (flash_attn_interface) is not installed"
+
+    @staticmethod
+    def load() -> Any:
+        """Import the module on first use; return the namespace of its ops."""
+        importlib.import_module("flash_attn_interface")
+        return torch.ops.flash_attn_3
+
+    def _forward(self, q, k, v, launch, spec):
+        out, lse, _, _ = self.load().fwd(
+            q, k, v, **_named(launch), **launch.windows, softcap=spec.softcap or 0.0,
+            softmax_scale=spec.score_scale(q.shape[-1]),
+        )  # fmt: skip
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, launch, spec):
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self.load().bwd(
+            dout, q, k, v, out, lse, dq, dk, dv, **_named(launch), **launch.windows, softcap=spec.softcap or 0.0,
+            softmax_scale=spec.score_scale(q.shape[-1]),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _named(launch: VarlenLaunch) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": launch.cu_q,
+        "cu_seqlens_k": launch.cu_k,
+        "max_seqlen_q": launch.max_q,
+        "max_seqlen_k": launch.max_k,
+    }
+
+
+class FlashAttn4Kernel(VarlenKernel):
+    """The package flash-attn-4, with the arguments that torch's own adapter passes (torch.nn.attention._fa4)."""
+
+    name = "flash-attn-4"
+    majors = (9, 10)
+    widest = 128  # of both passes on both architectures
+
+    def missing(self) -> str | None:
+        return None if release("flash-attn-4") else "the package flash-attn-4 is not installed"
+
+    @staticmethod
+    def load() -> Any:
+        """Import the package's interface on first use; it compiles kernels when they are first called."""
+        return importlib.import_module("flash_attn.cute.interface")
+
+    def _forward(self, q, k, v, launch, spec):
+        return self.load()._flash_attn_fwd(
+            q, k, v, **_named(launch), **_limits(launch), softmax_scale=spec.score_scale(q.shape[-1]), return_lse=True
+        )  # fmt: skip
+
+    def _backward(self, dout, q, k, v, out, lse, launch, spec):
+        return self.load()._flash_attn_bwd(
+            q, k, v, out, dout, lse, cu_seqlens_q=launch.cu_q, cu_seqlens_k=launch.cu_k, **_limits(launch),
+            softmax_scale=spec.score_scale(q.shape[-1]),
+        )  # fmt: skip
+
+
+def _limits(launch: VarlenLaunch) -> dict[str, Any]:
+    """Return the window as flash-attn-4 has it: None for no limit, and a flag for what is causal."""
+    windows = {name: None if reach < 0 else reach for name, reach in launch.windows.items()}
+    return {"causal": (launch.left, launch.right) == (-1, 0), **windows}

@@ -12,7 +12,7 @@ from attention.accumulate import accumulate_dtype
 from attention.bands import Task
 from attention.spec import AttentionSpec
 
-from .base import Kernel, Launch
+from .base import Device, Kernel, Launch
 from .dense import DenseLaunch, DenseLowering
 
 TILE = 1024  # rows and columns of scores held at once
@@ -22,7 +22,7 @@ class ReferenceKernel(Kernel):
     name = "reference"
 
     def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype={dtype} is not a floating-point type"
 

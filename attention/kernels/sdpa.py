@@ -14,11 +14,13 @@ from torch import Tensor
 from attention.bands import Task
 from attention.spec import AttentionSpec
 
-from .base import Kernel, Launch
+from .base import Device, Kernel, Launch
 from .dense import DenseLaunch, DenseLowering
+from .reference import ReferenceKernel
 
 aten = torch.ops.aten
 
+CUDNN_WIDE = 91000  # version from which head dims up to 256 are supported, on Hopper
 LEAF = 64  # fastest of 32 to 256, forward and backward, for triangles of 512 to 8,192 tokens
 
 
@@ -30,7 +32,7 @@ class _DenseKernel(Kernel):
     grouped_heads = True  # the op supports K < N
 
     def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
         if device.type != self.device_type:
             return f"runs on {self.device_type}, but the tensors are on {device.type}"
@@ -127,6 +129,33 @@ class CudnnKernel(_DenseKernel):
     device_type = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
     grouped_heads = False
+
+    def missing(self) -> str | None:
+        absent = torch.version.hip is not None or (torch.version.cuda and not torch.backends.cudnn.is_available())
+        return "this torch has no cuDNN" if absent else None
+
+    def refuses(
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    ) -> str | None:
+        # The limits of torch's `can_use_cudnn_attention`, which direct calls of the op do not pass.
+        known = device.capability or (8, 0)
+        if known < (8, 0):
+            return f"needs a GPU of compute capability 8.0, this has {known[0]}.{known[1]}"
+        wide = known == (9, 0) and (torch.backends.cudnn.version() or CUDNN_WIDE) >= CUDNN_WIDE
+        for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+            if size > (widest := 256 if wide else 128) or size % 8:
+                return f"{name}={size} must be a multiple of 8, at most {widest}"
+        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
+
+    def forward(self, q_nANH, k_nBKH, v_nBKV, launch, spec):
+        if k_nBKH.shape[1] == 1:  # which cuDNN does not support
+            return ReferenceKernel().forward(q_nANH, k_nBKH, v_nBKV, launch, spec)
+        return super().forward(q_nANH, k_nBKH, v_nBKV, launch, spec)
+
+    def backward(self, dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec):
+        if k_nBKH.shape[1] == 1:
+            return ReferenceKernel().backward(dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec)
+        return super().backward(dout_nANV, q_nANH, k_nBKH, v_nBKV, out_nANV, lse_nNA, launch, spec)
 
     def _forward(self, q, k, v, launch, scale):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 import torch
 
 from attention.spec import AttentionSpec
 
-from .base import Kernel
-from .flash import FlashAttnKernel
+from .base import Device, Kernel
+from .flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
 from .reference import ReferenceKernel
 from .sdpa import CpuFlashKernel, CudnnKernel, EfficientKernel
 from .varlen import AtenFlashKernel
 
-# A name may cover several back ends, one per device and dtype; the first that supports the call is used.
+# A name may cover several back ends, one per device, dtype and package.
 KERNELS: dict[str, tuple[type[Kernel], ...]] = {
     "reference": (ReferenceKernel,),
     "sdpa": (CpuFlashKernel, AtenFlashKernel, EfficientKernel),
     "cudnn": (CudnnKernel,),
-    "flash": (FlashAttnKernel,),
+    "flash": (FlashAttn4Kernel, FlashAttn3Kernel, FlashAttn2Kernel),
+    "flash2": (FlashAttn2Kernel,),
+    "flash3": (FlashAttn3Kernel,),
+    "flash4": (FlashAttn4Kernel,),
 }
-AUTO = (FlashAttnKernel, AtenFlashKernel, CpuFlashKernel, EfficientKernel, ReferenceKernel)
+AUTO: tuple[type[Kernel], ...] = (
+    *KERNELS["flash"],
+    AtenFlashKernel,
+    CpuFlashKernel,
+    CudnnKernel,
+    EfficientKernel,
+    ReferenceKernel,
+)
 KERNEL_NAMES = ("auto", *KERNELS)
+Cost = Callable[[Kernel], float | None]
 
 
 def check_kernel_name(name: str) -> None:
@@ -36,31 +49,64 @@ def check_kernel_name(name: str) -> None:
 def select_kernel(
     name: str,
     spec: AttentionSpec,
-    device: torch.device,
+    device: torch.device | Device,
     dtype: torch.dtype,
     head_dim: int,
     v_head_dim: int | None = None,
+    cost: Cost | None = None,
+    planned: bool = False,
 ) -> tuple[Kernel, str]:
     """Return the back end for a call, and a log line with its name and the reasons against those tried before it.
 
-    `auto` tries flash-attn, torch's fused ops, then the reference; any other name allows no fallback. `v_head_dim` is
-    the head dim of v, None for that of q and k; the line says so if the back end pads the smaller one.
+    Of the back ends that `name` covers, the cheapest by `cost` that supports the call; those whose cost is None come
+    after it, in a fixed order: flash-attn, torch's fused ops, the reference. For calls with windows or several
+    documents in a row, back ends that take such a call in few launches come first.
+
+    Args:
+        name: `auto` covers all; any other name allows no fallback.
+        v_head_dim: head dim of v, None for that of q and k; the line says so if the back end pads the smaller one.
+        cost: relative time of a back end for one document of the call's shape.
+        planned: for a run in another environment, where a package that is named here will be installed.
 
     Raises:
         ValueError: for an unknown name, or if no back end of that name supports the call, with the reasons.
     """
     check_kernel_name(name)
+    device = device if isinstance(device, Device) else Device.of(device)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    refusals: list[str] = []
-    for candidate in AUTO if name == "auto" else KERNELS[name]:
-        kernel = candidate()
+    refusals: dict[str, list[str]] = defaultdict(list)  # names by reason
+    absent: list[Kernel] = []
+    for kernel in _by_cost(name, spec, cost):
         reason = kernel.refuses(spec, device, dtype, head_dim, v_head_dim)
+        if reason is None and (reason := kernel.missing()) is not None:
+            absent.append(kernel)
         if reason is None:
-            padding = _padding(head_dim, v_head_dim) if kernel.equal_head_dims else ""
-            return kernel, f"attention kernel: {kernel.name}{padding}" + "".join(f"; {each}" for each in refusals)
-        refusals.append(f"{kernel.name} refused: {reason}")
+            return kernel, _line(kernel, head_dim, v_head_dim, _listed(refusals))
+        refusals[reason].append(kernel.name)
+    if planned and absent:
+        return absent[0], _line(absent[0], head_dim, v_head_dim, ["its package is not installed here"])
     hint = "" if name == "auto" else ": use kernel='auto'"
-    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(refusals)}){hint}")
+    raise ValueError(f"kernel={name!r} cannot compute this call ({'; '.join(_listed(refusals))}){hint}")
+
+
+def _by_cost(name: str, spec: AttentionSpec, cost: Cost | None) -> list[Kernel]:
+    kernels = [candidate() for candidate in (AUTO if name == "auto" else KERNELS[name])]
+    costs = {kernel.name: cost(kernel) if cost else None for kernel in kernels}
+
+    def key(kernel: Kernel) -> tuple[bool, bool, float]:
+        known = costs[kernel.name]
+        return not (kernel.packed or spec.one_rectangle), known is None, known or 0.0
+
+    return sorted(kernels, key=key)
+
+
+def _listed(refusals: Mapping[str, list[str]]) -> list[str]:
+    return [f"{', '.join(names)} refused: {reason}" for reason, names in refusals.items()]
+
+
+def _line(kernel: Kernel, head_dim: int, v_head_dim: int, remarks: list[str]) -> str:
+    padding = _padding(head_dim, v_head_dim) if kernel.equal_head_dims else ""
+    return f"attention kernel: {kernel.name}{padding}" + "".join(f"; {each}" for each in remarks)
 
 
 def _padding(head_dim: int, v_head_dim: int) -> str:

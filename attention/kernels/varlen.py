@@ -14,12 +14,13 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from attention.accumulate import Rows
 from attention.bands import Task, query_layers
 from attention.spec import AttentionSpec
 
-from .base import Kernel, Launch
+from .base import Device, Kernel, Launch
 
 aten = torch.ops.aten
 
@@ -70,20 +71,32 @@ def _packed(runs: list[tuple[int, int]], device: torch.device) -> tuple[Rows, Te
 
 
 class VarlenKernel(Kernel):
-    """Base of the variable-length kernels, on packed tensors (total, heads, head_dim) with lse (heads, total)."""
+    """Base of the variable-length kernels, on packed tensors (total, heads, head_dim) with lse (heads, total).
 
+    Attributes:
+        majors: major compute capabilities of the GPUs that it runs on.
+        widest: its largest head dim.
+        softcaps: whether it supports a softcap.
+    """
+
+    packed = True
     equal_head_dims = True
+    majors: tuple[int, ...] = ()
+    widest = 256
+    softcaps = False
 
     def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
+        self, spec: AttentionSpec, device: Device, dtype: torch.dtype, head_dim: int, v_head_dim: int
     ) -> str | None:
-        if device.type != "cuda":
-            return f"runs on cuda, but the tensors are on {device.type}"
+        if elsewhere := device.lacks(self.majors):
+            return elsewhere
         if dtype not in (torch.bfloat16, torch.float16):
             return f"dtype={dtype} must be bfloat16 or float16"
+        if spec.softcap is not None and not self.softcaps:
+            return f"softcap={spec.softcap} is not supported by the op"
         for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
-            if size > 256 or size % 8:
-                return f"{name}={size} must be a multiple of 8, at most 256"
+            if size > self.widest or size % 8:
+                return f"{name}={size} must be a multiple of 8, at most {self.widest}"
         return None
 
     def lower(self, tasks: tuple[Task, ...], device: torch.device, dtype: torch.dtype) -> tuple[Launch, ...]:
@@ -110,16 +123,21 @@ class VarlenKernel(Kernel):
 
 
 class AtenFlashKernel(VarlenKernel):
-    """The FlashAttention that torch ships for CUDA, in its variable-length form."""
+    """The FlashAttention 2 that torch ships for CUDA, in its variable-length form."""
 
     name = "aten-flash"
+    rated_as = "flash-attn-2"
 
-    def refuses(
-        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
-    ) -> str | None:
-        if spec.softcap is not None:
-            return f"softcap={spec.softcap} is not supported by the op"
-        return super().refuses(spec, device, dtype, head_dim, v_head_dim)
+    def missing(self) -> str | None:
+        # Activation is a state of the process that replaces these ops by another package's, with other limits and
+        # rates. The back ends of those packages call them directly instead, and leave torch's attention as it is.
+        other = current_flash_attention_impl()
+        if other is None:
+            return None
+        return (
+            f"torch.nn.attention.activate_flash_attention_impl({other!r}) replaced its ops in this process: call "
+            f"restore_flash_attention_impl(), or use kernel='flash'"
+        )
 
     def _forward(self, q, k, v, launch, spec):
         out, lse, *_ = aten._flash_attention_forward(

@@ -84,17 +84,43 @@ class Tier:
 
 
 @dataclass(frozen=True)
+class AttentionRates:
+    """Efficiency of an attention kernel by tokens of the shorter side, per pass and mask.
+
+    Attributes:
+        forward, backward: of masked attention; masked pairs do not count as work.
+        forward_full, backward_full: of unmasked attention.
+    """
+
+    forward: Curve
+    backward: Curve
+    forward_full: Curve
+    backward_full: Curve
+
+    def efficiency(self, tokens: float, *, backward: bool, full: bool) -> float:
+        """Return the fraction of the peak that the kernel achieves with `tokens` on its shorter side."""
+        curve = getattr(self, f"{'backward' if backward else 'forward'}{'_full' if full else ''}")
+        return interpolate(curve, tokens)
+
+    def scaled(self, factor: float) -> AttentionRates:
+        """Return these rates times a factor."""
+        return AttentionRates(*(tuple((x, y * factor) for x, y in getattr(self, name)) for name in PASSES))
+
+
+PASSES = ("forward", "backward", "forward_full", "backward_full")
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A kind of device and its interconnect.
 
     Attributes:
+        compute_capability: of an NVIDIA GPU, which decides what attention kernels run on it; None if unknown.
         peak_flops: dense FLOP/s by dtype.
         memory_bytes, memory_bytes_per_second: capacity and bandwidth of the device memory.
         tiers: tiers of the interconnect, innermost first.
         matmul: efficiency by FLOPs of the product.
-        attention_forward, attention_backward: efficiency of masked attention by tokens of the shorter side; masked
-            pairs do not count as work.
-        attention_forward_full, attention_backward_full: the same without a mask.
+        attention: efficiency of attention kernels by name.
         memory_efficiency, link_efficiency: fraction of the stated rates that is achieved.
         parallel_rings: a ring collective uses every device's link out of a tier (NCCL), not just one (gloo).
         streams: collectives run concurrently with compute (CUDA), instead of blocking the calling thread (CPU).
@@ -108,10 +134,8 @@ class Hardware:
     memory_bytes_per_second: float
     tiers: tuple[Tier, ...]
     matmul: Curve
-    attention_forward: Curve
-    attention_backward: Curve
-    attention_forward_full: Curve
-    attention_backward_full: Curve
+    attention: Mapping[str, AttentionRates]
+    compute_capability: tuple[int, int] | None = None
     memory_efficiency: float = 1.0
     link_efficiency: float = 1.0
     parallel_rings: bool = True
@@ -133,10 +157,16 @@ class Hardware:
         """Return the time of `calls` matrix products of `flops` each."""
         return calls * flops / (self.peak(dtype) * interpolate(self.matmul, flops))
 
-    def attention_seconds(self, flops: float, tokens: float, dtype: str, *, backward: bool, full: bool) -> float:
-        """Return the time of an attention kernel of `flops`, whose shorter side has `tokens`; `full` means unmasked."""
-        curve = getattr(self, f"attention_{'backward' if backward else 'forward'}{'_full' if full else ''}")
-        return flops / (self.peak(dtype) * interpolate(curve, tokens))
+    def rated_as(self, kernel: str) -> str:
+        """Return the kernel whose rates stand for those of `kernel`: itself, or the first where it has none."""
+        return kernel if kernel in self.attention else next(iter(self.attention))
+
+    def attention_seconds(
+        self, kernel: str, flops: float, tokens: float, dtype: str, *, backward: bool, full: bool
+    ) -> float:
+        """Return the time of `flops` of a kernel whose shorter side has `tokens`; `full` means unmasked."""
+        rates = self.attention[self.rated_as(kernel)]
+        return flops / (self.peak(dtype) * rates.efficiency(tokens, backward=backward, full=full))
 
     def memory_seconds(self, nbytes: float) -> float:
         """Return the time of memory accesses, reads and writes, of `nbytes` in total."""
@@ -199,13 +229,13 @@ def _read(name_or_path: str) -> dict[str, Any]:
         if not isinstance(values.get(key, {}), dict):
             raise ValueError(f"hardware file {path}: {key} must be an object, got {values[key]!r}")
     merged = {key: {**defaults.get(key, {}), **values.get(key, {})} for key in ("peak_flops", "efficiency")}
+    if isinstance(merged["efficiency"]["attention"], dict):
+        merged["efficiency"]["attention"] = {**defaults["efficiency"]["attention"], **merged["efficiency"]["attention"]}
     return {**defaults, **values, **merged}
 
 
 _REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_REQUIRED, "source", "device", "peak_flops", "parallel_rings", "streams", "crowding")
-_MASKED = ("attention_forward", "attention_backward")
-_CURVES = ("matmul", *_MASKED, *(f"{name}_full" for name in _MASKED))
+_KNOWN = (*_REQUIRED, "source", "device", "compute_capability", "peak_flops", "parallel_rings", "streams", "crowding")
 KINDS = ("send", "gather", "reduce", "exchange")
 _TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *KINDS)
 
@@ -231,16 +261,13 @@ def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
 
 def _build(values: Mapping[str, Any]) -> Hardware:
     device, efficiency = str(values.get("device", values["name"])), values["efficiency"]
-    unknown = set(efficiency) - {*_CURVES, "memory", "links"}
-    if unknown:
-        raise ValueError(f"efficiency of {', '.join(sorted(unknown))} is unknown")
+    known = ("matmul", "attention", "memory", "links")
+    if unknown := set(efficiency) - {*known}:
+        raise ValueError(f"efficiency of {', '.join(sorted(unknown))} is unknown, only that of {', '.join(known)}")
     stated = values.get("peak_flops", {})
     peaks = {dtype: _number(stated, dtype) for dtype in stated}
-    known = peak_flops(device)
-    if known is not None:
-        peaks.setdefault("bfloat16", known)
-    given = {**{f"{name}_full": efficiency[name] for name in _MASKED}, **efficiency}
-    curves = {name: tuple((_finite(x, name), _finite(y, name)) for x, y in given[name]) for name in _CURVES}
+    if (peak := peak_flops(device)) is not None:
+        peaks.setdefault("bfloat16", peak)
     return Hardware(
         name=str(values["name"]),
         device=device,
@@ -248,13 +275,35 @@ def _build(values: Mapping[str, Any]) -> Hardware:
         memory_bytes=_integer(values, "memory_bytes"),
         memory_bytes_per_second=_number(values, "memory_bytes_per_second"),
         tiers=tuple(map(_tier, values["tiers"])),
+        matmul=_curve(efficiency["matmul"], "matmul"),
+        attention={str(kernel): _rates(given, kernel) for kernel, given in efficiency["attention"].items()},
+        compute_capability=_capability(values.get("compute_capability")),
         memory_efficiency=_number(efficiency, "memory", 1.0),
         link_efficiency=_number(efficiency, "links", 1.0),
         parallel_rings=_boolean(values, "parallel_rings"),
         streams=_boolean(values, "streams"),
         crowding=_number(values, "crowding", 1.0),
-        **curves,
     )
+
+
+def _curve(points: Any, name: str) -> Curve:
+    return tuple((_finite(x, name), _finite(y, name)) for x, y in points)
+
+
+def _rates(given: Mapping[str, Any], kernel: str) -> AttentionRates:
+    """Build a kernel's rates; those without a mask are those with one if they are not given."""
+    if unknown := set(given) - {*PASSES}:
+        raise ValueError(f"attention of {kernel} has {', '.join(sorted(unknown))}, only {', '.join(PASSES)} are known")
+    whole = {**{f"{name}_full": given[name] for name in ("forward", "backward")}, **given}
+    return AttentionRates(**{name: _curve(whole[name], f"attention of {kernel}") for name in PASSES})
+
+
+def _capability(given: Any) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if not (isinstance(given, list) and len(given) == 2 and all(type(part) is int for part in given)):
+        raise ValueError(f"compute_capability={given!r} must be [major, minor]")
+    return given[0], given[1]
 
 
 def _finite(value: Any, name: str) -> float:
@@ -313,8 +362,12 @@ def _violations(hardware: Hardware) -> list[str]:
     for name, part in (("memory", hardware.memory_efficiency), ("links", hardware.link_efficiency)):
         if not 0 < part <= 1:
             found.append(f"efficiency of {name}={part:g} must be above 0 and at most 1")
-    for name in _CURVES:
-        curve: Curve = getattr(hardware, name)
+    curves = {"matmul": hardware.matmul}
+    for kernel, rates in hardware.attention.items():
+        curves.update({f"attention, {kernel}, {name}": getattr(rates, name) for name in PASSES})
+    if not hardware.attention:
+        found.append("efficiency of attention must have at least one kernel")
+    for name, curve in curves.items():
         ascending = all(x > 0 for x, _ in curve) and all(a < b for (a, _), (b, _) in pairwise(curve))
         if not curve or not ascending or not all(0 < part <= 1 for _, part in curve):
             found.append(f"efficiency of {name} must be [size, fraction] pairs: sizes ascending, fractions in (0, 1]")

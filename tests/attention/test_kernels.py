@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +13,9 @@ from torch import Tensor
 from attention import AttentionSpec, Kernel, Task, check_kernel_name, select_kernel
 from attention.accumulate import AttentionSum, GradientSum
 from attention.bands import tight_task
-from attention.kernels.base import attend, attend_backward
+from attention.kernels.base import Device, attend, attend_backward
 from attention.kernels.dense import CHUNK, DenseLaunch, DenseLowering, band_mask
-from attention.kernels.flash import FlashAttnKernel
+from attention.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, FlashAttn4Kernel
 from attention.kernels.reference import ReferenceKernel
 from attention.kernels.sdpa import LEAF, CpuFlashKernel, CudnnKernel, EfficientKernel
 from attention.kernels.varlen import AtenFlashKernel, VarlenLaunch, lower_varlen
@@ -36,6 +38,7 @@ BLOCKS = {
     "ragged documents": (200, [(a, b, a, b, 0, None) for a, b in ((0, 3), (3, 70), (70, 199), (199, 200))]),
     "rows in several tiny tasks": (64, [(0, 64, 0, 20, None, None), (10, 64, 30, 50, None, None)]),
     "rows that see nothing": (50, [(20, 30, 0, 50, None, None)]),
+    "single keys": (60, [(0, 60, 5, 6, None, None), (0, 60, 9, 10, None, None)]),
     "nothing": (40, []),
 }
 
@@ -122,7 +125,9 @@ def test_reference_kernel_with_softcap_matches_dense_attention(name: str) -> Non
         (CudnnKernel(), torch.bfloat16, 1e-2),
         (EfficientKernel(), torch.float32, 1e-5),
         (EfficientKernel(), torch.bfloat16, 1e-2),
-        (FlashAttnKernel(), torch.bfloat16, 1e-2),
+        (FlashAttn2Kernel(), torch.bfloat16, 1e-2),
+        (FlashAttn3Kernel(), torch.bfloat16, 1e-2),
+        (FlashAttn4Kernel(), torch.bfloat16, 1e-2),
         (ReferenceKernel(), torch.float32, 1e-5),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -132,7 +137,7 @@ def test_cuda_kernels_match_dense_attention(
     kernel: Kernel, dtype: torch.dtype, tolerance: float, name: str, v_head_dim: int
 ) -> None:
     device = torch.device("cuda")
-    refusal = kernel.refuses(AttentionSpec(), device, dtype, HEAD_DIM, v_head_dim)
+    refusal = kernel.refuses(AttentionSpec(), Device.of(device), dtype, HEAD_DIM, v_head_dim) or kernel.missing()
     if refusal is not None:
         pytest.skip(refusal)
     assert worst(errors(kernel, name, dtype, device, AttentionSpec(), v_head_dim)) <= tolerance
@@ -212,7 +217,10 @@ def test_tiny_tasks_are_batched_and_masks_stay_small() -> None:
 def test_selection_reports_the_choice_and_each_refusal() -> None:
     kernel, line = select_kernel("auto", AttentionSpec(softcap=5.0), CPU, torch.float32, 64)
     assert kernel.name == "reference"
-    assert "attention kernel: reference; flash-attn refused: " in line and "sdpa refused: softcap=5.0" in line
+    assert (
+        "attention kernel: reference; flash-attn-4, flash-attn-3, flash-attn-2, aten-flash refused: " in line
+        and "sdpa refused: softcap=5.0" in line
+    )
     assert select_kernel("auto", AttentionSpec(), CPU, torch.bfloat16, 64)[0].name == "sdpa"
 
 
@@ -223,8 +231,61 @@ def test_selection_reports_padding_and_refuses_a_head_dim_of_v() -> None:
     assert "sdpa, q and k padded to head dim 128" in select_kernel("sdpa", spec, CPU, torch.float32, 64, 128)[1]
     assert select_kernel("reference", spec, CPU, torch.float32, 192, 128)[1] == "attention kernel: reference"
     assert select_kernel("sdpa", spec, CPU, torch.float32, 64, 64)[1] == "attention kernel: sdpa"
-    reason = AtenFlashKernel().refuses(spec, torch.device("cuda"), torch.bfloat16, 192, 260)
+    reason = AtenFlashKernel().refuses(spec, Device("cuda"), torch.bfloat16, 192, 260)
     assert reason == "v_head_dim=260 must be a multiple of 8, at most 256"
+
+
+HOPPER, RATES = Device("cuda", (9, 0)), {"flash-attn-4": 1.0, "flash-attn-3": 2.0, "cudnn": 3.0, "flash-attn-2": 4.0}
+
+
+def chosen(name: str = "auto", spec: AttentionSpec | None = None, device: Device = HOPPER, head_dim: int = 128) -> str:
+    """Return the line of the choice for bfloat16 by `RATES`."""
+    cost = lambda kernel: RATES.get(kernel.rated_as or kernel.name)  # noqa: E731
+    return select_kernel(name, spec or AttentionSpec(), device, torch.bfloat16, head_dim, cost=cost)[1]
+
+
+def test_auto_takes_the_fastest_that_can_do_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = "flash-attn-4 refused: the package flash-attn-4 is not installed; flash-attn-3 refused: flash-attn 3 "
+    assert chosen().startswith(f"attention kernel: cudnn; {absent}")
+    packed, window = AttentionSpec(documents=((0, 9, 20),)), AttentionSpec(window=(99, 0))
+    for spec in (packed, window, AttentionSpec(prefixes=((4,),))):
+        assert chosen(spec=spec).startswith("attention kernel: aten-flash; ")
+    assert chosen(spec=AttentionSpec(documents=((0, 20, 20), (0, 18, 20)))).startswith("attention kernel: aten-flash; ")
+    assert chosen(spec=AttentionSpec(documents=((0, 20, 20), (0, 18, 18)))).startswith("attention kernel: cudnn; ")
+    assert "cudnn refused: head_dim=192 must be a multiple of 8, at most 128" in chosen(
+        "auto", None, Device("cuda"), 192
+    )
+    for kernel in (FlashAttn4Kernel, FlashAttn3Kernel, FlashAttn2Kernel):
+        monkeypatch.setattr(kernel, "missing", lambda _: None)
+    assert chosen() == chosen(spec=packed) == chosen("flash") == "attention kernel: flash-attn-4"
+    assert chosen("flash2") == "attention kernel: flash-attn-2"
+    wide = chosen(head_dim=192)
+    assert (
+        wide
+        == "attention kernel: flash-attn-3; flash-attn-4 refused: head_dim=192 must be a multiple of 8, at most 128"
+    )
+    assert chosen(device=Device("cuda", (8, 0))).startswith(
+        "attention kernel: cudnn; flash-attn-4 refused: needs a GPU of"
+    )
+    assert chosen(spec=AttentionSpec(softcap=5.0)).startswith(
+        "attention kernel: flash-attn-3; flash-attn-4 refused: soft"
+    )
+
+
+def test_torchs_own_flash_attention_is_not_taken_for_what_another_package_made_of_it() -> None:
+    with patch("attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"), pytest.raises(
+        ValueError, match=r"activate_flash_attention_impl\('FA3'\) replaced its ops in this process"
+    ):
+        select_kernel("sdpa", AttentionSpec(), HOPPER, torch.bfloat16, 128)
+
+
+def test_a_run_elsewhere_may_have_other_packages() -> None:
+    def planned(name: str, device: Device) -> str:
+        return select_kernel(name, AttentionSpec(), device, torch.bfloat16, 128, planned=True)[1]
+
+    assert planned("flash3", HOPPER) == "attention kernel: flash-attn-3; its package is not installed here"
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9.x, this has 10.0"):
+        planned("flash3", Device("cuda", (10, 0)))
 
 
 def test_a_named_kernel_has_no_fallback() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from attention import AttentionSpec, select_kernel
 from usp.config import flag
 from usp.data.tokenizer import Tokenizer
 from usp.hf.balance import aux_loss_coefficient
@@ -21,6 +20,7 @@ from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import ROLES, DataflowGraph
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
+from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
 from usp.train.validate import balance_violations, with_flags
@@ -164,8 +164,7 @@ def _is_reward_model(directory: str) -> bool:
 def kernel_choice(config: RlhfConfig, actor: RoleSpec, device: torch.device) -> str:
     """Return the line that names the attention kernel. Raises ValueError if the requested one is not supported."""
     facts = model_facts(actor.source, actor.config)
-    spec, head_dims = AttentionSpec(), (facts.head_dim, facts.value_dim)
-    return select_kernel(config.attention_kernel, spec, device, actor.dtype, *head_dims)[1]
+    return choose_kernel(config.attention_kernel, PACKED, device, actor.dtype, facts.head_dim, facts.value_dim)[1]
 
 
 def vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:

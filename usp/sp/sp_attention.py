@@ -32,7 +32,6 @@ from attention import (
     accumulate_dtype,
     check_kernel_name,
     compute_now,
-    select_kernel,
     unified_attention,
     unified_backward,
     unified_forward,
@@ -40,6 +39,7 @@ from attention import (
 from parallel import ParallelMesh
 
 from .axes import SpAxes
+from .kernel_choice import choose_kernel
 from .operator import Handle, attend
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class UnifiedSPAttention(nn.Module):
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
         layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
-        kernel: auto, reference, sdpa, cudnn or flash.
+        kernel: auto, or one of `attention.KERNEL_NAMES`.
 
     Raises:
         ValueError: for an unknown layout or kernel.
@@ -72,6 +72,7 @@ class UnifiedSPAttention(nn.Module):
         self._prepare = lru_cache(maxsize=16)(self._prepare_uncached)
         self._logged: set[str] = set()
         self.calls = 0
+        self.kernels: set[str] = set()  # names of those that calls have used
         self._keep: Keep = compute_now
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
@@ -249,7 +250,8 @@ class UnifiedSPAttention(nn.Module):
         device: torch.device,
     ) -> tuple[UnifiedPlan, RingProgram]:
         plan = self._plan(spec, heads, batch, seq_len)
-        kernel, choice = select_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim)
+        kernel, choice = choose_kernel(self.kernel, spec, device, dtype, head_dim, v_head_dim, plan.layout)
+        self.kernels.add(kernel.name)
         call = (plan.layout, spec, heads, batch, head_dim, v_head_dim, str(dtype), kernel.name)
         self.axes.agree(call, "the attention call")
         self._log(logging.INFO, choice)

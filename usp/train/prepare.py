@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from attention import KERNEL_NAMES, AttentionSpec, select_kernel
+from attention import KERNEL_NAMES
 from parallel import DamagedCheckpoint, ParallelDims, read_extra
 from usp.config import BOS, DEVICES, DTYPES, TrainConfig
 from usp.data.cache import StoreFolder, check_ids, find_data, open_data
@@ -27,6 +27,7 @@ from usp.run.failures import Problems, listed
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem
 from usp.run.profiling import parse_steps
+from usp.sp.kernel_choice import PACKED, choose_kernel
 
 from .checkpoints import TrainingState, resume_violations
 from .evaluate import HeldOut
@@ -208,11 +209,11 @@ def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig, st
 
 
 def _choose_kernel(config: TrainConfig, device: torch.device, facts: ModelFacts) -> str:
-    """Return the line that names the kernel for this device, dtype and head size, and those refused before it.
+    """Return the line that names the kernel for packed documents on this device, and those refused before it.
 
     Raises ValueError for a kernel that does not support them; unknown names are refused elsewhere.
     """
     if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
         return ""
     dtype = computation_dtype(config.dtype, device)
-    return select_kernel(config.attention_kernel, AttentionSpec(), device, dtype, facts.head_dim, facts.value_dim)[1]
+    return choose_kernel(config.attention_kernel, PACKED, device, dtype, facts.head_dim, facts.value_dim)[1]

@@ -15,7 +15,8 @@ from parallel.cluster.hardware import hardware_from_mapping, interpolate
 HOST = {"name": "host", "devices": 4, "alpha_seconds": 0.0, "bytes_per_second": 1000.0}
 NETWORK = {"name": "network", "devices": 0, "alpha_seconds": 0.5, "bytes_per_second": 100.0}
 SHARED = {**NETWORK, "shared_bytes_per_second": 100.0}
-CURVES = {name: [[1, 0.5], [100, 1.0]] for name in ("matmul", "attention_forward", "attention_backward")}
+CURVE = [[1, 0.5], [100, 1.0]]
+CURVES: dict[str, Any] = {"matmul": CURVE, "attention": {"sdpa": {"forward": CURVE, "backward": CURVE}}}
 SMALL: dict[str, Any] = {
     "name": "small",
     "memory_bytes": 1000,
@@ -49,9 +50,12 @@ def test_peaks_are_known_by_device_name() -> None:
 
 def test_a_file_may_override_a_known_node(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"base": "H100", "name": "mine", "efficiency": {"links": 0.5}}))
+    fast = {"flash-attn-3": {"forward": CURVE, "backward": CURVE}}
+    path.write_text(json.dumps({"base": "H100", "name": "mine", "efficiency": {"links": 0.5, "attention": fast}}))
     mine, h100 = load_hardware(str(path)), load_hardware("h100")
     assert (mine.name, mine.link_efficiency, mine.matmul) == ("mine", 0.5, h100.matmul)
+    assert mine.attention["cudnn"] == h100.attention["cudnn"]
+    assert mine.attention["flash-attn-3"].forward == ((1.0, 0.5), (100.0, 1.0))
 
 
 def test_inconsistencies_are_reported_in_one_message() -> None:
@@ -72,8 +76,15 @@ def test_invalid_hardware_files_are_refused(tmp_path: Path) -> None:
         hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
     with pytest.raises(ValueError, match="missing key 'devices'"):
         hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
-    with pytest.raises(ValueError, match="efficiency of attention is unknown"):
-        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": [[1, 1]]}}, "mine.json")
+    with pytest.raises(ValueError, match="efficiency of attention_forward is unknown, only that of matmul, attention"):
+        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_forward": CURVE}}, "mine.json")
+    with pytest.raises(ValueError, match="attention of sdpa has sideways, only forward, backward"):
+        wrong = {"sdpa": {**CURVES["attention"]["sdpa"], "sideways": CURVE}}
+        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": wrong}}, "mine.json")
+    with pytest.raises(ValueError, match="efficiency of attention must have at least one kernel"):
+        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": {}}}, "mine.json")
+    with pytest.raises(ValueError, match=r"compute_capability=9.0 must be \[major, minor\]"):
+        hardware_from_mapping({**SMALL, "compute_capability": 9.0}, "mine.json")
     with pytest.raises(ValueError, match="must be a file or one of a100, a800"):
         load_hardware("h1000")
     (tmp_path / "x.json").write_text("x")
@@ -137,10 +148,11 @@ def test_transfer_times_by_tier() -> None:
 
 
 def test_unmasked_attention_uses_its_own_efficiency_if_given() -> None:
-    own = hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_backward_full": [[1, 1.0]]}}, "")
+    rates = {"sdpa": {**CURVES["attention"]["sdpa"], "backward_full": [[1, 1.0]]}}
+    own = hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": rates}}, "")
 
     def seconds(backward: bool, full: bool) -> float:
-        return own.attention_seconds(1e9, 1, "float32", backward=backward, full=full)
+        return own.attention_seconds("sdpa", 1e9, 1, "float32", backward=backward, full=full)
 
     assert seconds(True, full=True) == 1.0
     assert seconds(True, full=False) == seconds(False, full=True) == seconds(False, full=False) == 2.0

@@ -196,5 +196,7 @@ def log_lines() -> list[str]:
 def test_kernel_and_idle_ranks_are_logged_once(ranks: RankPool) -> None:
     first, *others = ranks.run(log_lines, 4)
     assert len(first) == 2 and not any(others)
-    assert first[0].startswith("attention kernel: sdpa; flash-attn refused: ")
+    assert first[0].startswith(
+        "attention kernel: sdpa; flash-attn-4, flash-attn-3, flash-attn-2, aten-flash refused: runs on cuda"
+    )
     assert "ulysses=4 exceeds the 3 query heads: 1 of 4 ulysses ranks have no head" in first[1]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import usp.model.recompute
 import usp.sp.sp_attention
-from attention import AttentionSpec, select_kernel
+from attention import AttentionSpec, check_kernel_name, select_kernel
 from attention.kernels.base import Kernel
 from usp.sp.axes import SpAxes
 
@@ -81,7 +81,9 @@ def kernel_for(
     Raises:
         ValueError: as `select_kernel`.
     """
-    return select_kernel("sdpa" if name in ("auto", "flash") else name, spec, device, dtype, head_dim, v_head_dim)
+    check_kernel_name(name)
+    name = "sdpa" if name == "auto" or name.startswith("flash") else name
+    return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
 
 
 @contextmanager
@@ -91,11 +93,13 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
-    def choose(name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, *head_dims: int) -> Any:
-        return kernel_for(device, name, spec, dtype, *head_dims)
+    def choose(
+        name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *__: Any
+    ) -> tuple[Kernel, str]:
+        return kernel_for(device, name, spec, dtype, head_dim, v_head_dim)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(usp.sp.sp_attention, "select_kernel", choose))
+        stack.enter_context(patch.object(usp.sp.sp_attention, "choose_kernel", choose))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _give_shapes))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))

@@ -164,7 +164,7 @@ def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
         print(
             f"plan: {degrees(best.config)} ({memory_options(best.config)}), the fastest of {choice.found.layouts} "
             f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB predicted on "
-            f"{hardware.name}"
+            f"{hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
     return replace(best.config, device=config.device)
 

@@ -12,12 +12,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from attention import AttentionSpec, Device, select_kernel
 from parallel import Link, ParallelDims, ParallelMesh
 from usp.cost.traffic.sharding import FLOAT32
 from usp.sp.sp_attention import UnifiedSPAttention
@@ -69,18 +71,23 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
     products = {dtype: [(2 * n**3, _matmul_rate(plan, n, dtype)) for n in plan.sizes] for dtype in plan.dtypes}
     peaks = {dtype_name(dtype): max(rate for _, rate in found) for dtype, found in products.items()}
     attention = {
-        suffix: [(length, *_attention_rates(plan, length, causal)) for length in plan.lengths]
-        for suffix, causal in (("", True), ("_full", False))
+        rated: {
+            suffix: [(length, *_attention_rates(plan, name, length, causal)) for length in plan.lengths]
+            for suffix, causal in (("", True), ("_full", False))
+        }
+        for rated, name in _kernels(plan).items()
     }
     # Attention may be faster than any measured matrix product, so the peak includes its rates.
     trained = dtype_name(plan.dtypes[-1])
-    peaks[trained] = max(peaks[trained], *(max(rates) for found in attention.values() for _, *rates in found))
+    measured = (found for by_mask in attention.values() for found in by_mask.values())
+    peaks[trained] = max(peaks[trained], *(max(rates) for found in measured for _, *rates in found))
     peak = peaks[trained]
     together = products[plan.dtypes[-1]][-2][1]
     return {
         "name": name,
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU",
+        "compute_capability": Device.of(plan.device).capability,
         "peak_flops": peaks,
         "memory_bytes": _memory_bytes(plan),
         "memory_bytes_per_second": _memory_rate(plan),
@@ -90,10 +97,13 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
         "crowding": max(1.0, _matmul_rate(plan, plan.sizes[-2], plan.dtypes[-1], alone=True) / together),
         "efficiency": {
             "matmul": [[flops, rate / peak] for flops, rate in products[plan.dtypes[-1]]],
-            **{
-                f"attention_{name}{suffix}": [[length, rates[place] / peak] for length, *rates in found]
-                for suffix, found in attention.items()
-                for place, name in enumerate(("forward", "backward"))
+            "attention": {
+                kernel: {
+                    f"{name}{suffix}": [[length, rates[place] / peak] for length, *rates in found]
+                    for suffix, found in by_mask.items()
+                    for place, name in enumerate(("forward", "backward"))
+                }
+                for kernel, by_mask in attention.items()
             },
         },
     }
@@ -106,14 +116,24 @@ def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) ->
     return 2 * n**3 / _seconds(plan, None if waits else lambda: torch.mm(a, b))
 
 
-def _attention_rates(plan: Plan, length: int, causal: bool) -> tuple[float, float]:
+def _kernels(plan: Plan) -> dict[str, str]:
+    """Return the --attention-kernel of every kernel to measure, by the name that has its rates."""
+    found: dict[str, str] = {}
+    for name in ("flash4", "flash3", "flash2", "cudnn", "sdpa"):
+        with suppress(ValueError):
+            kernel, _ = select_kernel(name, AttentionSpec(), plan.device, plan.dtypes[-1], plan.head_dim)
+            found.setdefault(kernel.rated_as or kernel.name, name)
+    return found
+
+
+def _attention_rates(plan: Plan, kernel: str, length: int, causal: bool) -> tuple[float, float]:
     """Measure the (forward, backward) FLOP/s of `UnifiedSPAttention` on one rank, counting visible pairs only.
 
     The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
     batch of short sequences keeps a device as busy as one long sequence.
     """
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
-    attention = UnifiedSPAttention(mesh, layout="contiguous")
+    attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
     rows = max(plan.lengths) // length
     shape = (rows, length, plan.heads, plan.head_dim)
     q, k, v = (torch.randn(shape, device=plan.device, dtype=plan.dtypes[-1], requires_grad=True) for _ in range(3))

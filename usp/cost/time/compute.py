@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attention import RingSchedule, Task
+from attention import AttentionSpec, RingSchedule, Task
 from parallel import Hardware
 from usp.cost.job import Job, LayerShape, ParameterShape
 from usp.cost.traffic.sharding import FLOAT32, stage_units
+from usp.sp.kernel_choice import kernel_on
 
 from .kernel_flops import BACKWARD, FORWARD
 
@@ -159,7 +160,22 @@ def head_seconds(job: Job, hardware: Hardware) -> Seconds:
     return Seconds(matmul, 0.0, hardware.memory_seconds(LOGIT_PASSES * logits))
 
 
-def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: int, *, backward: bool) -> list[float]:
+def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:
+    """Return the name of the attention kernel that would run, as a file with its rates has it.
+
+    Raises:
+        ValueError: if the kernel that --attention-kernel asks for cannot compute the job's attention.
+    """
+    facts = job.model.facts
+    kernel = kernel_on(
+        hardware, job.config.attention_kernel, spec, job.dtype, facts.head_dim, facts.value_dim, job.layout
+    )
+    return kernel.rated_as or kernel.name
+
+
+def ring_step_seconds(
+    job: Job, hardware: Hardware, ring: RingSchedule, heads: int, kernel: str, *, backward: bool
+) -> list[float]:
     """Return each ring step's attention compute for one layer and micro-batch, with the accumulation over steps."""
     products = BACKWARD if backward else FORWARD
     sums = 0.0
@@ -169,7 +185,7 @@ def ring_step_seconds(job: Job, hardware: Hardware, ring: RingSchedule, heads: i
 
     def seconds(flops: float, task: Task) -> float:
         side = min(task.rows, task.columns)
-        return hardware.attention_seconds(flops, side, dtype_name(job.dtype), backward=backward, full=task.full)
+        return hardware.attention_seconds(kernel, flops, side, dtype_name(job.dtype), backward=backward, full=task.full)
 
     return [
         sum(seconds(*one) for one in tasks) + (sums if tasks else 0.0)

@@ -32,6 +32,7 @@ from usp.model.facts import NO_ATTENTION, training_flops
 
 from .compute import (
     Seconds,
+    attention_kernel,
     dtype_name,
     head_seconds,
     is_matrix,
@@ -102,6 +103,7 @@ class StepTime:
         bubble: waiting for other pipeline stages.
         causal_flops: model FLOPs per device, without recomputation and without the masked half of attention.
         peak: FLOP/s of a device.
+        kernels: the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in.
     """
 
     compute: Seconds
@@ -110,6 +112,7 @@ class StepTime:
     optimizer: float
     causal_flops: float
     peak: float
+    kernels: tuple[str, ...] = ()
 
     @property
     def exposed(self) -> float:
@@ -157,7 +160,14 @@ def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> 
         optimizer=max(optimizer_seconds(job, hardware, rank) for rank in _slowest_ranks(job)),
         causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
+        kernels=_kernels(job, hardware),
     )
+
+
+def _kernels(job: Job, hardware: Hardware) -> tuple[str, ...]:
+    windows = sorted(set(job.model.facts.windows))
+    names = {attention_kernel(job, hardware, attention_plan(job, 0, window).spec) for window in windows}
+    return tuple(f"{x} as {y}" if x != (y := hardware.rated_as(x)) else x for x in sorted(names))
 
 
 def model_flops(job: Job, *, masked: bool = False) -> int:
@@ -247,8 +257,9 @@ def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, 
     steps = plan.ring.steps[1:]
     arriving = [seconds(step.receive, job.dtype.itemsize) for step in steps]
     leaving = [seconds(step.grad_send, FLOAT32) for step in steps]
-    forward = ring_step_seconds(job, hardware, plan.ring, heads, backward=False)
-    backward = ring_step_seconds(job, hardware, plan.ring, heads, backward=True)
+    kernel = attention_kernel(job, hardware, plan.spec)
+    forward = ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=False)
+    backward = ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=True)
     # While step k computes, the keys of step k + 1 arrive and the gradients of step k - 1 leave; the last are exposed.
     both = [a + b for a, b in zip([*arriving, 0.0, 0.0], [0.0, 0.0, *leaving], strict=True)] if steps else []
     return (

@@ -33,7 +33,7 @@ def test_links_by_tier(ranks: RankPool) -> None:
     assert all(0 <= tier.overlap <= 1 for tier in two_hosts.tiers)
     assert two_hosts.peak("float32") > 0 and not two_hosts.parallel_rings and not two_hosts.streams
     assert [x for x, _ in two_hosts.matmul] == [2 * 16**3, 2 * 32**3]
-    assert {"attention_forward", "attention_backward_full"} < found[0]["efficiency"].keys()
+    assert two_hosts.attention.keys() == {"sdpa"}
 
 
 def test_a_single_process_writes_a_file(

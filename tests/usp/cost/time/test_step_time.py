@@ -156,7 +156,9 @@ def test_the_slowest_rank_of_a_contiguous_causal_ring_has_most_of_the_work() -> 
 
 
 def test_most_tasks_of_a_long_ring_have_no_mask() -> None:
-    full = replace(A800, attention_forward_full=((1.0, 1.0),), attention_backward_full=((1.0, 1.0),))
+    rates = A800.attention["flash-attn-2"]
+    rates = replace(rates, forward_full=((1.0, 1.0),), backward_full=((1.0, 1.0),))
+    full = replace(A800, attention={"flash-attn-2": rates})
 
     def left(made: Job) -> float:
         return step_seconds(made, full).compute.attention / step_seconds(made, A800).compute.attention
