@@ -130,10 +130,7 @@ def staleness_violations(graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[
     training = set().union(*trains.values())
     shared = [call.name for call in graph.rollouts if training & set(plan[call.name].ranks)]
     if shared:
-        yield (
-            f"{', '.join(trains)} on ranks {format_ranks(sorted(training))} must share no rank with the calls that run "
-            f"beside, but {', '.join(shared)} do"
-        )
+        yield f"{', '.join(shared)} must not run on ranks {format_ranks(sorted(training))}, of {', '.join(trains)}"
 
 
 def optimizer_of(role: str) -> str:

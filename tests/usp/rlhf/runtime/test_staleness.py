@@ -196,7 +196,8 @@ def run_meeting(folder: Path) -> list[str]:
 def test_rollouts_run_at_the_time_of_training_and_may_fail_without_it(ranks: RankPool, tmp_path: Path) -> None:
     for none, failed, shared in ranks.run(run_meeting, 4, tmp_path, timeout=120):
         assert (none, failed) == ("None", "no score")
-        assert "actor_train, critic_train on ranks 0-3 must share no rank with the calls that run beside" in shared
+        assert "staleness=1: actor_generate, ref_inference, " in shared
+        assert "advantages must not run on ranks 0-3, of actor_train, critic_train" in shared
 
 
 def test_an_iteration_moves_weights_first_and_hands_samples_over_last() -> None:
