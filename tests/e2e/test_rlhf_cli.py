@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import usp.run.failures
+from parallel import read_extra
 from tests.e2e.processes import ROOT, Run
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
@@ -113,6 +115,15 @@ BAD = [
         ["--eval-data = pairs.jsonl: line 1: no text under 'answer'"],
     ),
     (["--algorithm", "dpo", "--eval-every", "5", "--eval-prompts", "1"], ["samples responses, which dpo does not"]),
+    (
+        ["--staleness", "1"],
+        [
+            "samples beside training, on other ranks: with --plan = flattening actor_generate, reward",
+            "use --plan separa",
+        ],
+    ),
+    (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is of generated responses, and dpo has none"]),
+    (["--staleness", "2"], ["--staleness = 2 must be one of 0, 1"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (
         ["--ac", "some", "--micro-batch-tokens", "-2"],
@@ -356,6 +367,59 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(
     assert all((tmp_path / f"died-in-{kind}").exists() for kind in deaths)
     assert scores_of(tmp_path / "deadly") == scores_of(tmp_path / "calm")
     AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
+
+
+# The first process dies while one step trains and the samples of the next are made, the second one in a train step.
+KILLS_AHEAD = """
+import os, signal
+from itertools import count
+from pathlib import Path
+from usp.rlhf.roles.role_model import RoleModel
+
+for kind, rank, number in (("generate", "0", 3), ("train_step", "1", 2)):
+    def dying(self, *args, call=getattr(RoleModel, kind), kind=kind, rank=rank, number=number, calls=count(1)):
+        fate = Path("died-in-" + kind)
+        if os.environ["RANK"] == rank and next(calls) == number and os.environ.get("DEADLY") and not fate.exists():
+            fate.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, *args)
+    setattr(RoleModel, kind, dying)
+
+def reward(prompt, response, answer):
+    return len(set(response)) / 8
+"""
+
+
+def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return what a run shows of each step's samples, the last time that it runs."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for record in map(json.loads, (run / "samples.jsonl").read_text().splitlines()):
+        if not record["evaluation"]:
+            found[record["step"]] = [*found.get(record["step"], ()), record][-2:]
+    return found
+
+
+def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kills.py").write_text(KILLS_AHEAD)
+    args = [*SMALL, "--steps", "4", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
+    with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        assert run.end().exit_code == 0, run.err.read_text()
+    monkeypatch.setenv("DEADLY", "1")
+    args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "4"]
+    args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
+    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", "2")) as run:
+        assert run.end().exit_code == 0, run.err.read_text()
+    assert (tmp_path / "died-in-generate").exists() and (tmp_path / "died-in-train_step").exists()
+    calm, deadly = tmp_path / "calm", tmp_path / "deadly"
+    assert scores_of(deadly) == scores_of(calm) and len(scores_of(calm)) == 4
+    assert samples_of(deadly) == samples_of(calm) and list(samples_of(calm)) == [1, 2, 3, 4]
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (deadly, calm))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    in_flight = [read_extra(path)["in_flight"] for path in sorted((deadly / "checkpoints").iterdir())]
+    assert [one.get("step") for one in in_flight] == [2, 3, 4, None]
+    with pytest.raises(ConfigurationError, match=r"--staleness = 0 \(checkpoint: 1\) must not change on resume while"):
+        changed = {**yaml.safe_load((deadly / "config.yaml").read_text()), "staleness": 0, "plan": "flattening"}
+        prepare(RlhfConfig(**changed), Launch(), Start(deadly, deadly / "checkpoints" / "step-00000002"))
 
 
 def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ class RlhfState:
 
     Attributes:
         step: number of completed steps.
-        examples: number of examples they consumed.
+        examples: number of examples that they, and the step in flight, consumed.
         functions: state of functions of samples, by call name.
         config: the resolved configuration.
         evaluations: `Evaluations.to_extra()`.
+        in_flight: `InFlight.to_extra()`; empty without samples in flight.
     """
 
     step: int
@@ -37,6 +38,7 @@ class RlhfState:
     functions: Mapping[str, Mapping[str, float]]
     config: Mapping[str, Any]
     evaluations: Mapping[str, Any] = field(default_factory=dict)
+    in_flight: Mapping[str, Any] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """Convert to the `extra` of `Checkpointer.save`."""
@@ -46,7 +48,7 @@ class RlhfState:
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
         """Convert from the result of `read_extra`. Raises ValueError if it is not of an RLHF run."""
         names = [one.name for one in fields(RlhfState)]
-        if missing := [name for name in names if name not in (*extra, "evaluations")]:
+        if missing := [name for name in names if name not in (*extra, "evaluations", "in_flight")]:
             raise ValueError(f"the checkpoint is not of an RLHF run: {', '.join(missing)} missing")
         return RlhfState(**{name: extra[name] for name in names if name in extra})
 
@@ -64,6 +66,13 @@ def resume_violations(
         if saved.config.get(name, "") != getattr(config, name)
     ]
     found += _held_out_violations(saved.config, config, "checkpoint")
+    if saved.in_flight:
+        found += [
+            f"{flag(name)} = {getattr(config, name)} (checkpoint: {saved.config.get(name)}) must not change on resume "
+            f"while the samples of step {saved.in_flight['step']} are in flight"
+            for name in ("staleness", "options")
+            if saved.config.get(name) != getattr(config, name)
+        ]
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
 
 

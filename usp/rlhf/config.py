@@ -72,6 +72,10 @@ class _Rlhf:
     """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5. auto: the model directory's
     own, or bytes for a preset."""
 
+    staleness: Annotated[int, one_of(("0", "1"))] = 0
+    """1: generate and score the samples of a step while the step before trains, with the weights from before it. Needs
+    a plan with different ranks for both, such as separation."""
+
     prompts: int = 0
     """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""
     group_size: int = 0

@@ -27,7 +27,7 @@ from usp.rlhf.graph.calls import Generate
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.base_reference import policy_as_reference
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
-from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of
+from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of, staleness_violations
 from usp.rlhf.plan.plan_text import from_mapping
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.step_plan import batch_violations
@@ -313,7 +313,7 @@ def _algorithm_options(
 ) -> Options:
     """Return the defaults, overridden by --options and the flags of sampling."""
     kind = algorithm.options
-    values = parse_options(config.options, kind, "--options", without=("generate", "reward"))
+    values = parse_options(config.options, kind, "--options", without=("generate", "reward", "staleness"))
     if algorithm.data == "prompts":
         generate = Generate(
             group_size=config.group_size or default_of(kind, "generate").group_size,
@@ -323,7 +323,7 @@ def _algorithm_options(
             top_p=config.top_p,
             **_stops(config, tokenizer, vocabulary),
         )
-        values |= {"generate": generate, "reward": reward}
+        values |= {"generate": generate, "reward": reward, "staleness": config.staleness}
     return kind(**values)
 
 
@@ -381,6 +381,11 @@ def _plan(
     else:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)
+    if config.staleness and (shared := list(staleness_violations(graph, plan))):
+        raise ValueError(
+            f"--staleness = {config.staleness} makes samples beside training, on other ranks: with --plan = "
+            f"{config.plan} {shared[0]}; use --plan separation, or a YAML file"
+        )
     if problems := list(layout_violations(graph, plan, specs)):
         raise ValueError(f"--plan = {config.plan}: {'; '.join(problems)}")
     offload = plan.offload

@@ -48,7 +48,7 @@ from usp.rlhf.graph.calls import Compute, ModelCall
 from usp.rlhf.plan.plan import CallLayout, optimizer_of
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
 from usp.run.launch import Launch, outlast, process_group
 from usp.run.metrics import count
@@ -73,6 +73,7 @@ from .sample_page import SAMPLES_FILE, sample_record
 from .validate import without_evaluation
 
 MOST = 0.5  # share of clipped rewards above which the run warns
+_IN_FLIGHT = "in_flight"  # prefix of the names of samples in a checkpoint
 SHOWN = 2  # samples of a step written to samples.jsonl
 SHOWN_TOKENS = 512  # of their responses, with log-probabilities
 _COLLECTED = ("tokens", "prompt_length", "score", "finished", "reward", "advantages", "logprobs", "old_logprobs")
@@ -126,6 +127,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             stop="",
             stop_ids="",
             models="",
+            staleness=0,
             steps=prepared.sft_steps,
             learning_rate=prepared.config.sft_learning_rate,
             warmup_steps=default_of(RlhfConfig, "warmup_steps"),
@@ -210,6 +212,7 @@ class RlhfTrainer(TrainingLoop):
                 progress=lambda doing: self.watchdog.progress(self.done + 1, doing, long=True),
                 before_changes=self._check_rewards,
                 collect=tuple(key for key in _COLLECTED if key in keys) if {"score", "prompt_length"} <= keys else (),
+                staleness=self.config.staleness,
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -224,8 +227,8 @@ class RlhfTrainer(TrainingLoop):
                 progress=lambda doing: self.watchdog.progress(self.done, f"evaluation: {doing}", long=True),
             )
         self.samples = LineFile(self.folder / SAMPLES_FILE)
-        self.taken = 0  # examples
-        self._number = 0  # of the step that runs, or ran last
+        self.taken = 0  # examples, with those of samples in flight
+        self._number = 0  # of the step whose samples are scored, or were last
         self._failed = 0  # its samples that the reward function failed for
         self._warned: set[str] = set()
         if prepared.saved is not None:
@@ -233,19 +236,15 @@ class RlhfTrainer(TrainingLoop):
 
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
-        begin, self._number = time.perf_counter(), number
+        begin = time.perf_counter()
         self.watchdog.progress(number, "step", long=True)
         for model in self.trained.values():
             model.learning_rate = model.spec.learning_rate * self.schedule.at(number)
-        indices = example_indices(self.taken, self.prepared.drawn, len(self.prepared.examples), self.config.seed)
-        seed = derived_seed(self.config.seed, number)
         try:
-            result = self.executor.run_step(self._given(indices), number, seed)
+            result = self._iteration(number) if self.config.staleness else self._run_step(number)
         except UserCodeFailed as failed:
             raise UserCodeFailed(f"step {number}: {failed}; {self.keep_done()}") from failed
-        if self._scorers:
-            result.metrics["reward_failures"] = self._failed
-        self.done, self.taken = number, self.taken + len(indices)
+        self.done = number
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self._keep_samples(number, result.samples)
         if result.metrics.get(CLIPPED, 0) > MOST:
@@ -255,6 +254,38 @@ class RlhfTrainer(TrainingLoop):
         evaluated = self._evaluate(number)
         self.stopping = self._any(self.stop.requested)
         return RlhfRecord(number, {**result.metrics, **evaluated}, seconds)
+
+    def _run_step(self, number: int) -> StepResult:
+        asked = self._asked(number)
+        result = self.executor.run_step(asked.given, number, asked.seed)
+        self._made(result.metrics)
+        return result
+
+    def _iteration(self, number: int) -> StepResult:
+        """Train step `number`, and meanwhile make the samples of the next one."""
+        if self.executor.in_flight is None:
+            self.executor.roll_out(self._asked(number))
+            self._roll_out_done()
+        result = self.executor.train(self._asked(number + 1) if number < self.config.steps else None)
+        self._roll_out_done()
+        self._number = number
+        return result
+
+    def _roll_out_done(self) -> None:
+        if self.executor.in_flight is not None:  # as after every roll-out that did not fail, but the last
+            self._made(self.executor.in_flight.metrics)
+
+    def _asked(self, number: int) -> StepInput:
+        """Return the input of the step that draws the next examples."""
+        self._number = number
+        drawn = example_indices(self.taken, self.prepared.drawn, len(self.prepared.examples), self.config.seed)
+        return StepInput(self._given(drawn), number, derived_seed(self.config.seed, number))
+
+    def _made(self, metrics: dict[str, float]) -> None:
+        """Count the examples of samples that have just been made."""
+        self.taken += self.prepared.drawn
+        if self._scorers:
+            metrics["reward_failures"] = self._failed
 
     def _evaluate(self, number: int) -> dict[str, float]:
         """Return the metrics of an evaluation, if one follows this step."""
@@ -346,8 +377,11 @@ class RlhfTrainer(TrainingLoop):
         return bool(flag)
 
     def state(self) -> dict[str, Tensor]:
-        trained = self.trained.items()
-        return {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
+        trained, in_flight = self.trained.items(), self.executor.in_flight
+        state = {f"{role}.{name}": tensor for role, model in trained for name, tensor in model.state().items()}
+        if in_flight is not None:
+            state |= {f"{_IN_FLIGHT}.{key}": joined for key, joined in in_flight.whole(self.device).items()}
+        return state
 
     def _save(self) -> None:
         super()._save()  # which returns when it has copied the state
@@ -356,7 +390,9 @@ class RlhfTrainer(TrainingLoop):
 
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
-        return RlhfState(self.done, self.taken, self._remembered(), asdict(self.config), evaluations).to_extra()
+        in_flight = self.executor.in_flight.to_extra() if self.executor.in_flight else {}
+        config = asdict(self.config)
+        return RlhfState(self.done, self.taken, self._remembered(), config, evaluations, in_flight).to_extra()
 
     def _remembered(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have."""
@@ -369,16 +405,22 @@ class RlhfTrainer(TrainingLoop):
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
-        self._restore(self.prepared.start.checkpoint)
+        if saved.in_flight:
+            samples = self.executor.saved_in_flight(saved.in_flight)
+            values = {f"{_IN_FLIGHT}.{key}": joined for key, joined in samples.values.items()}
+            self._restore(self.prepared.start.checkpoint, values)
+            self.executor.in_flight = samples.restored()
+        else:
+            self._restore(self.prepared.start.checkpoint)
         for name, function in stateful(self.prepared.graph).items():
             function.load_state_dict(saved.functions[name])
         self.done, self.taken = saved.step, saved.examples
         if self.evaluator is not None:
             self.evaluator.past.restore(saved.evaluations)
 
-    def _restore(self, checkpoint: Path) -> None:
-        """Restore the trained weights and optimizer states of a checkpoint that has been verified."""
-        state = self.load(checkpoint)
+    def _restore(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> None:
+        """Restore the weights, optimizer states and `more` tensors of a checkpoint that has been verified."""
+        state = self.load(checkpoint, more)
         for role, model in self.trained.items():
             prefix = f"{role}."
             model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
@@ -482,7 +524,8 @@ class RlhfTrainer(TrainingLoop):
             yield f"data: {kept} of {kept + dropped} lines; {dropped} are too long for the context and dropped"
         if self.evaluator is not None:
             yield f"evaluation: {len(self.prepared.held_out)} prompts every {self.config.eval_every} steps"
-        yield f"ranks: {dist.get_world_size()}, plan {plan.name}"
+        ahead = ", samples are made one step ahead" if self.config.staleness else ""
+        yield f"ranks: {dist.get_world_size()}, plan {plan.name}{ahead}"
         yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
         if self.prepared.saved is not None:

@@ -50,6 +50,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
         "algorithm": tuple(algorithms),
         "reward_failure": REWARD_FAILURES,
         "long_prompts": LONG_PROMPTS,
+        "staleness": (0, 1),
     }
     yield from value_violations(config, choices, {**RANGES, **OWN_RANGES}).values()
     supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
@@ -64,6 +65,8 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     algorithm = algorithms.get(config.algorithm)
     if (config.stop or config.stop_ids) and algorithm and algorithm.data != "prompts":
         yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
+    if config.staleness and algorithm and algorithm.data != "prompts":
+        yield f"--staleness = {config.staleness} is of generated responses, and {config.algorithm} has none: remove it"
     if config.lora_rank and algorithm and algorithm.model_role != "actor":
         yield (
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "

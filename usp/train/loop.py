@@ -126,15 +126,15 @@ class TrainingLoop(ABC):
             self._finish_saving()
             raise
 
-    def load(self, checkpoint: Path) -> dict[str, Tensor]:
-        """Fill `state` from a checkpoint that has been verified, and return it.
+    def load(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Fill `state`, and `more` tensors, from a checkpoint that has been verified, and return the former.
 
         Raises:
             ConfigurationError: for a checkpoint that does not match.
         """
         state = self.state()
         try:
-            self.checkpointer.load(checkpoint, state, verified=True)
+            self.checkpointer.load(checkpoint, {**state, **(more or {})}, verified=True)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         return state

@@ -67,6 +67,9 @@ class Row:
         self.own.append(own)
         return torch.stack(self.shared[len(self.own) - 1]).sum(0) if self.shared else own
 
+    def spread(self, x_N: Tensor) -> Tensor:
+        return torch.cat((x_N, x_N.new_zeros(1)))[self.numbers][None]
+
     def share(self, loss: Tensor) -> Tensor:
         return loss / self.degree
 
@@ -98,8 +101,11 @@ def minimise(
         assert not any(value.requires_grad for value in metrics.values())
         return loss, metrics, row
 
-    first = [on_rank(rank, [])[2].own for rank in range(degree)]
-    results = [on_rank(rank, [list(sums) for sums in zip(*first, strict=True)]) for rank in range(degree)]
+    shared: list[list[Tensor]] = []
+    for _ in range(2 if degree > 1 else 1):  # a sum may depend on one before it
+        own = [on_rank(rank, shared)[2].own for rank in range(degree)]
+        shared = [list(sums) for sums in zip(*own, strict=True)]
+    results = [on_rank(rank, shared) for rank in range(degree)]
     total = torch.stack([loss for loss, _, _ in results]).sum()
     seen = {name: [float(metrics[name]) for _, metrics, _ in results] for name in results[0][1]}
     return total, {name: max(values) if name.endswith("_max") else sum(values) for name, values in seen.items()}

@@ -137,13 +137,10 @@ Steps = list[tuple[dict[str, float], dict[str, list[Tensor]]]]
 Result = tuple[Steps, dict[str, Tensor]]
 
 
-def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32, family: str = FAMILY) -> Result:
-    """What rank 0 is told of each step, and this rank's trained weights, whole.
-
-    family: of `tests.usp.tiny`, or a type of transformers.
-    """
-    graph = build_graph(*VARIANTS.get(algorithm, (algorithm, ALGORITHMS.get(algorithm))))
-    trained: dict[str, RoleModel] = {}
+def builder(
+    trained: dict[str, RoleModel], dtype: torch.dtype = torch.float32, family: str = FAMILY
+) -> Callable[[ModelCall, CallLayout, ParallelMesh], RoleModel]:
+    """The function that builds roles, and puts those that train into `trained`."""
 
     def build(call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         head = "logprobs" if call.role in ("actor", "ref") else "values"
@@ -175,6 +172,26 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
         for number, (_, buffer) in enumerate(persistent_buffers(model.stage.model)):
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()).roll(number).view_as(buffer))
 
+    return build
+
+
+def weights_of(trained: Mapping[str, RoleModel]) -> dict[str, Tensor]:
+    """This rank's trained weights, whole."""
+    return {
+        f"{role}.{name}": weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+        for role, model in trained.items()
+        for name, weight in model.weights().items()
+    }
+
+
+def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32, family: str = FAMILY) -> Result:
+    """What rank 0 is told of each step, and this rank's trained weights, whole.
+
+    family: of `tests.usp.tiny`, or a type of transformers.
+    """
+    graph = build_graph(*VARIANTS.get(algorithm, (algorithm, ALGORITHMS.get(algorithm))))
+    trained: dict[str, RoleModel] = {}
+    build = builder(trained, dtype, family)
     keys = {*graph.given, *graph.producers}
     shown = tuple(
         key for key in ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs") if key in keys
@@ -186,12 +203,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
         result = executor.run_step(given(algorithm, number), number, seed=number)
         if result.samples is not None:
             told.append((result.metrics, {key: list(result.samples[key]) for key in shown}))
-    weights = {
-        f"{role}.{name}": weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
-        for role, model in trained.items()
-        for name, weight in model.weights().items()
-    }
-    return told, weights
+    return told, weights_of(trained)
 
 
 def roll_labels_of_each_part(whole: dict[str, Tensor], mesh: ParallelMesh, layout: str) -> dict[str, Tensor]:

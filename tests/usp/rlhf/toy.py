@@ -281,6 +281,10 @@ class Alone:
         return (weights["E"][tokens] @ weights["A"]).tanh() @ weights["B"]
 
     def step(self, graph: DataflowGraph, given: Samples, seed: int) -> tuple[dict[str, float], dict[str, list[Tensor]]]:
+        values = self.roll_out(graph, given, seed)
+        return self.train(graph, values), values
+
+    def roll_out(self, graph: DataflowGraph, given: Samples, seed: int) -> dict[str, list[Tensor]]:
         work = graph["actor_generate"].work
         assert isinstance(work, Generate)
         group = work.group_size
@@ -297,11 +301,14 @@ class Alone:
         ):
             values[key] = [infer(self._logits(role, t), t, Inference(head)) for t in values["tokens"]]  # type: ignore[arg-type]
         values |= advantages(Samples(tuple(range(len(made))), values), lambda x: x).values  # type: ignore[arg-type]
+        return values
+
+    def train(self, graph: DataflowGraph, values: dict[str, list[Tensor]]) -> dict[str, float]:
         trains = {role: graph[f"{role}_train"].work for role in ("actor", "critic")}
         metrics = {f"{role}/loss": self._train(role, work, values) for role, work in trains.items()}
         metrics["score"] = float(torch.stack(values["score"]).double().mean())
         metrics["finished"] = float(torch.stack(values["finished"]).double().mean())
-        return metrics, values
+        return metrics
 
     def _train(self, role: str, work: object, values: Mapping[str, Sequence[Tensor]]) -> float:
         assert isinstance(work, TrainStep)

@@ -12,7 +12,14 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 
 GIVEN = ("prompt_ids", "prompt_index", "tokens", "mask")  # keys that a step can begin with
 # inf disables the bound
-_MAY_BE_INFINITE = ("eps_high", "value_eps_clip", "max_reward_clip", "dual_clip", "max_log_ratio")
+_MAY_BE_INFINITE = (
+    "eps_high",
+    "value_eps_clip",
+    "max_reward_clip",
+    "dual_clip",
+    "max_log_ratio",
+    "rollout_is_threshold",
+)
 
 
 @dataclass(frozen=True)

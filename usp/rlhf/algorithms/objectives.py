@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +20,8 @@ SAMPLED = "logprobs"  # the key of log-probabilities at sampling
 
 Metrics = dict[str, Tensor]
 Estimator = Literal["k1", "k2", "k3"]
+RolloutIS = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effective sample size follows from
 
 
 def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = math.inf) -> Tensor:
@@ -76,17 +78,21 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class ClippedPolicy(ObjectiveDefaults):
-    """sum weights * (surrogate + kl * KL(policy || ref) - entropy_bonus * entropy).
+    """sum weights * (rollout_is * surrogate + kl * KL(policy || ref) - entropy_bonus * entropy).
 
     surrogate = max(-A ratio, -A clip(ratio)), and at most -A dual_clip where A < 0; ratio = exp(logprobs -
     old_logprobs) (PPO: arXiv 1707.06347, equation 7; asymmetric bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
     arXiv 1912.09729, equation 5; KL in the loss: GRPO, arXiv 2402.03300, equations 3 and 4).
 
+    rollout_is = exp(old_logprobs - those at sampling), without a gradient: truncated importance sampling. Of a token,
+    or the product over a response, for all of its tokens. Above the threshold it is that (truncate) or 0 (mask).
+
     Metrics, each a mean by `token_weights`: policy_loss (by `weights`, without the other terms), importance_ratio,
     clip_fraction (where the clipped term is the larger), dual_clip_fraction, clamp_fraction (log-ratios that
     `max_log_ratio` bounds), approx_kl (k3 of the old policy from the new), entropy, and ref_kl if kl is not 0. Where
     `old` is not "old_logprobs", also logprob_difference_mean and, over all tokens, logprob_difference_max, of
-    |logprobs - those at sampling|.
+    |logprobs - those at sampling|. With `rollout_is`: rollout_is_mean and rollout_is_square of what it multiplies with,
+    rollout_is_truncated_fraction or rollout_is_masked_fraction, and rollout_is_max before the threshold.
 
     Attributes:
         old: key of old_logprobs. "": the policy is the old one, so its own log-probabilities are, without a gradient;
@@ -96,6 +102,7 @@ class ClippedPolicy(ObjectiveDefaults):
         dual_clip: above 1; inf disables it.
         max_log_ratio: log-ratios are clamped to +-max_log_ratio before their exponentials, in k3 as well, and beyond it
             have no gradient; inf disables it. Without it a single token can make the loss infinite.
+        rollout_is: none, or token or sequence with truncate or mask; rollout_is_threshold: inf disables the bound.
     """
 
     eps_low: float = 0.2
@@ -107,11 +114,15 @@ class ClippedPolicy(ObjectiveDefaults):
     dual_clip: float = 3.0
     max_log_ratio: float = 20.0
     old: str = "old_logprobs"
+    rollout_is: RolloutIS = "none"
+    rollout_is_threshold: float = 2.0
     entropy = True
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("weights", "token_weights", "advantages", self.old or SAMPLED, *(("ref_logprobs",) if self.kl else ()))
+        compared = (self.old, *((SAMPLED,) if not self.old or self.rollout_is != "none" else ()))
+        given = ("weights", "token_weights", "advantages", *compared, *(("ref_logprobs",) if self.kl else ()))
+        return tuple(dict.fromkeys(filter(None, given)))
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
@@ -124,7 +135,14 @@ class ClippedPolicy(ObjectiveDefaults):
         )
         log_ratio_BS = logprobs_BS - (given_BS if self.old else logprobs_BS.detach())
         tokens = PolicyTokens(logprobs_BS, log_ratio_BS, advantages_BS, weights_BS, given["token_weights"])
+        corrections: Metrics = {}
+        if self.rollout_is != "none":
+            sampled_BS = given[SAMPLED].where(counts_BS, 0)
+            old_BS = given_BS if self.old else logprobs_BS.detach()
+            rollout_is_BS, corrections = self.corrected(old_BS - sampled_BS, tokens, sequences)
+            tokens = replace(tokens, weights_BS=weights_BS * rollout_is_BS)
         loss, metrics = self.surrogate(tokens, sequences)
+        metrics |= corrections
         seen = {
             "clamp_fraction": (log_ratio_BS.abs() > self.max_log_ratio).to(weights_BS.dtype),
             "approx_kl": kl_estimate(-log_ratio_BS, "k3", self.max_log_ratio),
@@ -141,6 +159,25 @@ class ClippedPolicy(ObjectiveDefaults):
             seen["logprob_difference_mean"] = difference_BS = (logprobs_BS.detach() - given_BS).abs()
             metrics["logprob_difference_max"] = difference_BS.amax() if difference_BS.numel() else loss.new_zeros(())
         return loss, metrics | {name: tokens.mean(value) for name, value in seen.items()}
+
+    def corrected(self, log_BS: Tensor, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
+        """Return `rollout_is` of each token, from log(old policy / policy at sampling), and what happened to it."""
+        level, _, bound = self.rollout_is.partition("_")
+        if level == "sequence":
+            log_BS = sequences.spread(sequences.sums(log_BS))
+        free_BS = self.clamped(log_BS).exp()
+        far_BS = free_BS > self.rollout_is_threshold
+        truncated_BS = free_BS.clamp(max=self.rollout_is_threshold)
+        rollout_is_BS = truncated_BS if bound == "truncate" else truncated_BS.where(~far_BS, 0)
+        counted_BS = free_BS.where(tokens.token_weights_BS != 0, 0)
+        return rollout_is_BS, {
+            IS_MEAN: tokens.mean(rollout_is_BS),
+            IS_SQUARE: tokens.mean(rollout_is_BS.square()),
+            f"rollout_is_{'truncated' if bound == 'truncate' else 'masked'}_fraction": tokens.mean(
+                far_BS.to(log_BS.dtype)
+            ),
+            "rollout_is_max": counted_BS.amax() if counted_BS.numel() else log_BS.new_zeros(()),
+        }
 
     def surrogate(self, tokens: PolicyTokens, sequences: Sequences) -> tuple[Tensor, Metrics]:
         """Return this rank's share of the loss without its other terms, and of metrics about ratios."""

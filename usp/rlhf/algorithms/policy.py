@@ -20,7 +20,7 @@ from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
 
 from .algorithm import Options, at_least, finite, logprobs, one_of, train
 from .loss_weights import Aggregation, Weighting
-from .objectives import SAMPLED, ClippedPolicy
+from .objectives import SAMPLED, ClippedPolicy, RolloutIS
 from .response_rows import Responses, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
@@ -42,8 +42,13 @@ class PolicyOptions(Options):
         old_logprobs: the log-probabilities of the old policy. recompute: by the call actor_inference, in its layout.
             rollout: those at sampling, uncorrected, so the ratio holds the difference of the two layouts as well. auto:
             recompute, but where a step has one optimizer step and no KL penalty in the reward, the policy is the old
-            one when it trains (see `ClippedPolicy.old`), and nothing is computed twice.
+            one when it trains (see `ClippedPolicy.old`), and nothing is computed twice. With staleness that holds only
+            if `rollout_is` accounts for the policy that sampled; otherwise the ratio does.
+        rollout_is: truncated importance sampling, see `ClippedPolicy`; auto: token_truncate with staleness, unless
+            old_logprobs are those at sampling, else none.
+        rollout_is_threshold: the most that it multiplies with; inf: any.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
+        staleness: 1: the samples are of the policy before the last step's training. Set by --staleness.
         objective_type: class of the actor's objective.
         min_group_size: 2 if the responses to a prompt are compared with each other.
     """
@@ -64,7 +69,10 @@ class PolicyOptions(Options):
     entropy_bonus: float = 0.0
     aggregation: Aggregation = "token_mean"
     old_logprobs: Literal["auto", "recompute", "rollout"] = "auto"
+    rollout_is: Literal["auto"] | RolloutIS = "auto"
+    rollout_is_threshold: float = 2.0
     max_importance_ratio: float = 5.0
+    staleness: int = 0
 
     @property
     def kl_in_reward(self) -> bool:
@@ -77,7 +85,15 @@ class PolicyOptions(Options):
         if self.old_logprobs == "rollout":
             return SAMPLED
         once = self.mini_batches * self.epochs == 1 and not self.kl_in_reward
-        return "" if self.old_logprobs == "auto" and once else "old_logprobs"
+        accounted_for = not self.staleness or self.correction != "none"
+        return "" if self.old_logprobs == "auto" and once and accounted_for else "old_logprobs"
+
+    @property
+    def correction(self) -> RolloutIS:
+        """Return the importance sampling of the loss."""
+        if self.rollout_is != "auto":
+            return self.rollout_is
+        return "token_truncate" if self.staleness and self.old_logprobs != "rollout" else "none"
 
     @property
     def reward_numbers(self) -> tuple[str, ...]:
@@ -98,6 +114,8 @@ class PolicyOptions(Options):
             dual_clip=self.dual_clip,
             max_log_ratio=self.max_log_ratio,
             old=self.old_key,
+            rollout_is=self.correction,
+            rollout_is_threshold=self.rollout_is_threshold,
         )
 
     def violations(self) -> Iterator[str]:
@@ -108,6 +126,13 @@ class PolicyOptions(Options):
         yield from at_least(self.generate, self.min_group_size, "group_size")
         yield from one_of(self, "aggregation", get_args(Aggregation))
         yield from one_of(self, "old_logprobs", ("auto", "recompute", "rollout"))
+        yield from one_of(self, "rollout_is", ("auto", *get_args(RolloutIS)))
+        if self.rollout_is not in ("auto", "none") and self.old_logprobs == "rollout":
+            yield f"rollout_is={self.rollout_is} has no effect with old_logprobs=rollout, whose ratio is all: remove it"
+        if not self.rollout_is_threshold > 0:
+            yield f"rollout_is_threshold={self.rollout_is_threshold} must be above 0: nothing would be trained on"
+        if self.rollout_is_threshold != PolicyOptions.rollout_is_threshold and self.correction == "none":
+            yield f"rollout_is_threshold={self.rollout_is_threshold} has no effect without rollout_is: remove it"
         if not self.generate.temperature > 0:
             yield f"temperature={self.generate.temperature} must be above 0: greedy responses are not policy samples"
         if self.eps_low > 1:

@@ -22,6 +22,9 @@ class Sequences(Protocol):
         Every sequence-parallel rank gets the same sums.
         """
 
+    def spread(self, x_N: Tensor) -> Tensor:
+        """Give each of this rank's tokens the number of its sequence, (B, S); 0 in padding."""
+
     def share(self, loss: Tensor) -> Tensor:
         """Return this rank's share of a loss that every sequence-parallel rank computes from `sums`."""
 

@@ -115,6 +115,11 @@ class DataflowGraph:
         return tuple(call for level in self.levels for call in level)
 
     @cached_property
+    def rollouts(self) -> tuple[ModelCall, ...]:
+        """The calls that make the samples of a step, in topological order: those with outputs, so no train steps."""
+        return tuple(call for call in self.order if call.outputs)
+
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """The roles that have calls: those of `ROLES` in that order, then others in the order of their calls."""
         called = dict.fromkeys(call.role for call in self.calls if call.role)

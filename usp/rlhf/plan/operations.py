@@ -2,14 +2,19 @@
 
 Operations without a common rank overlap, because a rank only waits for its own. Messages are posted in this order and
 waited for where their values are needed, so it cannot deadlock.
+
+With staleness 1 a step's rollouts, all calls with outputs, run beside the training of the step before, on other ranks:
+
+    rollout ranks     weights | generate, score, infer (step 3) ........ | advantages | announce, transfer | weights ...
+    training ranks    weights | train (step 2) ......................... |            | announce, transfer | weights ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from parallel import ReallocPlan
+from parallel import ReallocPlan, format_ranks
 from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, key_kinds
@@ -57,9 +62,11 @@ class Operation:
         kind: reallocate: allocate `copy` and fill it from the role's trained copy and `sources`. release: free it.
             load, offload: move `copy` to the device or to the host. call: run `call`. announce: tell every rank the
             lengths of the sequences that `calls` generated. transfer: send outputs of `call` to `calls`.
-        ranks: participants, ascending.
+        ranks: participants, ascending. With staleness, lengths are announced to the ranks of the rollouts first.
         calls: for weights: the calls that use them.
         served: for a transfer: calls that received the outputs of `call` in earlier transfers.
+        ahead: 1: of the samples of the next step. Its transfers to calls that are not ahead are the edges between two
+            iterations: those calls run in the next one.
     """
 
     kind: str
@@ -69,6 +76,7 @@ class Operation:
     served: tuple[str, ...] = ()
     copy: WeightCopy | None = None
     sources: tuple[WeightCopy, ...] = ()
+    ahead: int = 0
 
     @property
     def name(self) -> str:
@@ -78,6 +86,8 @@ class Operation:
         if self.kind == "transfer":
             more = f" and {len(self.calls) - 2} more" if len(self.calls) > 2 else ""
             return f"{self.call} to {', '.join(self.calls[:2])}{more}"
+        if self.kind == "announce" and self.ahead:
+            return f"lengths to ranks {format_ranks(self.ranks)}"
         return self.call or "lengths"
 
 
@@ -111,18 +121,22 @@ def schedule(
     world_size: int,
     aliases: frozenset[WeightCopy] = frozenset(),
     weights: StepWeights | None = None,
+    staleness: int = 0,
 ) -> tuple[Operation, ...]:
     """Return the operations of a step.
 
     All weights that a level of the graph needs move before its calls; otherwise ranks would wait for weights until the
     calls of their owners end. A copy is released after its last call of the step, or after the reallocation that it
-    stays for.
+    stays for. With staleness 1, all weights move first: those that training changes are the ones that rollouts need.
 
     Args:
         aliases: copies that share the memory of their role's trained copy, and need no reallocation.
         weights: how the others are filled; None: from the trained copy alone.
+        staleness: 1: return an iteration in the middle of a run. The first one has only what is ahead, the last nothing
+            of it. The plan must have no `staleness_violations`.
     """
-    return tuple(_Scheduler(graph, plan, world_size, aliases, weights or StepWeights()).operations())
+    scheduler = _Scheduler(graph, plan, world_size, aliases, weights or StepWeights())
+    return tuple(scheduler.iteration() if staleness else scheduler.operations())
 
 
 class _Scheduler:
@@ -146,15 +160,43 @@ class _Scheduler:
         for level in self._graph.levels:
             for call in level:
                 yield from self._weights(call, first=True)
-            if generated := self._unannounced(level):
-                yield Operation("announce", self._world, calls=generated)
-                self._known.update(key for name in generated for key in self._graph[name].outputs)
-                yield from self._transfers()
-            for call in level:
-                yield Operation("call", self._plan[call.name].ranks, call.name)
-                self._done.append(call.name)
-                yield from self._transfers()
-                yield from self._weights(call, first=False)
+            yield from self._calls(level, self._world, [call.name for call in self._graph.calls])
+
+    def iteration(self) -> Iterator[Operation]:
+        """Yield the training of a step, and the rollouts of the next one."""
+        rollouts = self._graph.rollouts
+        names = [call.name for call in rollouts]
+        ranks = tuple(sorted({rank for name in names for rank in self._plan[name].ranks}))
+        first = {call.name: tuple(self._weights(call, first=True)) for call in rollouts}
+        moves = [move for moves in first.values() for move in moves if move.kind != "load"]
+        yield from (replace(move, ahead=1) for move in moves)
+        last = [call for call in self._graph.order if call not in rollouts]
+        for call in sorted(last, key=lambda call: call.kind == "train_step"):  # the others are short, and on any rank
+            yield Operation("call", self._plan[call.name].ranks, call.name)
+        for level in self._graph.levels:
+            calls = tuple(call for call in level if call in rollouts)
+            loads = [move for call in calls for move in first[call.name] if move.kind == "load"]
+            for operation in (*loads, *self._calls(calls, ranks, names)):
+                yield replace(operation, ahead=1)
+        if generated := tuple(call.name for call in rollouts if isinstance(call.work, Generate)):
+            yield Operation("announce", self._world, calls=generated, ahead=1)
+        self._known.update(key for call in rollouts for key in call.outputs)
+        for operation in self._transfers([call.name for call in last]):
+            yield replace(operation, ahead=1)
+
+    def _calls(
+        self, calls: tuple[ModelCall, ...], ranks: tuple[int, ...], consumers: Sequence[str]
+    ) -> Iterator[Operation]:
+        """Yield calls of a level, what they need to know on `ranks`, and the transfers to `consumers`."""
+        if generated := self._unannounced(calls):
+            yield Operation("announce", ranks, calls=generated)
+            self._known.update(key for name in generated for key in self._graph[name].outputs)
+            yield from self._transfers(consumers)
+        for call in calls:
+            yield Operation("call", self._plan[call.name].ranks, call.name)
+            self._done.append(call.name)
+            yield from self._transfers(consumers)
+            yield from self._weights(call, first=False)
 
     def _weights(self, call: ModelCall, first: bool) -> Iterator[Operation]:
         """Yield the weight operations before the first (or after the last) call of a step that uses a copy."""
@@ -183,14 +225,16 @@ class _Scheduler:
         producers = {self._graph.producers[key] for key in waiting}
         return tuple(c for c in self._done if c in producers and isinstance(self._graph[c].work, Generate))
 
-    def _transfers(self) -> Iterator[Operation]:
-        """Send the outputs of every completed call to their consumers, as soon as all lengths are known."""
+    def _transfers(self, consumers: Sequence[str]) -> Iterator[Operation]:
+        """Send the outputs of every completed call to those that read them, as soon as all lengths are known."""
         for name in self._done:
             call, served = self._graph[name], self._served.get(name, ())
             ready = tuple(
                 consumer
                 for consumer in self._graph.consumers(name)
-                if consumer not in served and lengths_needed(call, self._graph[consumer], self._kinds) <= self._known
+                if consumer in consumers
+                and consumer not in served
+                and lengths_needed(call, self._graph[consumer], self._kinds) <= self._known
             )
             if not ready:
                 continue

@@ -9,7 +9,7 @@ from functools import cached_property
 from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.config import AC_MODES
-from usp.rlhf.graph.calls import ModelCall
+from usp.rlhf.graph.calls import ModelCall, TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
@@ -122,6 +122,15 @@ class ExecutionPlan:
                 yield f"offload names unknown role {name!r}: the roles and optimizers are {known}"
             elif name in graph.trained_roles:
                 yield f"offload names {name!r}, which is trained: use {optimizer_of(name)}, or untrained roles"
+
+
+def staleness_violations(graph: DataflowGraph, plan: ExecutionPlan) -> Iterator[str]:
+    """Yield why the rollouts of a step cannot run beside the training of the step before: they share ranks."""
+    trains = {call.name: set(plan[call.name].ranks) for call in graph.calls if isinstance(call.work, TrainStep)}
+    training = set().union(*trains.values())
+    shared = [call.name for call in graph.rollouts if training & set(plan[call.name].ranks)]
+    if shared:
+        yield f"{', '.join(shared)} must not run on ranks {format_ranks(sorted(training))}, of {', '.join(trains)}"
 
 
 def optimizer_of(role: str) -> str:

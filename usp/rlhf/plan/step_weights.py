@@ -8,6 +8,9 @@ memory holds the same values as the trained one: a rank keeps what it has in any
 nearest. A copy stays past its last call, until another one is filled, if ranks or hosts then receive less and memory
 allows: the copies on a rank during a call never take more than they do at most if none stays. While weights move,
 activations and KV caches are not in memory, and those that stay are there beside those that are filled.
+
+With staleness, all copies are filled at the beginning, before training changes the weights, so they are in memory
+together until their last calls.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ def plan_weights(
     *,
     bucket_bytes: int,
     ranks_per_host: int,
+    staleness: int = 0,
 ) -> StepWeights:
     """Plan how the copies of a step are filled and how long they stay.
 
@@ -37,8 +41,9 @@ def plan_weights(
         layouts: of the copies of trained roles.
         aliases: copies that share the memory of their role's trained copy.
         bucket_bytes, ranks_per_host: see `plan_realloc`.
+        staleness: see `schedule`.
     """
-    lives = _Lives(graph, plan, layouts, aliases)
+    lives = _Lives(graph, plan, layouts, aliases, staleness)
 
     def filled_from(copy: WeightCopy, sources: Sequence[WeightCopy]) -> ReallocPlan:
         trained = trained_copy(graph, plan, copy.role)
@@ -68,6 +73,7 @@ class _Lives:
         plan: ExecutionPlan,
         layouts: Mapping[WeightCopy, ParamLayout],
         aliases: frozenset[WeightCopy],
+        staleness: int,
     ) -> None:
         level_of = {call.name: number for number, level in enumerate(graph.levels) for call in level}
         used = {
@@ -77,7 +83,7 @@ class _Lives:
         }
         self.copies = tuple(used)  # in the order in which they are filled
         self.kept: dict[WeightCopy, WeightCopy] = {}
-        self._first = {copy: min(levels) for copy, levels in used.items()}
+        self._first = {copy: 0 if staleness else min(levels) for copy, levels in used.items()}
         self._last = {copy: max(levels) for copy, levels in used.items()}
         self._bytes = {copy: _bytes_by_rank(layouts[copy]) for copy in used}
         self._levels = range(len(graph.levels))

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from usp.losses.output_heads import LastHidden
 from usp.rlhf.graph.calls import Objective
@@ -76,6 +77,9 @@ class RowSequences:
     def sums(self, x_BS: Tensor) -> Tensor:
         own = x_BS.new_zeros(self.count + 1).index_add(0, self.sequence_BS.flatten(), x_BS.flatten())
         return _SumOverRanks.apply(own[:-1], self.group)
+
+    def spread(self, x_N: Tensor) -> Tensor:
+        return pad(x_N, (0, 1))[self.sequence_BS]
 
     def share(self, loss: Tensor) -> Tensor:
         return loss / self.group.size()

@@ -64,9 +64,9 @@ class RoleCopies:
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
         self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
 
-    def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan) -> StepWeights:
+    def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
-        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
+        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
         rank = dist.get_rank()
         for copy, fill in step.fills.items():

@@ -1,14 +1,16 @@
 """Execute the steps of a graph under a plan, without a controller: every rank runs the same program.
 
 The ranks compare the graph (a hash of each call) and the plan at the start, and from then on know what the others do.
-In a step, each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics.
+In a step, each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics. With
+staleness 1, an iteration runs those of two steps: one trains while the next one's samples are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +23,27 @@ from usp.rlhf.graph.calls import TrainStep
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import key_kinds
 from usp.rlhf.plan.operations import schedule
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.roles.role import BuildRole
+from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
+from .in_flight import InFlight, SavedInFlight
 from .measure import with_measures
 from .step_plan import StepData, step_violations
 from .step_run import TRANSFER_LANE, RunContext, StepRunner
-from .summary import merge, summarize
+from .summary import Summary, merge, summarize
 from .timeline import Event, Timeline, clock_offset
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """What a step begins with: see `Executor.run_step`."""
+
+    given: Samples
+    number: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -60,9 +73,13 @@ class Executor:
         before_changes: called on every rank before the first operation of a step that changes weights, or the state of
             a function, else at its end: what it raises on all of them leaves everything as the last step did.
         copies: those of another executor, which hold all that this plan needs; None: built here.
+        staleness: 0: `run_step` runs a step after another. 1: `roll_out`, then `train` for every step; see `schedule`.
+
+    Attributes:
+        in_flight: with staleness 1, the samples that `train` trains on; set to continue from a checkpoint.
 
     Raises:
-        ValueError: naming every violation, if the plan does not fit the graph and the world size.
+        ValueError: naming every violation, if the plan does not fit the graph, the world size and the staleness.
         RanksDisagree: on every rank, if ranks have different graphs or plans.
     """
 
@@ -80,22 +97,32 @@ class Executor:
         progress: Callable[[str], None] = lambda doing: None,
         before_changes: Callable[[], None] = lambda: None,
         copies: RoleCopies | None = None,
+        staleness: int = 0,
     ) -> None:
         world_size, self._rank = dist.get_world_size(), dist.get_rank()
         plan.check(graph, world_size)
+        if staleness and (shared := list(staleness_violations(graph, plan))):
+            raise ValueError(f"plan {plan.name!r} with staleness={staleness}: {'; '.join(shared)}")
+        self._staleness = staleness
+        self._failure: UserCodeFailed | None = None
+        self.in_flight: InFlight | None = None
         self._collected: list[Samples] = []
         graph, plan = with_measures(graph, plan, collect, self._collected.append)
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
         calls = {call.name: fingerprint(call) for call in graph.calls}
         compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
-        agree({**compared, "ranks_per_host": ranks_per_host}, self._world, "the graph and the plan", device)
+        options = {"ranks_per_host": ranks_per_host, "staleness": staleness}
+        agree({**compared, **options}, self._world, "the graph and the plan", device)
         built = copies is None
         if copies is None:
             copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
-        operations = schedule(graph, plan, world_size, copies.aliases, copies.plan_step(graph, plan))
+        weights = copies.plan_step(graph, plan, staleness)
+        operations = schedule(graph, plan, world_size, copies.aliases, weights, staleness)
         for operation in operations:
-            if operation.kind in ("call", "transfer"):
+            if operation.kind in ("call", "transfer") or (
+                operation.kind == "announce" and len(operation.ranks) < world_size
+            ):
                 # NCCL connects at a group's first communication, in which all members must take part.
                 if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -104,7 +131,8 @@ class Executor:
         timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
         self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
         self._progress, self._before_changes = progress, before_changes
-        changing = {*stateful(graph), *(call.name for call in graph.calls if isinstance(call.work, TrainStep))}
+        trains = (call.name for call in graph.calls if isinstance(call.work, TrainStep))
+        changing = {*stateful(graph), *(() if staleness else trains)}  # with it, of samples that were checked before
         changes = (operation.kind == "call" and operation.call in changing for operation in operations)
         self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
         self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
@@ -137,25 +165,100 @@ class Executor:
                 call's outputs do not match the graph.
             RanksDisagree: on every rank, if ranks pass samples of different lengths, or different seeds.
         """
-        context = self._context
-        if violations := step_violations(context.graph, given):
-            raise ValueError("; ".join(violations))
-        step = StepData(context.graph, context.plan, context.kinds, given)
-        value = {"step": number, "seed": seed, "samples": step.samples, "lengths": step.lengths}
-        agree(value, self._world, "number, seed and samples of a step", context.device)
-        context.timeline.step = number
-        runner = StepRunner(context, step, seed)
-        for place, operation in enumerate(context.operations):
-            if place == self._first_change:
-                self._before_changes()
-            if self._rank in operation.ranks:
-                self._progress(f"{operation.kind} {operation.name}")
-                runner.run(operation)
-        if self._first_change == len(context.operations):
-            self._before_changes()
+        assert not self._staleness
+        runner = self._begin(StepInput(given, number, seed))
+        self._context.timeline.step = number
+        self._run({0: runner})
         self._progress("end of the step")
         runner.finish()
-        summaries = [summarize(step, runner.metrics)] * dist.get_world_size()
-        dist.all_gather_object(summaries, summaries[0])
-        collected = self._collected.pop() if self._collected else None
-        return StepResult(merge(summaries, step.lengths), collected, context.timeline.take())
+        metrics = merge(self._told(summarize(runner.step, runner.metrics)), runner.step.lengths)
+        return StepResult(metrics, self._take_collected(), self._context.timeline.take())
+
+    def roll_out(self, asked: StepInput) -> None:
+        """Make the samples of a step, with staleness 1 and none in flight: at the beginning of a run.
+
+        Raises as `run_step`, and what `before_changes` raised in the iteration before, which left no samples.
+        """
+        assert self._staleness and self.in_flight is None
+        if self._failure is None:
+            self._context.timeline.step = asked.number
+            self._iterate(None, asked)
+        if self._failure is not None:
+            raise self._failure
+
+    def train(self, following: StepInput | None) -> StepResult:
+        """Train on the samples in flight, and meanwhile make those of the step that follows, if there is one.
+
+        These are made with the weights from before. If `before_changes` raises UserCodeFailed, none are in flight
+        afterwards, and `roll_out` raises it: the step that has trained is done.
+        """
+        assert self._staleness and self.in_flight is not None
+        self._context.timeline.step = self.in_flight.number
+        metrics = self._iterate(self.in_flight, following)
+        return StepResult(metrics, self._take_collected(), self._context.timeline.take())
+
+    def _iterate(self, trained: InFlight | None, following: StepInput | None) -> dict[str, float]:
+        """Run an iteration, and return the metrics of the step that it trained."""
+        runners = {}
+        if trained is not None:
+            runners[0] = StepRunner(self._context, trained.step, seed=0)
+        if following is not None:
+            runners[1] = self._begin(following)
+        self._run(runners)
+        self._progress("end of the iteration")
+        ahead = runners.get(1)
+        self.in_flight = None
+        if ahead is not None:
+            ahead.hand_over()
+            if self._failure is None:
+                assert following is not None
+                rolled_out = merge(self._told(summarize(ahead.step, {})), ahead.step.lengths)
+                self.in_flight = InFlight.of(following.number, ahead.step, rolled_out)
+        if trained is None:
+            return {}
+        return trained.metrics | merge(self._told(Summary(runners[0].metrics, {})), {})
+
+    def saved_in_flight(self, extra: Mapping[str, Any]) -> SavedInFlight:
+        """Return samples in flight of a checkpoint, to be filled in and then set as `in_flight`."""
+        context = self._context
+        return SavedInFlight(context.graph, context.plan, context.kinds, extra, self.device)
+
+    def _begin(self, asked: StepInput) -> StepRunner:
+        context = self._context
+        if violations := step_violations(context.graph, asked.given):
+            raise ValueError("; ".join(violations))
+        step = StepData.of(context.graph, context.plan, context.kinds, asked.given)
+        value = {"step": asked.number, "seed": asked.seed, "samples": step.samples, "lengths": step.lengths}
+        agree(value, self._world, "number, seed and samples of a step", context.device)
+        return StepRunner(context, step, asked.seed)
+
+    def _run(self, runners: Mapping[int, StepRunner]) -> None:
+        """Run the operations that have a runner: by `Operation.ahead`."""
+        operations = self._context.operations
+        for place, operation in enumerate(operations):
+            if place == self._first_change and self._staleness in runners:
+                self._check()
+            if self._failure is not None and operation.kind not in ("release", "offload"):
+                continue
+            if operation.ahead in runners and self._rank in operation.ranks:
+                self._progress(f"{operation.kind} {operation.name}")
+                runners[operation.ahead].run(operation)
+        if self._first_change == len(operations) and self._staleness in runners:
+            self._check()
+
+    def _check(self) -> None:
+        try:
+            self._before_changes()
+        except UserCodeFailed as failed:
+            if not self._staleness:
+                raise
+            self._failure = failed
+
+    def _told(self, summary: Summary) -> list[Summary]:
+        """Return the summaries of all ranks."""
+        summaries = [summary] * dist.get_world_size()
+        dist.all_gather_object(summaries, summary)
+        return summaries
+
+    def _take_collected(self) -> Samples | None:
+        return self._collected.pop() if self._collected else None

@@ -45,23 +45,26 @@ class StepData:
 
     Attributes:
         samples: total number of samples.
-        lengths: key of sequences -> number of tokens by sample id; the same on every rank.
+        lengths: key of sequences -> number of tokens by sample id; the same on every rank that has to know.
         store: values on this rank, including the given ones.
     """
 
-    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> None:
-        self.graph, self.plan, self.kinds = graph, plan, kinds
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], samples: int) -> None:
+        self.graph, self.plan, self.kinds, self.samples = graph, plan, kinds, samples
         self._partitions: dict[str, Partition] = {}
+        self.store: Store = {}
+        self.lengths: dict[str, Sequence[int]] = {}
+
+    @staticmethod
+    def of(graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> StepData:
+        """Begin a step with the given samples, or prompts."""
         group = graph.group_size
-        self.samples = len(given) * group
-        self.store: Store = {
-            key: {i: values[i // group] for i in range(self.samples)} for key, values in given.values.items()
-        }
-        self.lengths: dict[str, Sequence[int]] = {
-            key: [len(self.store[key][i]) for i in range(self.samples)]
-            for key in given.values
-            if key == PROMPTS or canonical(key) == "tokens"
-        }
+        step = StepData(graph, plan, kinds, len(given) * group)
+        for key, values in given.values.items():
+            step.store[key] = {i: values[i // group] for i in range(step.samples)}
+            if key == PROMPTS or canonical(key) == "tokens":
+                step.lengths[key] = [len(step.store[key][i]) for i in range(step.samples)]
+        return step
 
     def partition(self, call: ModelCall) -> Partition:
         """Partition the samples over the data-parallel ranks of a call, balanced by tokens."""

@@ -40,6 +40,10 @@ class RunContext:
     timeline: Timeline
     device: torch.device
 
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of an announcement; None for all ranks."""
+        return None if len(ranks) == dist.get_world_size() else self.groups.get(ranks)
+
 
 @dataclass(frozen=True, eq=False)
 class _Posted:
@@ -60,7 +64,7 @@ class StepRunner:
     """
 
     def __init__(self, context: RunContext, step: StepData, seed: int) -> None:
-        self._context, self._step, self._seed = context, step, seed
+        self._context, self.step, self._seed = context, step, seed
         self._rank = dist.get_rank()
         self._posted: list[_Posted] = []
         self.metrics: dict[str, float] = {}
@@ -75,7 +79,7 @@ class StepRunner:
         else:
             with context.timeline.record(operation.kind, operation.name) as moved:
                 if operation.kind == "announce":
-                    self._announce(operation.calls)
+                    self._announce(operation.calls, operation.ranks)
                 elif operation.kind == "reallocate":
                     assert operation.copy
                     context.copies.reallocate(operation.copy, operation.sources, moved)
@@ -87,21 +91,29 @@ class StepRunner:
         """Wait for all posted transfers."""
         self._wait(self._posted)
 
-    def _announce(self, calls: Sequence[str]) -> None:
-        """Tell every rank the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
-        step, graph = self._step, self._context.graph
+    def hand_over(self) -> None:
+        """Wait for what the next iteration trains on, the last of the posted transfers."""
+        if any(transfer.moved.received for transfer in self._posted):
+            with self._context.timeline.record("wait", "the next iteration"):
+                self._wait(self._posted)
+        self.finish()
+
+    def _announce(self, calls: Sequence[str], ranks: Sequence[int]) -> None:
+        """Tell ranks the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
+        step, graph = self.step, self._context.graph
         keys = [tokens_key(graph[name]) for name in calls]
         lengths = torch.zeros(len(keys), step.samples, dtype=torch.int64, device=self._context.device)
         for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
-            if self._rank in self._context.plan[name].leaders:
-                for i, value in step.store.get(key, {}).items():
-                    lengths[row, i] = len(value)
-        dist.all_reduce(lengths)
+            leaders = self._context.plan[name].leaders
+            if self._rank in leaders:
+                for i in step.transfer_end(graph[name], ()).ids[leaders.index(self._rank)]:
+                    lengths[row, i] = len(step.store[key][i])
+        dist.all_reduce(lengths, group=self._context.group_of(ranks))
         step.lengths.update(zip(keys, lengths.tolist(), strict=True))
 
     def _transfer(self, operation: Operation) -> None:
         """Post this rank's messages; calls wait for those that they need."""
-        context, step = self._context, self._step
+        context, step = self._context, self.step
         producer = context.graph[operation.call]
         consumers, served = (
             [step.transfer_end(context.graph[name], context.graph[name].inputs) for name in names]
@@ -124,7 +136,7 @@ class StepRunner:
 
     def _wait(self, transfers: Sequence[_Posted]) -> None:
         for transfer in transfers:
-            transfer.pending.wait(self._step.store)
+            transfer.pending.wait(self.step.store)
             if transfer.moved.received:
                 self._context.timeline.add("transfer", transfer.name, transfer.start, transfer.moved)
         self._posted = [transfer for transfer in self._posted if transfer not in transfers]
@@ -137,20 +149,20 @@ class StepRunner:
             with context.timeline.record("wait", call.name):
                 self._wait(needed)
         number = layout.number_of(self._rank)
-        batches = self._step.partition(call)[number]
+        batches = self.step.partition(call)[number]
         with context.timeline.record(call.kind, call.name) as recorded:
             if (isinstance(call.work, Generate) and layout.dims.ep == 1) or isinstance(call.work, Compute):
                 recorded.group = number  # data-parallel ranks do not meet, unless a function reduces
             if isinstance(call.work, TrainStep):
-                mini_batches = [self._step.take(call, batch) for batch in batches]
+                mini_batches = [self.step.take(call, batch) for batch in batches]
                 metrics = self._model(call).train_step(mini_batches, call.work)
                 if self._rank == layout.ranks[0]:
                     self.metrics.update({f"{call.role}/{name}": float(value) for name, value in metrics.items()})
                 return
             ids = sorted(i for batch in batches for i in batch)
-            result = self._run_work(call, self._step.take(call, ids), recorded)
+            result = self._run_work(call, self.step.take(call, ids), recorded)
         if self._rank in layout.leaders:
-            self._step.put(call, ids, result)
+            self.step.put(call, ids, result)
 
     def _model(self, call: ModelCall) -> Role:
         return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
+
 from .measure import MAX, SUM, TOKENS
 from .step_plan import StepData
 
@@ -45,6 +47,7 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     sample.
     "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
     |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
+    "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
     """
     metrics: dict[str, float] = {}
     numbers: dict[str, list[float]] = {}
@@ -60,5 +63,8 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     for name in ("logprob_difference_max", "logprob_difference_mean"):
         if f"actor/{name}" in metrics:
             metrics[name] = metrics.pop(f"actor/{name}")
+    for name in [name for name in metrics if name.endswith(f"/{IS_SQUARE}")]:
+        role, square = name.removesuffix(IS_SQUARE), metrics.pop(name)
+        metrics[f"{role}rollout_is_eff_sample_size"] = metrics[f"{role}{IS_MEAN}"] ** 2 / square if square else 0.0
     of_keys |= {f"{key}_length": torch.tensor(of_key, dtype=torch.float64) for key, of_key in lengths.items()}
     return metrics | {key: values.nanmean().item() for key, values in of_keys.items()}

@@ -161,6 +161,27 @@ def test_options_reach_the_calls() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "options, old, correction",
+    [
+        (GRPO(), "", "none"),
+        (GRPO(staleness=1), "", "token_truncate"),  # the ratio is 1, and what multiplies it is not
+        (GRPO(staleness=1, rollout_is="sequence_mask"), "", "sequence_mask"),
+        (GRPO(staleness=1, rollout_is="none"), "old_logprobs", "none"),  # the ratio accounts for the older policy
+        (GRPO(staleness=1, old_logprobs="rollout"), "logprobs", "none"),
+        (GRPO(staleness=1, mini_batches=2), "old_logprobs", "token_truncate"),
+        (RLOO(staleness=1), "old_logprobs", "token_truncate"),
+        (GRPO(rollout_is="token_mask"), "", "token_mask"),
+    ],
+)
+def test_with_staleness_something_accounts_for_the_older_policy(options: Any, old: str, correction: str) -> None:
+    graph = build_graph("rloo" if isinstance(options, RLOO) else "grpo", options)
+    objective: Any = graph["actor_train"].work.objective  # type: ignore[union-attr]
+    assert (objective.old, objective.rollout_is) == (old, correction)
+    assert ("logprobs" in objective.keys) == (old in ("", "logprobs") or correction != "none")
+    assert ("actor_inference" in {call.name for call in graph.calls}) == (old == "old_logprobs")
+
+
 # Invalid options
 
 
@@ -214,6 +235,18 @@ def test_every_invalid_option_is_named() -> None:
         ("ppo", PPO(lam=-0.1), "lam=-0.1 must be from 0 to 1"),
         ("grpo", GRPO(generate=ONE), "group_size=1 must be at least 2"),
         ("grpo", GRPO(old_logprobs="both"), "old_logprobs='both' must be one of auto, recompute, rollout"),  # type: ignore[arg-type]
+        (
+            "grpo",
+            GRPO(rollout_is="truncate"),
+            "rollout_is='truncate' must be one of auto, none, token_truncate, token_",
+        ),  # type: ignore[arg-type]
+        (
+            "grpo",
+            GRPO(rollout_is="token_mask", old_logprobs="rollout"),
+            "rollout_is=token_mask has no effect with old_",
+        ),
+        ("grpo", GRPO(rollout_is="token_mask", rollout_is_threshold=0.0), "rollout_is_threshold=0.0 must be above 0"),
+        ("grpo", GRPO(rollout_is_threshold=3.0), "rollout_is_threshold=3.0 has no effect without rollout_is"),
         ("grpo", GRPO(kl_estimator="k4"), "kl_estimator='k4'"),  # type: ignore[arg-type]
         ("grpo", GRPO(overlong_buffer=65), "overlong_buffer=65 must be from 0 to generate.max_new_tokens=64"),
         ("grpo", GRPO(aggregation="mean"), "aggregation='mean'"),  # type: ignore[arg-type]

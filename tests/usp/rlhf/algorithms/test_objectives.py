@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,12 +18,14 @@ from usp.rlhf.algorithms.objectives import (
     ClippedValue,
     ClippedWeights,
     NextToken,
+    RolloutIS,
     kl_estimate,
 )
 from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Objective
 
+IMPORTANCE: tuple[RolloutIS, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LENGTHS = (5, 2, 7, 4, 3, 6)  # prompts of 1 token at least: the second sample has one response token
 Oracle = Callable[[Samples, list[float], list[float]], dict[str, float]]
 
@@ -90,8 +93,11 @@ def clipped_policy(
     bonus: float = 0.0,
     dual: float = 3.0,
     bound: float = 20.0,
+    rollout_is: str = "",
+    cap: float = math.inf,
 ) -> Oracle:
     def oracle(samples: Samples, output: list[float], entropy: list[float]) -> dict[str, float]:
+        corrections = importance(samples, rollout_is, cap) if rollout_is else {}
         fractions = ("clip_fraction", "dual_clip_fraction", "clamp_fraction")
         names = ("importance_ratio", *fractions, "approx_kl", "entropy", "policy_loss", "loss")
         totals = dict.fromkeys((*names, *(("ref_kl",) if kl else ())), 0.0)
@@ -111,6 +117,7 @@ def clipped_policy(
             if estimator == "k3":
                 log_r = min(max(log_r, -bound), bound)
             divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": math.exp(log_r) - 1 - log_r}[estimator]
+            surrogate *= corrections.get((i, t), 1.0)
             totals["policy_loss"] -= w * surrogate
             totals["loss"] += w * (-surrogate + kl * divergence - bonus * e)
             totals["importance_ratio"] += mean * ratio
@@ -121,9 +128,32 @@ def clipped_policy(
             totals["entropy"] += mean * e
             if kl:
                 totals["ref_kl"] += mean * divergence
-        return totals
+        return totals | (importance_metrics(samples, rollout_is, cap) if rollout_is else {})
 
     return oracle
+
+
+def importance(samples: Samples, mode: str, cap: float) -> dict[tuple[int, int], float]:
+    """Truncated importance sampling: what multiplies each response token; cap inf: not truncated."""
+    found = {}
+    for i, mask in enumerate(samples["mask"]):
+        places = [t for t in range(len(mask)) if mask[t]]
+        of_token = [math.exp(samples["old_logprobs"][i][t]) / math.exp(samples["logprobs"][i][t]) for t in places]
+        for t, own in zip(places, of_token, strict=True):
+            ratio = own if mode.startswith("token") else math.prod(of_token)
+            found[i, t] = ratio if ratio <= cap else cap if mode.endswith("truncate") else 0.0
+    return found
+
+
+def importance_metrics(samples: Samples, mode: str, cap: float) -> dict[str, float]:
+    used, free = (list(importance(samples, mode, bound).values()) for bound in (cap, math.inf))
+    share = "rollout_is_truncated_fraction" if mode.endswith("truncate") else "rollout_is_masked_fraction"
+    return {
+        "rollout_is_mean": sum(used) / len(used),
+        "rollout_is_square": sum(x * x for x in used) / len(used),
+        "rollout_is_max": max(free),
+        share: sum(x > cap for x in free) / len(free),
+    }
 
 
 def gspo(low: float, high: float) -> Oracle:
@@ -221,6 +251,14 @@ CASES: dict[str, tuple[Objective, Callable[[], Samples], Oracle]] = {
         make,
         clipped_policy(kl=0.7, dual=1.3, bound=0.4),
     ),
+    **{
+        mode: (
+            ClippedPolicy(kl=0.7, rollout_is=mode, rollout_is_threshold=1.2),
+            make,
+            clipped_policy(kl=0.7, rollout_is=mode, cap=1.2),
+        )
+        for mode in IMPORTANCE
+    },
     "gspo": (ClippedSequences(0.05, 0.1, dual_clip=math.inf), make, gspo(0.05, 0.1)),
     "cispo": (ClippedWeights(1.0, 0.3), make, cispo),
     "entropy": (ClippedPolicy(entropy_bonus=0.3), make, clipped_policy(bonus=0.3)),
@@ -375,6 +413,25 @@ def test_a_far_token_leaves_the_loss_and_its_gradient_finite(far: float, moved: 
     loss, metrics, gradient = step(ClippedPolicy(kl=0.1, dual_clip=math.inf, max_log_ratio=math.inf))
     overflows = (far > 0) == (moved == "old_logprobs")
     assert all(map(math.isfinite, metrics.values())) != overflows
+
+
+@pytest.mark.parametrize("mode", IMPORTANCE)
+def test_the_own_policy_against_the_one_that_sampled_has_no_gradient(mode: RolloutIS) -> None:
+    """With the policy as the old one, each token's policy gradient is multiplied, also that of other objectives."""
+    for objective in (ClippedPolicy(old=""), ClippedSequences(old=""), ClippedWeights(1.0, 4.0, old="")):
+        samples, (output, entropy) = make(), (x.requires_grad_() for x in said())
+        own = samples.updated(Samples(samples.ids, {"old_logprobs": list(output.detach().split(LENGTHS))}))
+        factors = importance(own, mode, 1.2)
+        places = [(i, t) for i, n in enumerate(LENGTHS) for t in range(n)]
+        row = torch.tensor([factors.get(place, 0.0) for place in places], dtype=torch.float64)
+        multiplied = list((torch.cat(list(samples["weights"])) * row).split(LENGTHS))
+        corrected = replace(objective, rollout_is=mode, rollout_is_threshold=1.2)
+        minimise(corrected, samples, output, entropy, degree=3)[0].backward()
+        found, output.grad = output.grad, None
+        samples = samples.updated(Samples(samples.ids, {"weights": multiplied}))
+        minimise(objective, samples, output, entropy)[0].backward()
+        assert found is not None and output.grad is not None and 0.0 < row.max() <= 1.2
+        torch.testing.assert_close(found, output.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("degree", [1, 3])

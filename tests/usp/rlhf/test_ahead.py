@@ -1,0 +1,131 @@
+"""Steps with staleness 1 match one process that makes the samples of each step before the step before trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import ProcessGroups
+from parallel.testing import RankPool
+from tests.usp.rlhf.test_numerics import (
+    ALGORITHMS,
+    ONCE,
+    Result,
+    Steps,
+    alone,
+    builder,
+    check,
+    given,
+    plan_of,
+    weights_of,
+)
+from usp.rlhf.algorithms.grpo_variants import DAPO
+from usp.rlhf.algorithms.registry import build_graph
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import TrainStep
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.executor import Executor, StepInput
+
+STEPS = 3
+AHEAD: dict[str, tuple[str, Any]] = {
+    "corrected": ("grpo", replace(ONCE, staleness=1, rollout_is="sequence_truncate", rollout_is_threshold=1.001)),
+    "masked": ("grpo", replace(ONCE, staleness=1, rollout_is="token_mask", rollout_is_threshold=1.001)),
+    "by the ratio": ("grpo", replace(ONCE, staleness=1, rollout_is="none")),
+    "dapo": (
+        "dapo",
+        DAPO(generate=ONCE.generate, reward=ONCE.reward, oversample=2, drop_equal_groups=True, staleness=1),
+    ),
+    "ppo": ("ppo", replace(ALGORITHMS["ppo"], staleness=1)),
+    "remax": ("remax", replace(ALGORITHMS["remax"], staleness=1)),
+}
+CHOSEN = ("corrected",)
+SHOWN = ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs")
+
+
+def executor_of(graph: DataflowGraph, plan: ExecutionPlan, trained: dict[str, RoleModel], staleness: int) -> Executor:
+    shown = shown_of(graph)
+    options: dict[str, Any] = {"ranks_per_host": 4, "collect": shown, "staleness": staleness}
+    return Executor(graph, plan, ProcessGroups(), builder(trained), torch.device("cpu"), **options)
+
+
+def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
+    return tuple(key for key in SHOWN if key in graph.producers)
+
+
+def run_ahead(name: str) -> Result:
+    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
+    executor = executor_of(graph, plan_of("separation", graph), trained, staleness=1)
+
+    def asked(number: int) -> StepInput:
+        return StepInput(given(name, number), number, seed=number)
+
+    executor.roll_out(asked(1))
+    told: Steps = []
+    for number in range(1, STEPS + 1):
+        result = executor.train(asked(number + 1) if number < STEPS else None)
+        if result.samples is not None:
+            told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
+    return told, weights_of(trained)
+
+
+def run_alone(name: str) -> Result:
+    """The same in one process, from steps of two graphs: one makes samples, the other trains on them."""
+    graph, trained = build_graph(*AHEAD[name]), dict[str, RoleModel]()
+    whole = executor_of(graph, alone(graph), trained, staleness=0)
+    trains = tuple(call for call in graph.calls if isinstance(call.work, TrainStep))
+    read = tuple(sorted({key for call in trains for key in call.inputs}))
+    parts = (
+        (DataflowGraph(graph.rollouts, graph.given, trains), alone(graph)),
+        (
+            trained_only := DataflowGraph(trains, read),
+            alone(trained_only),
+        ),
+    )
+    keys = tuple(dict.fromkeys((*read, *shown_of(graph)))), ()
+    making, training = (
+        whole.another(*part, collect=of_part, progress=lambda doing: None)
+        for part, of_part in zip(parts, keys, strict=True)
+    )
+
+    def make(number: int) -> tuple[dict[str, float], Samples]:
+        result = making.run_step(given(name, number), number, seed=number)
+        samples = [result.samples]
+        dist.broadcast_object_list(samples, src=0)
+        assert samples[0] is not None
+        return result.metrics, samples[0]
+
+    told: Steps = []
+    made = [make(1)]
+    for number in range(1, STEPS + 1):
+        if number < STEPS:
+            made.append(make(number + 1))
+        metrics, samples = made[number - 1]
+        losses = training.run_step(samples.only(read), number, seed=number).metrics
+        told.append((metrics | losses, {key: list(samples[key]) for key in shown_of(graph)}))
+    return told, weights_of(trained)
+
+
+def run_both(names: tuple[str, ...]) -> dict[str, Result]:
+    found = {name: run_ahead(name) for name in names}
+    return found | {f"{name} alone": run_alone(name) for name in names}
+
+
+def test_steps_made_ahead_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
+    names = tuple(AHEAD) if exhaustive else CHOSEN
+    results = ranks.run(run_both, 8, names, timeout=1200)
+    for name in names:
+        check(results, name, f"{name} alone")
+    first, second, _ = (metrics for metrics, _ in results[0]["corrected"][0])
+    assert first["actor/rollout_is_max"] == pytest.approx(1, abs=1e-5)  # nothing has trained
+    assert second["actor/rollout_is_max"] > 1.001 and 0 < second["actor/rollout_is_truncated_fraction"] < 1
+    assert 0.9 < second["actor/rollout_is_eff_sample_size"] < 1
+    assert second["actor/importance_ratio"] == pytest.approx(1, abs=1e-6)
+    if exhaustive:
+        assert results[0]["by the ratio"][0][1][0]["actor/importance_ratio"] != pytest.approx(1, abs=1e-5)
+        assert results[0]["masked"][0][1][0]["actor/rollout_is_masked_fraction"] > 0
