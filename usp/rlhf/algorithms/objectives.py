@@ -42,6 +42,7 @@ class ObjectiveDefaults:
 
     head: Literal["logprobs", "values"] = "logprobs"
     entropy: bool = False
+    counts: str = ""
     unit: int = 1
     temperature: float = 1.0
 
@@ -51,6 +52,7 @@ class NextToken(ObjectiveDefaults):
     """-sum weights * logprobs: cross-entropy with the next tokens."""
 
     keys: ClassVar[tuple[str, ...]] = ("weights",)
+    counts = "weights"
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
@@ -108,6 +110,7 @@ class ClippedPolicy(ObjectiveDefaults):
     max_log_ratio: float = 20.0
     old: str = "old_logprobs"
     entropy = True
+    counts = "token_weights"
 
     @property
     def keys(self) -> tuple[str, ...]:
