@@ -1,10 +1,10 @@
 """Unified sequence parallel attention for unmodified transformers models.
 
-Registers an attention function with transformers' `AttentionInterface` and a mask function with
-`AttentionMaskInterface`, which the model's configuration selects by name; the attention function calls the layer's
-`unified_sp`. Further inputs of a layer (`cu_seqlens`, its window) are keyword arguments of the forward, as is
-`kv_cache`, which stores keys and values (`Prefill`) or attends over stored ones (`DecodeStep`). Unsupported arguments
-raise an error; none is ignored.
+Registers an attention function with transformers' `AttentionInterface`, which the model's configuration selects by
+name; it calls the layer's `unified_sp`. No mask function has its name, so transformers builds no masks: causal, window
+and `cu_seqlens` define them. Further inputs of a layer (`cu_seqlens`, its window) are keyword arguments of the forward,
+as is `kv_cache`, which stores keys and values (`Prefill`) or attends over stored ones (`DecodeStep`). Unsupported
+arguments raise an error; none is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
@@ -68,7 +67,6 @@ def apply_unified_sp(
     attention = UnifiedSPAttention(mesh, layout, kernel)
     masks = _check_model(model, attention.axes)
     AttentionInterface.register(NAME, _attention_forward)
-    AttentionMaskInterface.register(NAME, _no_mask)
     _own_config(model)
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
@@ -292,10 +290,6 @@ def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, 
     if not args:
         return kwargs
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Build no mask: causal, window and cu_seqlens define it."""
 
 
 def _attention_forward(

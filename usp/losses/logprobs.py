@@ -17,7 +17,6 @@ from .vocabulary import (
     HeadGradients,
     LogitTransform,
     VocabularyRows,
-    chunks_of,
     head_inputs,
     logits_of,
     softmax_dtype,
@@ -38,11 +37,12 @@ def vocab_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log_softmax(transform(hidden @ weight.T) / temperature) at each label, and optionally the entropies.
 
-    Logits exist for `chunk_tokens` tokens at a time. The forward saves one log-normalizer per token (and the entropy);
-    the backward recomputes each chunk's logits, since the weight of each log-probability is only known then. Softmax,
-    sums and the weight's gradient are in fp32 (fp64 for fp64). With a `group` the vocabulary is sharded over it as in
-    `vocab_loss`: collective, every rank of the group gets the same values, must compute the same loss from them, and
-    gets the whole gradient of `hidden`.
+    Logits exist for `chunk_tokens` tokens at a time, and only of tokens with a label. Often few have one, prompts none,
+    so on a device this is worth the synchronization that it takes. The forward saves one log-normalizer per token (and
+    the entropy); the backward recomputes each chunk's logits, since the weight of each log-probability is only known
+    then. Softmax, sums and the weight's gradient are in fp32 (fp64 for fp64). With a `group` the vocabulary is sharded
+    over it as in `vocab_loss`: collective, every rank of the group gets the same values, must compute the same loss
+    from them, and gets the whole gradient of `hidden`.
 
     Args:
         hidden_BSH, weight, shift_labels_BS, chunk_tokens, transform, group: as in `vocab_loss`.
@@ -85,7 +85,8 @@ class _VocabLogprobs(torch.autograd.Function):
     ):
         dtype = softmax_dtype(hidden)
         logprobs, normalizers, entropies = torch.zeros(3, len(labels), dtype=dtype, device=hidden.device)
-        for chunk in chunks_of(labels, _tokens_at_a_time(chunk_tokens, entropy)):
+        targets = (labels != IGNORED_LABEL).nonzero().squeeze(1)
+        for chunk in _chunks(targets, chunk_tokens, entropy):
             logits = logits_of(hidden[chunk], weight)
             transform.apply_(logits)
             logits.div_(temperature)
@@ -98,12 +99,11 @@ class _VocabLogprobs(torch.autograd.Function):
             sums = torch.stack((exp.sum(1), target, expected))
             rows.all_reduce(sums)
             total, target, expected = sums
-            wanted = labels[chunk] != IGNORED_LABEL
-            logprobs[chunk] = (target - total.log()).where(wanted, 0)
+            logprobs[chunk] = target - total.log()
             normalizers[chunk] = largest + total.log()
             if entropy:
-                entropies[chunk] = (total.log() - expected / total).where(wanted, 0)
-        ctx.save_for_backward(hidden, weight, labels, normalizers, entropies)
+                entropies[chunk] = total.log() - expected / total
+        ctx.save_for_backward(hidden, weight, labels, targets, normalizers, entropies)
         ctx.options = temperature, chunk_tokens, transform, rows
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -111,22 +111,20 @@ class _VocabLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
+        hidden, weight, labels, targets, normalizers, entropies = ctx.saved_tensors
         temperature, chunk_tokens, transform, rows = ctx.options
         entropy = grad_entropies is not None  # often they are a metric alone
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalizers)
         gradients = HeadGradients(hidden, weight, *ctx.needs_input_grad[:2])
-        for chunk in chunks_of(labels, _tokens_at_a_time(chunk_tokens, entropy)):
+        for chunk in _chunks(targets, chunk_tokens, entropy):
             logs = logits_of(hidden[chunk], weight)
             slope = transform.apply_(logs, differentiate=True)
             logs.div_(temperature).sub_(normalizers[chunk].unsqueeze(1))
-            wanted = labels[chunk] != IGNORED_LABEL
-            by_logprob = grad_logprobs[chunk].where(wanted, 0)
+            by_logprob = grad_logprobs[chunk]
             index, owned = rows.owned(labels[chunk], len(weight))
             if entropy:  # by logit v: -p_v * (log p_v + entropy)
-                by_entropy = grad_entropies[chunk].where(wanted, 0)
-                factor = (logs + entropies[chunk].unsqueeze(1)).mul_(by_entropy.unsqueeze(1))
+                factor = (logs + entropies[chunk].unsqueeze(1)).mul_(grad_entropies[chunk].unsqueeze(1))
                 grad_logits = logs.exp_().mul_(factor.add_(by_logprob.unsqueeze(1))).neg_()
             else:
                 grad_logits = logs.exp_().mul_(-by_logprob.unsqueeze(1))
@@ -139,5 +137,6 @@ class _VocabLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _tokens_at_a_time(chunk_tokens: int, entropy: bool) -> int:
-    return max(1, chunk_tokens // 2) if entropy else chunk_tokens
+def _chunks(targets_N: Tensor, chunk_tokens: int, entropy: bool) -> tuple[Tensor, ...]:
+    at_a_time = max(1, chunk_tokens // 2) if entropy else chunk_tokens
+    return targets_N.split(at_a_time) if len(targets_N) else ()

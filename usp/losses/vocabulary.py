@@ -95,11 +95,11 @@ class HeadGradients:
         self.weight = torch.zeros_like(weight_VH, dtype=softmax_dtype(hidden_TH)) if wants_weight else None
         self.wanted = wants_hidden or wants_weight
 
-    def add(self, chunk: slice, grad_logits_CV: Tensor) -> None:
+    def add(self, chunk: slice | Tensor, grad_logits_CV: Tensor) -> None:
         """Add a chunk's contribution; the weight's is summed in `softmax_dtype`."""
         hidden, weight = self._inputs
         if self.hidden is not None:
-            torch.mm(grad_logits_CV, weight, out=self.hidden[chunk])
+            self.hidden[chunk] = grad_logits_CV @ weight
         if self.weight is not None and self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad_logits_CV.T, hidden[chunk])
         elif self.weight is not None:

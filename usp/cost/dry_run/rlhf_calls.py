@@ -193,9 +193,11 @@ def _run(
 
 
 def _samples(call: ModelCall, samples: int, tokens: int) -> Samples:
-    """Return samples of token 0 with the values that a call reads of each token."""
+    """Return samples of token 0, all of which count, with the values that a call reads of each token."""
     keys = call.work.objective.keys if isinstance(call.work, TrainStep) else ()
     values: dict[str, list[Tensor]] = {key: [torch.zeros(tokens) for _ in range(samples)] for key in keys}
+    if isinstance(call.work, TrainStep) and (counts := call.work.objective.counts):
+        values[counts] = [torch.ones(tokens, dtype=torch.int64) for _ in range(samples)]  # known, unlike floats
     values["tokens"] = [torch.zeros(tokens, dtype=torch.int64) for _ in range(samples)]
     return Samples(tuple(range(samples)), values)
 

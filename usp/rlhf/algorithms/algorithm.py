@@ -94,8 +94,8 @@ def stateful(graph: DataflowGraph) -> dict[str, Stateful]:
 
 
 def logprobs(role: str, output: str, temperature: float = 1.0) -> ModelCall:
-    """Return the call for a role's log-probabilities of `tokens`."""
-    return ModelCall(f"{role}_inference", role, Inference("logprobs", temperature), ("tokens",), (output,))
+    """Return the call for a role's log-probabilities of the `tokens` in `mask`."""
+    return ModelCall(f"{role}_inference", role, Inference("logprobs", temperature), ("tokens", "mask"), (output,))
 
 
 def train(role: str, objective: Objective, options: Options, stop_above: tuple[str, float] | None = None) -> ModelCall:

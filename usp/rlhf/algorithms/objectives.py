@@ -44,6 +44,7 @@ class ObjectiveDefaults:
 
     head: Literal["logprobs", "values"] = "logprobs"
     entropy: bool = False
+    counts: str = ""
     unit: int = 1
     temperature: float = 1.0
 
@@ -53,6 +54,7 @@ class NextToken(ObjectiveDefaults):
     """-sum weights * logprobs: cross-entropy with the next tokens."""
 
     keys: ClassVar[tuple[str, ...]] = ("weights",)
+    counts = "weights"
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences
@@ -117,6 +119,7 @@ class ClippedPolicy(ObjectiveDefaults):
     rollout_is: RolloutIS = "none"
     rollout_is_threshold: float = 2.0
     entropy = True
+    counts = "token_weights"
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class DirectPreference(ObjectiveDefaults):
     beta: float = 0.1
     label_smoothing: float = 0.0
     keys: ClassVar[tuple[str, ...]] = ("weights", "mask", "ref_logprobs")
+    counts = "mask"
     unit = 2
 
     def __call__(

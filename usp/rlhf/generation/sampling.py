@@ -65,8 +65,10 @@ def sample(logits_BV: Tensor, keys_B: Tensor, keys_V: Tensor, work: Generate) ->
         logits = logits_BV.float()
         chosen_logit, tokens = logits.max(-1)
         return tokens, chosen_logit - logits.logsumexp(-1)
-    # The largest becomes 0, so that dividing by a low temperature rounds little.
-    probs = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(work.temperature).softmax(-1)
+    if work.temperature != 1:
+        # The largest becomes 0, as it does in softmax, so that dividing by a low temperature rounds little.
+        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(work.temperature)
+    probs = logits_BV.softmax(-1)
     mass_B = probs.sum(-1, dtype=torch.float64)  # of a float32 softmax, 1 only up to the rounding of long sums
     noise = exponential(keys_B, keys_V, probs.dtype)
     race = torch.div(probabilities(probs, work.top_k, work.top_p), noise, out=noise)
@@ -84,10 +86,11 @@ def probabilities(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
         lowest = probs_BV.topk(top_k).values[:, -1:]
         probs_BV = probs_BV.masked_fill(probs_BV < lowest, 0)
     if top_p < 1:
-        ordered, order = probs_BV.double().sort(dim=-1, descending=True, stable=True)
+        ordered, order = probs_BV.sort(dim=-1, descending=True, stable=True)
+        ordered = ordered.double()
         likelier = ordered.cumsum(-1) - ordered
         outside = likelier >= top_p * ordered.sum(-1, keepdim=True)
-        probs_BV = probs_BV.masked_fill(outside.gather(1, order.argsort(-1)), 0)
+        probs_BV = probs_BV.masked_fill(torch.empty_like(outside).scatter_(1, order, outside), 0)
     return probs_BV
 
 

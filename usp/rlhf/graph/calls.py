@@ -36,6 +36,8 @@ class Objective(Protocol):
         head: "logprobs": log-probabilities of the next tokens; "values": the scalar head's output.
         entropy: also compute entropies, for "logprobs".
         keys: per-token keys of `Samples` to pass in, as float32 (B, S) sharded like the tokens, 0 in padding.
+        counts: the one of `keys` that is 0 where a log-probability and its entropy do not count; these are not
+            computed, but 0. "": all count.
         unit: number of samples with consecutive ids that must share a micro-batch (2 for pairs).
         temperature: of the log-probabilities.
     """
@@ -46,6 +48,8 @@ class Objective(Protocol):
     def entropy(self) -> bool: ...
     @property
     def keys(self) -> tuple[str, ...]: ...
+    @property
+    def counts(self) -> str: ...
     @property
     def unit(self) -> int: ...
     @property
@@ -86,8 +90,8 @@ class Generate:
 class Inference:
     """One forward over whole sequences. Reads tokens; writes the output of `head` under its one output key.
 
-    logprobs: (tokens,) of the next token, at `temperature`. values: (tokens,) of the scalar head. score: 0-dim, the
-    scalar head at the last token.
+    logprobs: (tokens,) of the next token, at `temperature`; 0 where `mask` is, if the call reads it. values: (tokens,)
+    of the scalar head. score: 0-dim, the scalar head at the last token.
 
     Attributes:
         adapters: False: compute with the role's base, as without its adapters.

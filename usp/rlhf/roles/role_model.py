@@ -146,6 +146,8 @@ class RoleModel:
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         """Run one forward over this data-parallel rank's samples, possibly none; return `output` on its leader.
 
+        Log-probabilities are 0 where a `mask` of the samples is.
+
         layout: of the call, which differs from the copy's in micro-batches and chunks alone; None: that of the copy.
 
         Raises:
@@ -160,7 +162,8 @@ class RoleModel:
         plan = plan_rows(samples, layout, self.mesh)
         values: list[Tensor] = []
         if plan is not None:
-            batches = micro_batches(samples, plan, layout, self.mesh)
+            counts = "mask" if "mask" in samples.values and head.head == "logprobs" else ""
+            batches = micro_batches(samples, plan, layout, self.mesh, counts=counts)
             parts = self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
             with nullcontext() if work.adapters else adapters_off(self.stage):
                 outputs = forward_stages(self.stage, self.mesh, batches, head, dtype=self.spec.dtype, token_parts=parts)
@@ -265,7 +268,7 @@ class RoleModel:
         plan = plan_rows(samples, self.layout, self.mesh, objective.unit)
         if plan is None:
             raise ValueError(f"{place} has no samples on any rank: use fewer mini-batches or more samples")
-        batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys)
+        batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys, objective.counts)
         head = ObjectiveLoss(objective, self.mesh.group("sp"))
         balance = self.stage.balance
         if balance is not None and balance.by_micro_batch:

@@ -95,7 +95,12 @@ def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: in
 
 
 def micro_batches(
-    samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Iterable[str] = ()
+    samples: Samples,
+    plan: RowPlan,
+    layout: CallLayout,
+    mesh: ParallelMesh,
+    keys: Iterable[str] = (),
+    counts: str = "",
 ) -> list[dict[str, Tensor]]:
     """Return this rank's tokens of each row, on the mesh's device; no communication.
 
@@ -104,12 +109,15 @@ def micro_batches(
     `keys` as float32, 0 in padding.
     All but `cu_seqlens` are (1, this rank's tokens).
 
+    Args:
+        counts: key of the samples that is 0 at tokens without a label; "": all have one, but the last of a sequence.
+
     Raises:
         ValueError: naming values that do not have one number per token of their sample.
     """
     keys = tuple(keys)
-    _check(samples, keys)
-    return [_micro_batch(samples, row, plan.row_len, layout, mesh, keys) for row in plan.rows]
+    _check(samples, (*keys, counts) if counts else keys)
+    return [_micro_batch(samples, row, plan.row_len, layout, mesh, keys, counts) for row in plan.rows]
 
 
 def unpack(
@@ -129,7 +137,13 @@ def unpack(
 
 
 def _micro_batch(
-    samples: Samples, row: Sequence[int], row_len: int, layout: CallLayout, mesh: ParallelMesh, keys: Sequence[str]
+    samples: Samples,
+    row: Sequence[int],
+    row_len: int,
+    layout: CallLayout,
+    mesh: ParallelMesh,
+    keys: Sequence[str],
+    counts: str,
 ) -> dict[str, Tensor]:
     def joined(values: Iterable[Tensor], padding: int, dtype: torch.dtype) -> Tensor:
         whole = torch.full((1, row_len), padding, dtype=dtype)
@@ -151,6 +165,10 @@ def _micro_batch(
     for key, value in {SEQUENCE: numbers, **others}.items():
         batch[key] = shard_sequence(value, mesh, layout.sp_layout)
     batch["real"] = batch[SEQUENCE] < len(tokens)
+    if counts:
+        counted = joined([samples[counts][index] != 0 for index in row], 0, torch.bool)
+        labels = batch["shift_labels"]
+        batch["shift_labels"] = labels.where(shard_sequence(counted, mesh, layout.sp_layout), IGNORED_LABEL)
     return batch
 
 

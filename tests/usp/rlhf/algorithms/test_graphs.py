@@ -80,8 +80,8 @@ def test_ppo_is_six_calls_of_four_models() -> None:
     assert described(graph) == {
         "actor_generate": ("generate", "actor", {"prompt_ids"}, GENERATED),
         "reward_inference": ("inference", "reward", {"tokens"}, {"score"}),
-        "actor_inference": ("inference", "actor", {"tokens"}, {"old_logprobs"}),
-        "ref_inference": ("inference", "ref", {"tokens"}, {"ref_logprobs"}),
+        "actor_inference": ("inference", "actor", {"tokens", "mask"}, {"old_logprobs"}),
+        "ref_inference": ("inference", "ref", {"tokens", "mask"}, {"ref_logprobs"}),
         "critic_inference": ("inference", "critic", {"tokens"}, {"values"}),
         "advantages": ("compute", "", of_batch | {"values"}, given | {"kl_coefficient", "explained_variance"}),
         "actor_train": ("train_step", "actor", policy, set()),
@@ -310,10 +310,14 @@ def generated(prompts: list[Tensor], work: Generate) -> dict[str, list[Tensor]]:
 
 @dataclass
 class Walk:
-    """A step in this process that simulates `ranks` ranks for functions and for the tokens of a row."""
+    """A step in this process that simulates `ranks` ranks for functions and for the tokens of a row.
+
+    elsewhere: the log-probability, and the entropy, of each token whose own does not count.
+    """
 
     graph: DataflowGraph
     ranks: int
+    elsewhere: float = 0.0
 
     def run(self, given: Samples) -> tuple[Samples, dict[str, list[dict[str, float]]]]:
         group = self.graph.group_size
@@ -336,8 +340,10 @@ class Walk:
             values = generated(list(samples["prompt_ids"]), work)
             return {key: values[key.removeprefix("greedy_")] for key in call.outputs}
         if isinstance(work, Inference):
-            (tokens,) = (samples[key] for key in call.inputs)
+            (tokens,) = (samples[key] for key in call.inputs if key != "mask")
             said = [number(ids, seed=len(call.role)) for ids in tokens]
+            if "mask" in call.inputs:
+                said = [x.where(mask != 0, self.elsewhere) for x, mask in zip(said, samples["mask"], strict=True)]
             return {call.outputs[0]: [x[-1] if work.head == "score" else x for x in said]}
         assert isinstance(work, Compute)
         weights = [len(tokens) for tokens in samples[call.inputs[0]]]
@@ -357,6 +363,8 @@ class Walk:
         for batch in range(call.work.mini_batches):
             part = samples.of(mini_batch_ids(len(samples), call.work.mini_batches, batch, objective.unit))
             output = torch.cat([number(tokens, seed=len(call.role)).double() for tokens in part["tokens"]])
+            if objective.counts:
+                output = output.where(torch.cat(list(part[objective.counts])) != 0, self.elsewhere)
             loss, said = minimise(objective, part, output.requires_grad_(), output.abs(), self.ranks, padding=2)
             loss.backward()
             assert output.grad is not None and output.grad.isfinite().all()
@@ -396,6 +404,17 @@ def test_a_step_does_not_depend_on_the_number_of_ranks(name: str) -> None:
     for call, batches in trained.items():
         for batch, shared in zip(batches, shared_trained[call], strict=True):
             assert shared == pytest.approx(batch, rel=1e-5, abs=1e-6)
+
+
+@each
+def test_log_probabilities_that_do_not_count_change_nothing(name: str) -> None:
+    graph = build_graph(*OPTIONS[name])
+    values, trained = Walk(graph, 1).run(data(name))
+    others, trained_too = Walk(graph, 1, elsewhere=3.0).run(data(name))
+    read = {key for call in graph.calls if isinstance(call.work, Inference) for key in call.outputs}
+    for key in values.values.keys() - read:
+        torch.testing.assert_close(others[key], values[key], rtol=0, atol=0)
+    assert trained_too == trained
 
 
 @pytest.mark.parametrize("name", [name for name, (_, o) in OPTIONS.items() if isinstance(o, PolicyOptions)])

@@ -44,6 +44,7 @@ class Pairs:
 
     head: Literal["logprobs", "values"] = "logprobs"
     keys: tuple[str, ...] = ("old", "advantages", "weights")
+    counts: str = "weights"
     unit: int = 2
     temperature: float = TEMPERATURE
 
@@ -270,6 +271,11 @@ def run_case(case: Case, wanted: dict[str, Any], groups: ProcessGroups) -> dict[
     call = replace(case.layout, micro_batch_tokens=40, loss_chunk=3, ac="none", ac_offload=False)  # of its own
     found["after"] = apart(model.inference(mine, work, "said", call), after, "said")
     assert model.stage.loss_chunk == 3 and model.layout == case.layout
+    masked = Samples(mine.ids, {"tokens": mine["tokens"], "mask": mine["weights"]}) if mine.ids else mine
+    counted = after
+    if case.head == "logprobs":
+        counted = [x.where(weights != 0, 0) for x, weights in zip(after, all_samples()["weights"], strict=True)]
+    found["after, masked"] = apart(model.inference(masked, work, "said"), counted, "said")
     assert {name: local_box(weight) for name, weight in still.weights().items()} == boxes, "parameters stay gathered"
     # Weights that are released, allocated, changed, offloaded and loaded.
     still.release()
