@@ -273,8 +273,9 @@ def test_auto_takes_the_fastest_that_can_do_the_call(monkeypatch: pytest.MonkeyP
 
 
 def test_torchs_own_flash_attention_is_not_taken_for_what_another_package_made_of_it() -> None:
-    with patch("attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"), pytest.raises(
-        ValueError, match=r"activate_flash_attention_impl\('FA3'\) replaced its ops in this process"
+    with (
+        patch("attention.kernels.varlen.current_flash_attention_impl", lambda: "FA3"),
+        pytest.raises(ValueError, match=r"activate_flash_attention_impl\('FA3'\) replaced its ops in this process"),
     ):
         select_kernel("sdpa", AttentionSpec(), HOPPER, torch.bfloat16, 128)
 

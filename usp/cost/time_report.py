@@ -119,6 +119,7 @@ def report_json(report: StepReport) -> dict[str, Any]:
     return {
         "seconds": report.time.total,
         "parts": parts(report.time),
+        "kernels": list(report.time.kernels),
         "tokens": report.tokens,
         "mfu": report.time.mfu,
         "unmasked_mfu": report.unmasked_mfu,
@@ -131,9 +132,9 @@ def report_json(report: StepReport) -> dict[str, Any]:
 
 
 def _times(report: StepReport) -> Grid:
-    total = report.time.total
+    total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     rows = [
-        (part, seconds(value), f"{value / total:.1%}")
+        (names.get(part, part), seconds(value), f"{value / total:.1%}")
         for part, value in sorted(parts(report.time).items(), key=lambda item: -item[1])
         if value
     ]
