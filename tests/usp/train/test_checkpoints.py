@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from usp.config import TrainConfig
 from usp.train.checkpoints import TrainingState, random_state, restore_random_state, resume_changes, resume_violations
+from usp.train.engines.base import AdamW
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
@@ -83,3 +85,16 @@ def test_a_finished_run_is_ended_and_no_longer_one_is() -> None:
 def test_what_is_not_of_a_run_is_refused() -> None:
     with pytest.raises(ValueError, match="is not of a training run: it lacks tokens, stream, random, config, model"):
         TrainingState.from_extra({"step": 3})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_state_before_the_first_step_is_the_one_that_torch_makes(device: str) -> None:
+    def properties(state: dict[str, torch.Tensor]) -> dict[str, tuple[torch.device, torch.dtype, torch.Size]]:
+        return {name: (value.device, value.dtype, value.shape) for name, value in state.items()}
+
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.zeros(3, 2, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = AdamW(weight_decay=0.1).over([parameter])
+        optimizer.step()
+        assert properties(AdamW.first_state(parameter)) == properties(optimizer.state[parameter])

@@ -244,7 +244,7 @@ class RoleModel:
             self._moments.offload()
 
     def _optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the moments; the optimizer's step counts are on the host already."""
+        """Yield the moments; the step counts are single numbers."""
         for kept in self._trained_engine().optimizer.state.values():
             yield from (state for name, state in kept.items() if name != "step")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -68,3 +69,9 @@ class AdamW:
             key = (decay, parameter.device_mesh if isinstance(parameter, DTensor) else None)
             groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
         return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
+
+    @staticmethod
+    def first_state(parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state that the first step would make: the count is where the fused kernel updates it."""
+        moment = partial(torch.zeros_like, parameter.detach())
+        return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}

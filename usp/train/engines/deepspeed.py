@@ -141,9 +141,7 @@ class DeepSpeedEngine:
     def _make_moments(self) -> None:
         """Create the moments. AdamW would in the first step, where ZeRO 1 and 2 find only the first group's parts."""
         for flat in self._flat_groups():
-            kept = self.optimizer.state[cast(nn.Parameter, flat)]
-            kept["step"] = torch.zeros(())
-            kept.update({key: torch.zeros_like(flat.detach()) for key in MOMENTS})
+            self.optimizer.state[cast(nn.Parameter, flat)].update(AdamW.first_state(flat))
         if self.zero in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 

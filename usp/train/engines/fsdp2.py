@@ -91,9 +91,8 @@ class Fsdp2Engine:
         state = {f"model.{name}": value.detach() for name, value in self.untrained.items()}
         for name, parameter in self.parameters.items():
             kept = self.optimizer.state[parameter]
-            if not kept:  # AdamW creates its state in the first step
-                kept.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter.detach()))
-                kept["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+            if not kept:
+                kept.update(AdamW.first_state(parameter))
             stored = self._copies.get(name, name)
             if stored != name and stored in self.parameters:  # this rank has both stages
                 continue
