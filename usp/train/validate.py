@@ -21,6 +21,7 @@ from usp.config import (
     DEVICES,
     DTYPES,
     ENGINES,
+    PACKINGS,
     PLANS,
     PP_SCHEDULES,
     ROPE_SCALINGS,
@@ -118,6 +119,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "export_dtype": DTYPES,
     "rope_scaling": ROPE_SCALINGS,
     "router_balance": ROUTER_BALANCES,
+    "packing": PACKINGS,
 }
 RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep"), AT_LEAST_ONE),
