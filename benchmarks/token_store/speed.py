@@ -214,7 +214,8 @@ def main(argv: list[str] | None = None) -> None:
         "Figures of ranks are those of the slowest, or the largest.",
         "tokenizers alone: encode_batch on all cores, of texts in memory, before and after.",
     )
-    record = Record.of("token_store", question, COLUMNS, rows, notes, [])
+    command = "python -m benchmarks.token_store.speed"
+    record = Record.of("token_store", question, COLUMNS, rows, notes, [], command=command)
     finish(record, options.output, save=not options.no_save)
 
 
