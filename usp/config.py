@@ -27,6 +27,7 @@ PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
+PACKINGS = ("cut", "whole")
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -168,6 +169,8 @@ class _Training:
     or a directory of them. Several are mixed by weight. stdlib: the source code of Python's standard library."""
     data_field: str = TEXT_FIELD
     """Key or column that holds the text; not used for text files."""
+    packing: Annotated[str, one_of(PACKINGS)] = "cut"
+    """How documents fill sequences. cut: one after another, cut at the end; whole: whole ones by best fit, padded."""
     data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"
     """Directory in which tokenized data is kept and found again."""
     data_changed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import usp.run.failures
 from tests.e2e.processes import Run
 from tests.usp.tiny import drawn_model
 from usp.commands.train import main
+from usp.data.files import find_files
+from usp.data.tokenizer import ByteTokenizer
+from usp.data.tokenizing import write_store
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 
@@ -34,6 +38,11 @@ BAD = [
     (["--data", "empty"], ["data=empty is empty"]),
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
+    (["--data", "half.jsonl.gz"], ["half.jsonl.gz is damaged"]),
+    (["--data", "damaged.tokens"], ["tokens.bin is damaged", "bytes 0 to 10 do not have their checksum"]),
+    (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
+    (["--data", "damaged.tokens", "--bos", "always"], ["tokenizer=bytes has no BOS"]),
+    (["--data", "stdlib=0.5,empty"], ["'empty' must be PATH=WEIGHT"]),
     (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes gives ids up to 383", "vocabulary of 200"]),
     (
         ["--ep", "3", "--model", "noisy", "--steps", "0"],
@@ -60,6 +69,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "blank.jsonl").write_text('\n{"text": ""}\n')
     (folder / "field.jsonl").write_text('{"body": "text"}\n')
+    (folder / "half.jsonl.gz").write_bytes(gzip.compress(b'{"text": "half"}' * 99)[:-9])
+    (folder / "text.txt").write_text("text")
+    for name in ("damaged", "unfinished"):
+        write_store(find_files(str(folder / "text.txt")), "text", ByteTokenizer(), folder / f"{name}.tokens")
+    (folder / "damaged.tokens" / "tokens.bin").write_bytes(bytes(10))
+    (folder / "unfinished.tokens" / "manifest.json").rename(folder / "unfinished.tokens" / "progress.json")
     (folder / "wrong.yaml").write_text("sp-rings: 2\n")
     for name, preset, key, value in (
         ("few-heads", "tiny", "num_attention_heads", 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     tokenizer = load_tokenizer(asked.tokenizer, asked.bos, asked.parse_special_tokens)
     print("\n".join(filter(None, [f"{len(files.files)} files below {files.root}", files.left_out_line()])), flush=True)
     begin = time.perf_counter()
-    written = write_store(files, asked.data_field, tokenizer, asked.output, asked.processes)
+    try:
+        written = write_store(files, asked.data_field, tokenizer, asked.output, asked.processes)
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: the same command goes on with {asked.output}")
     seconds = time.perf_counter() - begin
     held = TokenStore(asked.output).manifest
     took = f"in {seconds:,.1f} s" if written else "there already"

@@ -14,7 +14,7 @@ import numpy as np
 
 from .files import STDLIB
 from .packing import PackedRows, Row
-from .permutation import Permutation
+from .permutation import Numbers, Permutation
 
 PERIOD = 1024
 
@@ -35,7 +35,7 @@ class MixedRows:
         self.per_epoch = sum(source.per_epoch for source in sources)
         self.shares = shares(weights)
         self.weights = tuple(share / PERIOD for share in self.shares)
-        self._ends = np.cumsum(self.shares)
+        self._period = -1, np.zeros(0, np.int64), np.zeros(0, np.int64)  # the last one that was read
 
     @property
     def identity(self) -> str:
@@ -45,11 +45,19 @@ class MixedRows:
     def row(self, number: int) -> Row:
         """Return what row `number` consists of; its tokens are not read."""
         period, place = divmod(number, PERIOD)
-        order = Permutation(PERIOD, None if self.seed is None else (self.seed, period, 2))
-        place = int(order.at(np.array([place]))[0])
-        which = int(np.searchsorted(self._ends, place, side="right"))
-        within = place - int(self._ends[which]) + self.shares[which]
-        return self.sources[which].row(period * self.shares[which] + within)
+        if period != self._period[0]:
+            self._period = period, *self._order(period)
+        _, which, numbers = self._period
+        return self.sources[which[place]].row(int(numbers[place]))
+
+    def _order(self, period: int) -> tuple[Numbers, Numbers]:
+        """Return for every row of a period its source, and its number in that, which ascends."""
+        places = Permutation(PERIOD, None if self.seed is None else (self.seed, period, 2)).at(np.arange(PERIOD))
+        which = np.repeat(np.arange(len(self.shares)), self.shares)[places]
+        numbers = np.empty(PERIOD, np.int64)
+        for source, share in enumerate(self.shares):
+            numbers[which == source] = period * share + np.arange(share)
+        return which, numbers
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:

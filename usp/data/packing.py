@@ -30,7 +30,7 @@ class Row:
     """Which tokens of `store` a row consists of.
 
     begins: int64 (documents,), where in the store each document of the row begins. boundaries: int64 (documents + 1,),
-    where in the row, from 0 to seq_len.
+    where in the row, from 0 to seq_len, or less if the rest of the row is padding.
     """
 
     store: TokenStore

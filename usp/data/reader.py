@@ -61,7 +61,7 @@ class Batch:
     """A part of a global batch, on CPU, as `usp.sp.batch.shard_batch` gives it.
 
     numbers: of the rows of the global batch. input_ids, position_ids, shift_labels: int64 (rows, tokens).
-    cu_seqlens: int32 (rows, documents + 1), each row from 0 to seq_len and padded by repeating seq_len.
+    cu_seqlens: int32 (rows, documents + 1), each row from 0 to the end of its last document, which is repeated.
     """
 
     numbers: range
@@ -92,18 +92,23 @@ def read_batch(packed: Rows, numbers: range, part: Part, targets: int | None = N
 
 
 def _read(row: Row, span: Span, limit: int) -> tuple[Ids, Ids, Ids]:
-    """Return the ids of a span, their positions in their documents, and their targets before place `limit`."""
+    """Return the ids of a span, their positions in their documents, and their targets before place `limit`.
+
+    Behind the last document ids are 0, positions are counted from its end, and there are no targets.
+    """
     places = span.start + span.step * np.arange(span.length)
     documents = np.searchsorted(row.boundaries, places, side="right")
+    ends = np.append(row.boundaries, 0)[documents]
     end = int(places[-1]) + 1
-    end += end < row.boundaries[documents[-1]]  # the next token, which is the last target
-    tokens = np.concatenate([row.store.read(*piece) for piece in row.pieces(span.start, end)])
-    wanted = np.concatenate([row.store.read_mask(*piece) for piece in row.pieces(span.start, end)])
-    targets = np.full(span.length, IGNORED_LABEL)
-    followed = np.flatnonzero((places + 1 < row.boundaries[documents]) & (places + 1 < limit))
-    after = places[followed] + 1 - span.start
-    targets[followed] = np.where(wanted[after], tokens[after], IGNORED_LABEL)
-    return tokens[:: span.step][: span.length], places - row.boundaries[documents - 1], targets
+    end = min(end + (end < ends[-1]), int(row.boundaries[-1]))  # with the next token, which is the last target
+    tokens, wanted = np.zeros(places[-1] + 2 - span.start, np.int64), np.zeros(places[-1] + 2 - span.start, np.bool_)
+    if span.start < end:
+        pieces = row.pieces(span.start, end)
+        tokens[: end - span.start] = np.concatenate([row.store.read(*piece) for piece in pieces])
+        wanted[: end - span.start] = np.concatenate([row.store.read_mask(*piece) for piece in pieces])
+    after = places + 1 - span.start
+    targets = np.where((places + 1 < np.minimum(ends, limit)) & wanted[after], tokens[after], IGNORED_LABEL)
+    return tokens[places - span.start], places - row.boundaries[documents - 1], targets
 
 
 def _padded(boundaries: Sequence[Ids]) -> torch.Tensor:

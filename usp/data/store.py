@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,7 +61,7 @@ class Manifest:
     source: str
     checksums: Mapping[str, list[str]]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of the content: the same for stores of the same documents in the same order."""
         content = json.dumps([self.dtype, self.checksums], sort_keys=True)

@@ -19,6 +19,7 @@ from usp.data.mixture import MixedRows, parse_mixture
 from usp.data.packing import PackedRows
 from usp.data.stream import BatchStream, Rows
 from usp.data.tokenizer import Tokenizer
+from usp.data.whole import WholeRows
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
@@ -156,6 +157,8 @@ def _packed(
     """Open the token store of `data`, and write it first if there is none, and pack it in the order of `seed`."""
     store = open_data(data, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
     check_ids(store, vocabulary)
+    if seed is not None and config.packing == "whole":
+        return WholeRows(store, config.seq_len, seed)
     return PackedRows(store, config.seq_len, seed)
 
 

@@ -123,6 +123,8 @@ class Trainer(TrainingLoop):
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        self.peak = peak_flops(name) if config.dtype == "bfloat16" else None
         self.batches = BatchReader(prepared.batches, part_of(self.mesh, config))
         self.evaluations = Evaluations(held_out)
         if prepared.saved is not None:
@@ -257,6 +259,10 @@ class Trainer(TrainingLoop):
                 f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
             )
             yield from _left_out(held_out.data)
+        if config.packing == "whole":
+            for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True):
+                padding = 1 - source.store.manifest.tokens / (source.per_epoch * config.seq_len)
+                yield f"packing: {path}: {source.per_epoch} sequences of whole documents, {padding:.1%} padding"
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
 
@@ -356,7 +362,9 @@ class Trainer(TrainingLoop):
             save_tokenizer(self.prepared.tokenizer, self.folder / name)
 
     def _flops(self, batch: Batch) -> float:
-        """Return this rank's share of the FLOPs of its rows."""
+        """Return this rank's share of the FLOPs of its rows; 0 if nothing is known to compare them with."""
+        if self.peak is None:
+            return 0.0
         rows = len(batch.cu_seqlens)
         flops = training_flops(
             self.prepared.shape.facts,
@@ -369,9 +377,7 @@ class Trainer(TrainingLoop):
 
     def _mfu(self, seconds: float) -> float | None:
         """Return the share of the devices' bfloat16 peak that a step reached; None for float32 and unknown devices."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        peak = peak_flops(name) if self.config.dtype == "bfloat16" else None
-        return None if peak is None else self.flops_in_step / (seconds * peak * dist.get_world_size())
+        return None if self.peak is None else self.flops_in_step / (seconds * self.peak * dist.get_world_size())
 
 
 def _left_out(data: DataFiles | StoreFolder) -> list[str]:

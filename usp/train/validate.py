@@ -22,6 +22,7 @@ from usp.config import (
     DTYPES,
     ENGINES,
     LR_SCHEDULES,
+    PACKINGS,
     PLANS,
     PP_SCHEDULES,
     ROPE_SCALINGS,
@@ -126,6 +127,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "rope_scaling": ROPE_SCALINGS,
     "lr_schedule": LR_SCHEDULES,
     "router_balance": ROUTER_BALANCES,
+    "packing": PACKINGS,
 }
 RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("sp_ulysses", "sp_ring", "dp_replicate", "tp", "pp", "ep"), AT_LEAST_ONE),

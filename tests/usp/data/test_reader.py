@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 import usp.data.packing
 from attention import SequenceLayout
 from attention.layout import LAYOUTS
+from parallel import ParallelDims, ParallelMesh
+from usp.config import TrainConfig
+from usp.cost.dry_run.fake_world import fake_world
 from usp.data.cache import cached_store
 from usp.data.files import find_files
 from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares
@@ -24,6 +27,9 @@ from usp.data.reader import AHEAD, BatchReader, Part, read_batch
 from usp.data.store import TokenStore
 from usp.data.stream import BatchStream
 from usp.data.tokenizer import ByteTokenizer
+from usp.data.whole import WholeRows, best_fit
+from usp.sp.batch import shard_batch
+from usp.train.step import part_of
 
 CPU = torch.device("cpu")
 
@@ -195,7 +201,7 @@ def test_a_mixture_has_the_rows_of_each_store_in_their_order_and_share(store: To
     assert read_batch(mixed, range(1022, 1026), part).input_ids.shape == (4, 64)
     stream = BatchStream(mixed, 4)
     other = BatchStream(MixedRows(positions, [0.5, 0.5]), 4)
-    with pytest.raises(ValueError, match="data = 512/1024 of 190 documents"):
+    with pytest.raises(ValueError, match="data = 512/1024 of 197 documents"):
         other.load_state_dict(stream.state_dict())
 
 
@@ -211,3 +217,54 @@ def test_mixtures_are_written_as_paths_with_weights(tmp_path: Path) -> None:
         parse_mixture("a=1,a=2")
     with pytest.raises(ValueError, match=r"weight 1e-05 is too small: of 1024 rows it gives none"):
         shares([1.0, 1e-5])
+
+
+# Whole documents
+
+
+@given(lengths=st.lists(st.integers(1, 64), max_size=60))
+def test_best_fit_puts_every_length_once_where_there_is_room(lengths: list[int]) -> None:
+    rows = best_fit(lengths, 64)
+    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert all(0 < row <= 64 for row in filled)
+    assert all(a + b > 64 for a, b in itertools.combinations(filled, 2))  # no two rows fit into one
+
+
+def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usp.data.whole, "WINDOW", 50)
+    tokens = store.manifest.tokens
+    packed = WholeRows(Positions(store.folder), 256, seed=3)
+    orders = []
+    for epoch in range(2):
+        numbers = range(epoch * packed.per_epoch, (epoch + 1) * packed.per_epoch)
+        batch = read_batch(packed, numbers, Part.whole(packed.per_epoch, 256))
+        counts = np.zeros(tokens, int)
+        for row, boundaries in enumerate(batch.cu_seqlens.tolist()):
+            end = boundaries[-1]
+            counts += np.bincount(batch.input_ids[row, :end], minlength=tokens)
+            assert (batch.shift_labels[row, end:] == -100).all() and (batch.input_ids[row, end:] == 0).all()
+            for first, last in itertools.pairwise(sorted(set(boundaries))):
+                begin = int(batch.input_ids[row, first])
+                low, high = (int(edge[0]) for edge in store.bounds(np.array([store.document_at(begin)])))
+                assert (begin - low) % 256 == 0 and begin + last - first == min(begin + 256, high)
+        assert (counts == 1).all() and packed.per_epoch * 256 < 1.2 * tokens
+        orders.append(batch.input_ids[:, 0].tolist())
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_part_is_what_shard_batch_keeps_of_the_whole_batch(store: TokenStore, kind: str) -> None:
+    """Rows with padding, on every rank of a mesh of all axes."""
+    packed, config = WholeRows(store, 512, seed=1), TrainConfig(sp_layout=kind, seq_len=512, batch_size=3)
+    whole = read_batch(packed, range(6), Part.whole(6, 512))
+    assert (whole.cu_seqlens[:, -1] < 512).any()
+    for rank in range(16):
+        with fake_world(16, rank):
+            mesh = ParallelMesh.create(ParallelDims(dp_shard=2, ring=4, ulysses=2), device_type="cpu")
+            part = part_of(mesh, config)
+            ids, cu_seqlens = (each[part.first : part.first + 3] for each in (whole.input_ids, whole.cu_seqlens))
+            expected = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": cu_seqlens}, mesh, kind)
+        own = read_batch(packed, range(6), part).to(CPU)
+        for name in ("input_ids", "position_ids", "shift_labels"):
+            assert torch.equal(own[name], expected[name]), (rank, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import usp.data.tokenizing
 from usp.__main__ import main
 from usp.data.cache import cached_store, check_ids, find_data, open_data, sound_store
 from usp.data.files import DataFiles, find_files
-from usp.data.store import Manifest, TokenStore
+from usp.data.packing import PackedRows
+from usp.data.reader import Part, read_batch
+from usp.data.store import TokenStore
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import UnfitFolder, _Output, write_store
 
@@ -175,14 +178,11 @@ def test_bad_data_leaves_nothing_and_those_that_wait_do_not_try_again(
 
 
 def test_a_masked_store_says_which_tokens_are_targets(tmp_path: Path) -> None:
-    from usp.data.packing import PackedRows
-    from usp.data.reader import Part, read_batch
-
     write_store(corpus(tmp_path / "data"), "text", BYTES, tmp_path / "store")
     plain = TokenStore(tmp_path / "store")
     mask = np.random.default_rng(0).integers(0, 2, plain.manifest.tokens, np.uint8)
     (tmp_path / "store" / "mask.bin").write_bytes(mask.tobytes())
-    Manifest(**vars(plain.manifest) | {"masked": True}).write(tmp_path / "store")
+    replace(plain.manifest, masked=True).write(tmp_path / "store")
     masked = TokenStore(tmp_path / "store")
     for number in (0, 3):
         rows = range(number, number + 2)

@@ -180,9 +180,14 @@ def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Batc
     return record.loss, record.grad_norm, batch
 
 
-def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path) -> None:
-    """Each document alone through the unchanged model; the mean over all their targets."""
+@pytest.mark.parametrize("packing", ["cut", "whole"])
+def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, packing: str) -> None:
+    """Each document alone through the unchanged model; the mean over all their targets. With padding on most ranks."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
+    if packing == "whole":
+        lines = [json.dumps({"text": f"{number} is a number. " * 12}) for number in range(3)]
+        (tmp_path / "data.jsonl").write_text("\n".join(lines))
+        config = replace(config, packing=packing, data=str(tmp_path / "data.jsonl"))
     loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
     found = loss, grad_norm
     expected = plain_step(drawn_model(load_model_config("tiny"), config.seed), batch)
