@@ -33,8 +33,8 @@ def test_training_takes_what_a_plan_assumes(
             call = "auto", spec, torch.bfloat16, 128, 128, SequenceLayout("zigzag", 8192, ring=ring)
             kernel, line = choose_kernel(*call[:2], torch.device("cuda"), *call[2:])
             assert kernel.name == wanted == kernel_on(hardware, *call).name
-            assert line.startswith(f"attention kernel: {wanted}; flash-attn-4")
-            assert line.endswith(f"; by the rates of {hardware.name}")
+            assert line.startswith(f"attention kernel: {wanted}; flash-attn-")  # why not a package
+            assert line.endswith(f"is not installed; by the rates of {hardware.name}")
 
 
 def test_a_gpu_without_a_node_has_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
