@@ -3,6 +3,7 @@
     python -m benchmarks.gpu                       # one GPU, at most eight minutes
     python -m benchmarks.gpu --device cpu --tiny   # the same code on toy sizes; saves nothing
 
+Rates of kernels are also printed as the `attention` of a node file (parallel/cluster/nodes), as fractions of peak.
 Attention FLOPs count only the visible half of a causal mask: 2 matmuls forward, 5 backward. MFU counts model FLOPs
 (usp.model.facts), without recomputation.
 """
@@ -10,10 +11,12 @@ Attention FLOPs count only the visible half of a causal mask: 2 matmuls forward,
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,7 +43,8 @@ from benchmarks.training_step import training_rows
 from parallel import peak_flops
 
 COLUMNS = ("what", "kernel", "tokens", "forward ms", "fwd + bwd ms", "TFLOP/s fwd", "TFLOP/s fwd + bwd", "note")
-SPEC = AttentionSpec(causal=True)
+SPEC, UNMASKED = AttentionSpec(causal=True), AttentionSpec(causal=False)
+BLOCKS = {"one block": "", "one block without a mask": "_full"}  # and the suffix of their rates in a node file
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def random_tensors(sizes: Sizes, queries: int, keys: int, device: torch.device) 
 def kernels_for(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Kernel | str]]:
     """Yield every backend by name, or why it refuses; without the einsum reference, which is not competitive."""
     for name in KERNEL_NAMES:
-        if name in ("auto", "reference"):
+        if name in ("auto", "flash", "reference"):
             continue
         try:
             kernel, _ = select_kernel(name, SPEC, device, sizes.dtype, sizes.head_dim)
@@ -111,9 +115,11 @@ class SilentChannel(Channel):
         return Pending()
 
 
-def time_ring_rank(sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock) -> tuple[float, float]:
+def time_ring_rank(
+    sizes: Sizes, kernel: Kernel, layout: SequenceLayout, clock: Clock, spec: AttentionSpec = SPEC
+) -> tuple[float, float]:
     """Return the time of all ring steps of rank 0 in ms: (forward, forward + backward)."""
-    program = RingProgram.lower(ring_schedule(layout, SPEC, 1, 0), SPEC, kernel, clock.device, sizes.dtype)
+    program = RingProgram.lower(ring_schedule(layout, spec, 1, 0), spec, kernel, clock.device, sizes.dtype)
     q, k, v, dout = random_tensors(sizes, layout.ring_len, layout.ring_len, clock.device)
     leaves, channel = [x.requires_grad_() for x in (q, k, v)], SilentChannel(layout.ring)
 
@@ -152,8 +158,9 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
             return
         yield Row("torch SDPA", "torch's choice", tokens, pairs, *time_sdpa(sizes, tokens, clock))
         for name, kernel in kernels.items():
-            block = SequenceLayout("contiguous", tokens)
-            yield Row("one block", name, tokens, pairs, *time_ring_rank(sizes, kernel, block, clock))
+            for what, spec, visible in zip(BLOCKS, (SPEC, UNMASKED), (pairs, float(tokens**2)), strict=True):
+                times = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", tokens), clock, spec)
+                yield Row(what, name, tokens, visible, *times)
     ring = sizes.ring
     for tokens in sizes.lengths:
         for name, kernel in kernels.items():
@@ -168,6 +175,18 @@ def attention_rows(sizes: Sizes, clock: Clock) -> Iterator[Row]:
             whole = time_ring_rank(sizes, kernel, SequenceLayout("contiguous", side), clock)
             note = f"one kernel with the same work: {whole[0]:.2f} / {whole[1]:.2f} ms"
             yield Row(f"rank 0 of a ring of {ring}", name, tokens, pairs, *times, note)
+
+
+def node_rates(rows: Sequence[Row], rated_as: Mapping[str, str], sizes: Sizes, peak: float) -> str:
+    """Return the JSON of each kernel's rates by length, as node files have them; `rated_as` are their names there."""
+    kernels: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.what in BLOCKS and row.kernel in rated_as:
+            flops = 4e3 * row.pairs * sizes.heads * sizes.head_dim / peak
+            passes = {"forward": flops / row.forward, "backward": 2.5 * flops / max(row.step - row.forward, 1e-9)}
+            for name, rate in passes.items():
+                kernels[rated_as[row.kernel]][name + BLOCKS[row.what]].append([row.tokens, round(rate, 3)])
+    return json.dumps(kernels)
 
 
 def run_gpu_tests() -> str:
@@ -202,11 +221,25 @@ def main() -> None:
     clock = Clock(device, time.monotonic() + 60 * args.minutes)
     notes = [] if args.tiny else [run_gpu_tests()]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    attention = (row.cells(sizes) for row in attention_rows(sizes, clock))
+    measured: list[Row] = []
+
+    def attention() -> Iterator[tuple[str, ...]]:
+        for row in attention_rows(sizes, clock):
+            measured.append(row)
+            yield row.cells(sizes)
+
     rows = []
-    for cells in chain(attention, training_rows(clock, peak_flops(name), tiny=args.tiny)):
+    for cells in chain(attention(), training_rows(clock, peak_flops(name), tiny=args.tiny)):
         rows.append(cells)
         print(*cells, sep="  ", flush=True)
+    if (peak := peak_flops(name)) or args.tiny:
+        available = [kernel for _, kernel in kernels_for(sizes, device) if isinstance(kernel, Kernel)]
+        own = {kernel.name: kernel.name for kernel in available if not kernel.rated_as}
+        others = {
+            kernel.name: kernel.rated_as for kernel in available if kernel.rated_as and kernel.rated_as not in own
+        }
+        notes.append(f"rates for a node file: {node_rates(measured, {**own, **others}, sizes, peak or 1e12)}")
+        print(notes[-1])
     notes += [f"{kernel}: {reason}" for kernel, reason in kernels_for(sizes, device) if isinstance(reason, str)]
     record = Record.of(
         "gpu",

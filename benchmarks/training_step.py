@@ -121,6 +121,7 @@ def training_rows(clock: Clock, peak: float | None, *, tiny: bool) -> Iterator[t
             rate = flops / milliseconds * 1e3
             mfu = f"MFU {100 * rate / peak:.1f}% of {peak / 1e12:.0f} TFLOP/s" if peak else "unknown peak"
             what = f"training step, {geometry.name} geometry, {geometry.layers} layers"
-            yield (what, "auto", f"{tokens:,}", "-", f"{milliseconds:.1f}", "-", f"{rate / 1e12:.1f}", mfu)
+            kernel = ", ".join(sorted(model.unified_sp.kernels))
+            yield (what, kernel, f"{tokens:,}", "-", f"{milliseconds:.1f}", "-", f"{rate / 1e12:.1f}", mfu)
     finally:
         dist.destroy_process_group()

@@ -73,7 +73,7 @@ class RunConfig:
     """Device, logging and checkpointing, shared by train.py and rlhf.py."""
 
     attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
-    """Attention kernel. auto: the fastest that supports the device, dtype and model."""
+    """Attention kernel. auto: the fastest that can, by the rates of this GPU; flash: the fastest flash-attn."""
     dtype: Annotated[str, one_of(DTYPES)] = "auto"
     """Compute dtype; weights and optimizer states stay float32. auto: bfloat16 on CUDA, float32 on CPU."""
     device: Annotated[str, one_of(DEVICES)] = "auto"

@@ -136,15 +136,17 @@ class FlashAttn4Kernel(VarlenKernel):
         return importlib.import_module("flash_attn.cute.interface")
 
     def _forward(self, q, k, v, launch, spec):
-        return self.load()._flash_attn_fwd(
+        out, lse, *_ = self.load()._flash_attn_fwd(
             q, k, v, **_named(launch), **_limits(launch), softmax_scale=spec.score_scale(q.shape[-1]), return_lse=True
         )  # fmt: skip
+        return out, lse
 
     def _backward(self, dout, q, k, v, out, lse, launch, spec):
-        return self.load()._flash_attn_bwd(
+        dq, dk, dv, *_ = self.load()._flash_attn_bwd(
             q, k, v, out, dout, lse, cu_seqlens_q=launch.cu_q, cu_seqlens_k=launch.cu_k, **_limits(launch),
             softmax_scale=spec.score_scale(q.shape[-1]),
         )  # fmt: skip
+        return dq, dk, dv
 
 
 def _limits(launch: VarlenLaunch) -> dict[str, Any]:

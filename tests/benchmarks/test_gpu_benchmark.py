@@ -13,7 +13,13 @@ def test_every_measurement_runs_on_toy_sizes(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--tiny"])
     gpu.main()
     printed = capsys.readouterr().out
-    for what in ("torch SDPA", "one block", "rank 0 of a ring of 4", "training step, toy geometry, 2 layers"):
+    for what in (
+        "torch SDPA",
+        "one block without a mask",
+        "rates for a node file: {",
+        "rank 0 of a ring of 4",
+        "training step, toy geometry, 2 layers",
+    ):
         assert what in printed
 
 

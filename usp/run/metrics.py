@@ -57,7 +57,8 @@ class StepRecord:
     epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes (recurrent layers included)
     is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
     rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
-    are of the held-out data after the step; None where it was not evaluated.
+    are of the held-out data after the step; None where it was not evaluated. attention_kernels are those that this
+    rank's calls have used so far.
     """
 
     step: int
@@ -75,16 +76,17 @@ class StepRecord:
     fsdp_sent_bytes: int | None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+    attention_kernels: tuple[str, ...] = ()
 
     @property
     def printed(self) -> bool:
         return self.eval_loss is not None
 
     def numbers(self) -> dict[str, float | None]:
-        return {name: value for name, value in asdict(self).items() if name != "step"}
+        return {name: value for name, value in asdict(self).items() if name not in ("step", "attention_kernels")}
 
     def line(self) -> str:
-        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%} ({', '.join(self.attention_kernels)})"
         evaluated = ""
         if self.eval_loss is not None:
             evaluated = f"  eval loss {self.eval_loss:.4f}  perplexity {self.eval_perplexity:.4g}"

@@ -169,6 +169,7 @@ class Trainer(TrainingLoop):
             fsdp_sent_bytes=self.prepared.predicted_fsdp_bytes,
             eval_loss=eval_loss,
             eval_perplexity=None if eval_loss is None else perplexity(eval_loss),
+            attention_kernels=self._attention_kernels(),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -288,6 +289,10 @@ class Trainer(TrainingLoop):
         models: list[Any] = [stage.model for stage in self.engine.stages]
         recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
         return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
+
+    def _attention_kernels(self) -> tuple[str, ...]:
+        models: list[Any] = [stage.model for stage in self.engine.stages]
+        return tuple(sorted(set[str]().union(*(model.unified_sp.kernels for model in models))))
 
     def _exchange(self, batch: Batch, share: Tensor) -> float:
         """Sum over ranks the loss, the bytes that attention sent, FLOPs and requests to stop; return the loss."""

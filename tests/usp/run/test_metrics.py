@@ -46,7 +46,7 @@ def test_a_line_shows_every_metric() -> None:
     for part in ("loss 2.5000", "grad norm 0.500", "8.2k tokens/s", "3.0 GiB", "1.0 MiB attention", "512 B FSDP"):
         assert part in line
     assert "MFU" not in line
-    assert "MFU 41.3%" in replace(RECORD, mfu=0.4132).line()
+    assert "MFU 41.3% (cudnn)" in replace(RECORD, mfu=0.4132, attention_kernels=("cudnn",)).line()
 
 
 def test_a_line_is_printed_every_log_every_steps(tmp_path: Path) -> None:

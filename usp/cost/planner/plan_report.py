@@ -21,16 +21,13 @@ def _configurations(found: Found) -> Grid:
             memory_options(candidate.config),
             seconds(candidate.time.total),
             f"{candidate.time.mfu:.2f}",
-            ", ".join(candidate.time.kernels),
             f"{candidate.peak_bytes / GIB:.1f}",
         )
         for number, candidate in enumerate(found.best, start=1)
     )
-    return Grid(
-        "Fastest configurations",
-        ("", "degrees", "memory options", "step", "MFU", "attention kernel", "GiB"),
-        tuple(rows),
-    )
+    kernels = ", ".join(sorted({kernel for candidate in found.best for kernel in candidate.time.kernels}))
+    title = f"Fastest configurations, MFU with attention by {kernels}"
+    return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB"), tuple(rows))
 
 
 def _alternatives(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -> list[str]:

@@ -15,6 +15,7 @@ from usp.cost.time.compute import attention_work, head_products, held_elements, 
 from usp.cost.time.kernel_flops import BACKWARD, FORWARD
 from usp.cost.time.step_time import (
     Overlap,
+    StepTime,
     TransferSeconds,
     exposure,
     overlapped,
@@ -164,6 +165,30 @@ def test_most_tasks_of_a_long_ring_have_no_mask() -> None:
         return step_seconds(made, full).compute.attention / step_seconds(made, A800).compute.attention
 
     assert left(llama(sp_ulysses=8)) == 1 > left(llama(sp_ring=2)) > left(llama(sp_ring=8))
+
+
+def test_attention_takes_the_time_of_the_kernel_that_would_run() -> None:
+    h100 = load_hardware("h100")
+
+    def step(**flags: object) -> StepTime:
+        return step_seconds(llama(8, sp_ulysses=8, **flags), h100)
+
+    steps = {name: step(attention_kernel=name) for name in ("auto", "flash2", "flash3", "cudnn", "sdpa")}
+    assert {name: found.kernels for name, found in steps.items()} == {
+        "auto": ("cudnn",),  # packages are not installed here
+        "flash2": ("flash-attn-2",),
+        "flash3": ("flash-attn-3",),
+        "cudnn": ("cudnn",),
+        "sdpa": ("flash-attn-2",),
+    }
+    at_64k = (335, 322), (616, 561)  # TFLOP/s of forward and backward
+    slow, fast = (2 / forward + 5 / backward for forward, backward in at_64k)
+    ratio = steps["flash2"].compute.attention / steps["flash3"].compute.attention
+    assert ratio == pytest.approx(slow / fast, rel=0.001)
+    assert step(model="mistral-7b").kernels == ("flash-attn-2",)  # which has windows
+    assert step(dtype="float32").kernels == ("efficient as flash-attn-2",)
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9\.x, this has 8\.0"):
+        step_seconds(llama(8, sp_ulysses=8, attention_kernel="flash3"), A800)
 
 
 def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
