@@ -31,7 +31,7 @@ from usp.train.resume import Start
 RATE = "1gbit"  # between the hosts
 WARMUP = 2  # steps that are not counted; the first makes the samples of two steps
 SYSTEMS = (0, 1)  # --staleness
-PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 128, 24  # making these samples takes about as long as training
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 128, 48  # making these samples takes about as long as training
 
 
 def trainer(staleness: int, steps: int, folder: Path) -> RlhfTrainer:
