@@ -1,6 +1,7 @@
 """Learning curves: GRPO on the verifiable task, and PPO with a trained reward model, from three seeds each.
 
 grpo    rlhf.py with its defaults: random weights, supervised steps, GRPO; the score is the share of correct answers
+ahead   the same with --plan separation --staleness 1
 ppo     examples/rlhf_chain.sh: supervised training, a reward model, PPO; the score is the reward model's
 
 python -m benchmarks.learning                     # about an hour on two cores
@@ -25,6 +26,7 @@ from benchmarks.harness.record import RESULTS, Record
 ROOT = Path(__file__).parents[1]
 RANKS = 8
 DEGREES = ["--sp-ulysses", "2", "--sp-ring", "2"]
+GRPO = {"grpo": [], "ahead": ["--plan", "separation", "--staleness", "1"]}
 WINDOW = 10  # steps in a moving average
 
 
@@ -32,8 +34,9 @@ def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train, and return the total seconds and the score of every step."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     flags = [*DEGREES, "--seed", str(seed)]
-    if algorithm == "grpo":
-        command = [*torchrun, str(ROOT / "rlhf.py"), "--algorithm", "grpo", "--output", str(folder / "grpo"), *flags]
+    if algorithm in GRPO:
+        flags += ["--algorithm", "grpo", "--output", str(folder / algorithm), *GRPO[algorithm]]
+        command = [*torchrun, str(ROOT / "rlhf.py"), *flags]
     else:
         command = ["bash", str(ROOT / "examples" / "rlhf_chain.sh"), str(folder), *flags]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -61,7 +64,7 @@ def first_at(scores: list[float], level: float) -> int | None:
 
 def row(result: dict[str, Any]) -> tuple[str, ...]:
     scores = result["scores"]
-    reached = first_at(scores, 0.9) if result["algorithm"] == "grpo" else None
+    reached = first_at(scores, 0.9) if result["algorithm"] in GRPO else None
     return (
         result["algorithm"],
         str(result["seed"]),
@@ -81,8 +84,8 @@ def record_of(results: list[dict[str, Any]]) -> Record:
         ("algorithm", "seed", "first score", "mean of the last ten", "0.9 at step", "steps", "minutes in all"),
         map(row, results),
         (
-            f"{RANKS} ranks, {' '.join(DEGREES)}. grpo: share of correct answers; chance level is 0.125. ppo: mean "
-            "score from the trained reward model, which has no absolute scale.",
+            f"{RANKS} ranks, {' '.join(DEGREES)}. grpo: share of correct answers; chance level is 0.125. ahead: the "
+            "same with --staleness 1. ppo: mean score from the trained reward model, which has no absolute scale.",
             "0.9 at step: when the mean of ten steps reaches 0.9. Minutes include everything from random weights on: "
             "supervised steps, the reward model for ppo, startup and checkpoints.",
         ),
@@ -93,10 +96,10 @@ def record_of(results: list[dict[str, Any]]) -> Record:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs per algorithm")
-    parser.add_argument("--only", choices=("grpo", "ppo"), help="run one of the algorithms")
+    parser.add_argument("--only", choices=(*GRPO, "ppo"), help="run one of the algorithms")
     parser.add_argument("--no-save", action="store_true", help="print the result without saving it")
     options = parser.parse_args(argv)
-    path, asked = RESULTS / "learning.json", [options.only] if options.only else ["grpo", "ppo"]
+    path, asked = RESULTS / "learning.json", [options.only] if options.only else [*GRPO, "ppo"]
     known = Record.load(path).data if path.exists() else []
     results = [result for result in known if result["algorithm"] not in asked]
     for algorithm in asked:

@@ -48,7 +48,8 @@ def plot_memory(record: Record, path: Path) -> None:
 
 def plot_learning(record: Record, path: Path) -> None:
     """Plot for each algorithm and seed the score of every step, and its mean over the last ten steps."""
-    titles = {"grpo": "GRPO: share of correct answers", "ppo": "PPO: score from the trained reward model"}
+    titles = {"grpo": "GRPO: share of correct answers", "ahead": "GRPO with --staleness 1"}
+    titles |= {"ppo": "PPO: score from the trained reward model"}
     shown = {name: title for name, title in titles.items() if any(run["algorithm"] == name for run in record.data)}
     figure, panels = _panels(len(shown), (5.5 * len(shown), 4.0))
     for axes, (algorithm, title) in zip(panels, shown.items(), strict=True):
@@ -59,7 +60,7 @@ def plot_learning(record: Record, path: Path) -> None:
         axes.set(title=title, xlabel="step")
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
-        if algorithm == "grpo":
+        if algorithm != "ppo":
             axes.axhline(0.9, color="k", linestyle=":")
             axes.set_ylim(0, 1.02)
     _save(figure, path)

@@ -369,18 +369,17 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(
     AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
 
 
-# The first process dies while one step trains and the samples of the next are made, the second one in a train step.
+# The first process dies in step 3, while the samples of step 4 are made, the second one in its second train step: late
+# enough that a checkpoint of an earlier step is complete.
 KILLS_AHEAD = """
 import os, signal
 from itertools import count
-from pathlib import Path
 from usp.rlhf.roles.role_model import RoleModel
 
-for kind, rank, number in (("generate", "0", 3), ("train_step", "1", 2)):
-    def dying(self, *args, call=getattr(RoleModel, kind), kind=kind, rank=rank, number=number, calls=count(1)):
-        fate = Path("died-in-" + kind)
-        if os.environ["RANK"] == rank and next(calls) == number and os.environ.get("DEADLY") and not fate.exists():
-            fate.touch()
+for attempt, kind, rank, number in (("0", "generate", "0", 5), ("1", "train_step", "1", 2)):
+    deadly = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == (attempt, rank)
+    def dying(self, *args, call=getattr(RoleModel, kind), deadly=deadly, number=number, calls=count(1)):
+        if next(calls) == number and deadly and os.environ.get("DEADLY"):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(self, *args)
     setattr(RoleModel, kind, dying)
@@ -401,22 +400,22 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
-    args = [*SMALL, "--steps", "4", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
+    args = [*SMALL, "--steps", "5", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
     monkeypatch.setenv("DEADLY", "1")
-    args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "4"]
+    args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "5"]
     args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
     with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", "2")) as run:
-        assert run.end().exit_code == 0, run.err.read_text()
-    assert (tmp_path / "died-in-generate").exists() and (tmp_path / "died-in-train_step").exists()
+        ended = run.end()
+    assert ended.exit_code == 0 and ended.out.count("resumed from: deadly/checkpoints/step-0000000") == 2, ended.err
     calm, deadly = tmp_path / "calm", tmp_path / "deadly"
-    assert scores_of(deadly) == scores_of(calm) and len(scores_of(calm)) == 4
-    assert samples_of(deadly) == samples_of(calm) and list(samples_of(calm)) == [1, 2, 3, 4]
+    assert scores_of(deadly) == scores_of(calm) and len(scores_of(calm)) == 5
+    assert samples_of(deadly) == samples_of(calm) and list(samples_of(calm)) == [1, 2, 3, 4, 5]
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (deadly, calm))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     in_flight = [read_extra(path)["in_flight"] for path in sorted((deadly / "checkpoints").iterdir())]
-    assert [one.get("step") for one in in_flight] == [2, 3, 4, None]
+    assert [one.get("step") for one in in_flight] == [2, 3, 4, 5, None]
     with pytest.raises(ConfigurationError, match=r"--staleness = 0 \(checkpoint: 1\) must not change on resume while"):
         changed = {**yaml.safe_load((deadly / "config.yaml").read_text()), "staleness": 0, "plan": "flattening"}
         prepare(RlhfConfig(**changed), Launch(), Start(deadly, deadly / "checkpoints" / "step-00000002"))

@@ -49,6 +49,7 @@ class RlhfStep:
         prompts: per step, or sequences for algorithms that do not sample. prompt_tokens: of the longest of them.
         new_tokens: the longest response that is sampled; 0 if none is.
         slots: sequences that a rank decodes at a time.
+        staleness: see `schedule`.
     """
 
     graph: DataflowGraph
@@ -58,6 +59,7 @@ class RlhfStep:
     prompt_tokens: int
     new_tokens: int
     slots: int
+    staleness: int = 0
 
     @staticmethod
     def of(prepared: PreparedRlhf) -> RlhfStep:
@@ -81,6 +83,7 @@ class RlhfStep:
             prompt_tokens=max(map(tokens, examples)),
             new_tokens=config.max_new_tokens if sampled else 0,
             slots=config.slots,
+            staleness=config.staleness,
         )
 
     def samples_of(self, call: ModelCall) -> int:
@@ -255,12 +258,12 @@ def _resident(step: RlhfStep, world_size: int, rank: int) -> dict[str, int]:
     present = {copy for copy in models if trained_copies[copy.role] in (None, copy)}
     present -= {copy for copy in present if copy.role in plan.offload}
     found: dict[str, int] = {}
-    for operation in schedule(graph, plan, world_size, aliases):
+    for operation in schedule(graph, plan, world_size, aliases, staleness=step.staleness):
         if operation.copy in models and operation.kind in ("reallocate", "load"):
             present.add(operation.copy)
         elif operation.copy in models and operation.kind in ("release", "offload"):
             present.discard(operation.copy)
-        elif operation.kind == "call" and (call := graph[operation.call]).role:
+        elif operation.kind == "call" and rank in operation.ranks and (call := graph[operation.call]).role:
             own = copy_of(graph, plan, call)
             total = sum(weights[copy] for copy in present) + sum(frozen.values())
             total += sum(size for copy, size in states.items() if optimizer_of(copy.role) not in plan.offload)

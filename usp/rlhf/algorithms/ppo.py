@@ -20,6 +20,7 @@ from .response_rows import discounted_sums, per_sample, scalars
 from .statistics import EPSILON, SUMS, RunningMoments, moments, whitened
 
 MAX_KL_ERROR = 0.2  # clip of a step's relative error
+_BEFORE = "before_"  # prefix of the statistics `PPOAdvantages.before` in a state
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,10 @@ class PPOAdvantages:
 
     Attributes:
         kl: weight of the penalty in the next step.
-        returns: statistics of all returns so far. A step's values are denormalized by the statistics before it, and
-            its returns normalized by those after it.
+        returns: statistics of all returns so far. A step's values are denormalized by those that its critic was trained
+            with, and its returns normalized by those after it.
+        before: the statistics before the last step: with staleness, its critic has not trained yet when the next step's
+            values are computed.
     """
 
     options: PPO
@@ -146,6 +149,11 @@ class PPOAdvantages:
         options = self.options
         self.kl = KLControl(options.kl, options.kl_target, options.kl_horizon)
         self.returns = RunningMoments(options.value_norm, options.value_norm_beta, options.value_norm_eps)
+        self.before = self.returns
+
+    @property
+    def _of_critic(self) -> RunningMoments:
+        return self.before if self.options.staleness else self.returns
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         options, coefficient = self.options, self.kl.coefficient
@@ -155,7 +163,7 @@ class PPOAdvantages:
             rewarded = replace(batch, rewards_N=whitened(batch.rewards_N, of_rewards))
         responses = batch.responses
         inside_NR = responses.inside_NR
-        values_NR = self.returns.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
+        values_NR = self._of_critic.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
         rewards_NR, last_N = rewarded.token_rewards(coefficient), self._last_values(samples)
         advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=options.gamma, lam=options.lam)
         returns_NR = advantages_NR + values_NR
@@ -163,7 +171,7 @@ class PPOAdvantages:
         of_errors = moments(advantages_NR[inside_NR], reduce)  # returns - values
         if options.normalise_advantages:
             advantages_NR = whitened(advantages_NR, of_errors)
-        self.returns = self.returns.updated(of_returns)
+        self.before, self.returns = self.returns, self.returns.updated(of_returns)
         if options.kl_in_reward:
             divergence = moments(batch.log_ratios_NR.sum(1)[batch.kept_N], reduce)
             self.kl = self.kl.updated(divergence.mean, int(divergence.count))
@@ -176,19 +184,26 @@ class PPOAdvantages:
         return Samples(samples.ids, result)
 
     def state_dict(self) -> dict[str, float]:
-        return {"kl_coefficient": self.kl.coefficient, **{key: getattr(self.returns, key) for key in SUMS}}
+        state = {"kl_coefficient": self.kl.coefficient, **{key: getattr(self.returns, key) for key in SUMS}}
+        return state | {f"{_BEFORE}{key}": getattr(self.before, key) for key in SUMS if self.options.staleness}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        if state.keys() != (known := {"kl_coefficient", *SUMS}):
+        before = {f"{_BEFORE}{key}" for key in SUMS}  # of a run with staleness
+        if state.keys() - before != (known := {"kl_coefficient", *SUMS}):
             raise ValueError(f"the state of PPO's advantages must have the keys {sorted(known)}, got {sorted(state)}")
         if self.kl.target:  # a fixed weight comes from the options, which may change on resume
             self.kl = replace(self.kl, coefficient=state["kl_coefficient"])
-        weight, total, total_square = (state[key] for key in SUMS)
-        self.returns = replace(self.returns, weight=weight, total=total, total_square=total_square)
+
+        def of(sums: list[float]) -> RunningMoments:
+            weight, total, total_square = sums
+            return replace(self.returns, weight=weight, total=total, total_square=total_square)
+
+        self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])
+        self.returns = of([state[key] for key in SUMS])
 
     def _last_values(self, samples: Samples) -> Tensor:
         """Return the value after each last token, (N,): 0 for finished responses, the critic's for truncated ones."""
-        last_N = self.returns.denormalise(scalars([values[-1] for values in samples["values"]]))
+        last_N = self._of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
         return last_N.where(scalars(samples["finished"]) == 0, 0)
 
 

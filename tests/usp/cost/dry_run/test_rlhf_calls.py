@@ -149,6 +149,12 @@ def test_what_other_calls_keep_and_the_cache_are_counted(capsys: pytest.CaptureF
     calls = {call["call"]: call for call in json.loads(capsys.readouterr().out)}
     assert calls["actor_generate"]["others_bytes"] == pytest.approx(weights, rel=0.01)
     assert calls["actor_train"]["others_bytes"] == 0
+    apart, kept = ["--plan", "separation", "--zero", "3", "--options", "old_logprobs=recompute"], []
+    for staleness in ("0", "1"):  # with it, the weights for inference are there while responses are generated
+        assert main([*words, *apart, "--staleness", staleness]) == 0
+        calls = {call["call"]: call for call in json.loads(capsys.readouterr().out)}
+        kept.append(calls["actor_generate"]["others_bytes"])
+    assert kept[1] - kept[0] == pytest.approx(calls["actor_inference"]["by_category"]["parameters"], rel=0.01)
     assert main(words[:-1]) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in ("actor_generate", "KV cache", "other calls", "alltoall_base"))

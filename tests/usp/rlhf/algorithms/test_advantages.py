@@ -171,13 +171,16 @@ def test_long_rows() -> None:
     assert discounted_sums(torch.zeros(3, 0), 0.5).shape == (3, 0)
 
 
-def test_ppo_normalizes_and_keeps_state() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ppo_normalizes_and_keeps_state(staleness: int) -> None:
     options = PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="exp", value_norm_beta=0.75, lam=0.9)
+    options = replace(options, staleness=staleness)
     function = PPOAdvantages(options)
     coefficient, batches = 0.2, []
-    mean, std = 0.0, 1.0
+    scales = [(0.0, 1.0)]
     for step in range(3):
         samples = make(step)
+        mean, std = scales[max(step - staleness, 0)]  # that the critic has learned
         result = function(samples, alone)
         raw = oracle_gae(samples, options, coefficient, mean, std)
         check_rows(samples, "advantages", standardised(raw), result)
@@ -193,6 +196,7 @@ def test_ppo_normalizes_and_keeps_state() -> None:
             for power in (1, 2)
         )
         mean, std = means, math.sqrt(squares - means**2)
+        scales.append((mean, std))
         check_rows(samples, "returns", [[(x - mean) / std for x in row] for row in returns], result)
         assert [float(x) for x in result["kl_coefficient"]] == pytest.approx([coefficient] * 12)
         log_ratios = [

@@ -23,6 +23,7 @@ from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
+from usp.rlhf.runtime.summary import Summary, merge
 from usp.run.failures import UserCodeFailed
 
 STEPS, PROMPTS = 4, 5
@@ -198,6 +199,14 @@ def test_rollouts_run_at_the_time_of_training_and_may_fail_without_it(ranks: Ran
         assert (none, failed) == ("None", "no score")
         assert "staleness=1: actor_generate, ref_inference, " in shared
         assert "advantages must not run on ranks 0-3, of actor_train, critic_train" in shared
+
+
+def test_the_effective_sample_size_is_a_fraction_of_all_tokens() -> None:
+    weights = [0.5, 1.0, 2.0, 0.0]
+    sums = {"mean": sum(weights) / 4, "square": sum(weight**2 for weight in weights) / 4}
+    metrics = merge([Summary({f"actor/rollout_is_{name}": value for name, value in sums.items()}, {})], {})
+    kish = 3.5**2 / 5.25 / 4
+    assert metrics == {"actor/rollout_is_mean": 0.875, "actor/rollout_is_eff_sample_size": pytest.approx(kish)}
 
 
 def test_an_iteration_moves_weights_first_and_hands_samples_over_last() -> None:
