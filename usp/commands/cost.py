@@ -38,6 +38,8 @@ class CostConfig:
     """Sequence length in tokens; K is 1024, M is 1024 K."""
     batch: Annotated[int, arg(metavar="N")] = 1
     """Sequences per step over all devices."""
+    micro_batch: Annotated[int, arg(metavar="N")] = 1
+    """Sequences of a micro-batch on one data-parallel rank, the same in every method."""
     devices: Annotated[int, arg(metavar="N")] = 16
     """Number of devices."""
     methods: Annotated[str, arg(metavar="M,M,...", help_behavior_hint="(default: all)")] = ""
@@ -64,7 +66,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.cost.compare.page import page
     from usp.cost.compare.plots import plot, sweep
     from usp.cost.compare.tables import comparison_json, comparison_tables
-    from usp.cost.methods import DEFAULT, Method
+    from usp.cost.methods import DEFAULT, Batch, Method
     from usp.hf.models import formula_violation, load_model_config
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
@@ -72,7 +74,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     model_config = load_model_config(asked.model)
     if violation := formula_violation(asked.model, model_config):
         raise ValueError(violation)
-    found = compare(methods, base, model_config, asked.devices, asked.batch)
+    batch = Batch(asked.batch, asked.micro_batch)
+    found = compare(methods, base, model_config, asked.devices, batch)
     if asked.json:
         print(json.dumps(comparison_json(found), indent=1))
     elif asked.markdown:
@@ -82,7 +85,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if asked.plot is None and asked.html is None:
         return
     title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
-    drawn = plot(*sweep(methods, base, model_config, asked.devices, asked.batch))
+    drawn = plot(*sweep(methods, base, model_config, asked.devices, batch))
     if asked.plot is not None:
         drawn.suptitle(title)
         drawn.savefig(asked.plot)
@@ -93,7 +96,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 
 def _problems(asked: CostConfig) -> list[str]:
-    values = {"batch": asked.batch, "devices": asked.devices}
+    values = {"batch": asked.batch, "micro-batch": asked.micro_batch, "devices": asked.devices}
     problems = [f"--{name} {value} must be at least 1" for name, value in values.items() if value < 1]
     if asked.ac not in AC_MODES:
         problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")

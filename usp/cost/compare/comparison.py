@@ -10,7 +10,7 @@ from fractions import Fraction
 from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import Footprint, footprint
-from usp.cost.methods import Method, config_for
+from usp.cost.methods import Batch, Method, config_for
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
 from usp.hf.models import ModelConfig, model_facts
@@ -62,16 +62,16 @@ class Compared:
 
 
 def compare(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
+    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
 ) -> list[Compared]:
-    """Compare methods on `devices` ranks with `batch` sequences of base.seq_len tokens per step."""
+    """Compare methods on `devices` ranks with `batch`, sequences of base.seq_len tokens, per step."""
     facts = model_facts(base.model, model_config)
     shape = model_shape(facts, model_config)
     found = []
     for method in methods:
         try:
             config = config_for(method, base, facts, devices, batch)
-            found.append(_compared(method, job_of(config, model_config, devices, shape), batch))
+            found.append(_compared(method, job_of(config, model_config, devices, shape), batch.sequences))
         except ValueError as error:
             found.append(Compared(method.name, problem=str(error)))
     return found

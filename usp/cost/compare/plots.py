@@ -8,7 +8,7 @@ from typing import Any
 
 from usp.config import TrainConfig
 from usp.cost.grid import GIB
-from usp.cost.methods import Method
+from usp.cost.methods import Batch, Method
 from usp.hf.models import ModelConfig
 
 from .comparison import Compared, compare
@@ -17,7 +17,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def sweep(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
+    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
 ) -> tuple[dict[int, list[Compared]], dict[int, list[Compared]]]:
     """Return comparisons (by devices: powers of two up to `devices`, by sequence length: 1/8 to 8 times the base's)."""
     degrees = [2**power for power in range(1, devices.bit_length())]

@@ -14,17 +14,17 @@ from usp.config import TrainConfig
 from usp.cost.compare.comparison import Compared, compare
 from usp.cost.compare.document import DOCUMENT, document
 from usp.cost.compare.plots import plot, sweep
-from usp.cost.methods import DEFAULT, Method
+from usp.cost.methods import DEFAULT, Batch, Method
 from usp.hf.models import load_model_config
 from usp.run.metrics import size
 
 TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
 
 
-def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny") -> list[Compared]:
+def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny", rows: int = 1) -> list[Compared]:
     base = TrainConfig(model=model, seq_len=1024, dtype="bfloat16")
     parsed = [Method.parse(name) for name in methods.split(",")]
-    return compare(parsed, base, load_model_config(model), devices, batch)
+    return compare(parsed, base, load_model_config(model), devices, Batch(batch, rows))
 
 
 def test_names_become_degrees() -> None:
@@ -59,6 +59,21 @@ def test_infeasible_methods_state_the_reason() -> None:
     assert "must divide num_key_value_heads=4" in found["tp8+dp1"]
     assert found["pp"].startswith("pp=8 needs 8 micro-batches")
     assert found["ring"] == ""
+
+
+def test_every_method_has_micro_batches_of_the_same_size() -> None:
+    names = "usp,usp+zero3,ulysses2+zero2,pp2+usp"
+    one = {found.method: found for found in compared(names, batch=8)}
+    two = {found.method: found for found in compared(names, batch=8, rows=2)}
+    whole = {found.method: found for found in compared(names, batch=8, rows=8)}
+    for name in ("usp", "usp+zero3"):  # a block's activations are sent once per sequence, whatever a micro-batch is
+        memory = [found[name].memory for found in (one, two, whole)]
+        sizes = [each.activations for each in memory if each is not None]
+        assert sizes == sorted(set(sizes)) and len(sizes) == 3
+        assert len({sum(s.nbytes for s in found[name].block_activations) for found in (one, two, whole)}) == 1
+    assert "multiple of the 2 data-parallel ranks x --micro-batch 8" in whole["ulysses2+zero2"].problem
+    assert one["pp2+usp"].problem == two["pp2+usp"].problem == ""
+    assert whole["pp2+usp"].problem == "pp=2 needs 2 micro-batches, --batch 8 gives 1: use --batch 16"
 
 
 def test_the_cost_by_the_paper_and_on_the_wire() -> None:
@@ -156,7 +171,7 @@ def test_nonsense_is_refused_in_one_line(
 def test_the_plot_has_points_where_methods_are_feasible() -> None:
     methods = [Method.parse(name) for name in ("ulysses", "dp")]
     base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
-    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
+    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, Batch(2))
     assert {devices: [one.problem == "" for one in line] for devices, line in by_degree.items()} == {
         2: [True, True],
         4: [True, False],

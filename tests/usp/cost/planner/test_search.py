@@ -78,6 +78,8 @@ def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
         assert dims.batch * config.batch_size == LONG.sequences
         assert config.tp <= LONG.ranks_per_host and config.sp_ulysses * config.tp <= EXPERTS.num_heads
     degrees_found = {(config.tp, config.pp, config.sp_ring, config.sp_ulysses, config.ep) for config in found}
+    alone = {(config.batch_size, config.micro_batches) for config in found if config.pp == 1}
+    assert {(8, 1), (8, 2), (8, 4), (8, 8), (2, 1)} <= alone
     assert {(4, 1, 1, 1, 1), (1, 4, 2, 1, 1), (1, 1, 16, 1, 4), (1, 1, 2, 8, 2), (2, 2, 2, 2, 4)} <= degrees_found
 
 
