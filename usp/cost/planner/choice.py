@@ -18,11 +18,11 @@ from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import footprint
 from usp.cost.time.step_time import step_seconds
-from usp.hf.models import formula_violation, model_facts
+from usp.hf.models import formula_violation
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
-from usp.train.resolve import trained_model
+from usp.train.resolve import resolve
 from usp.train.validate import parallel_dims, with_flags
 
 from .advice import degrees, memory_options, seconds
@@ -65,22 +65,23 @@ def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
         ConfigurationError: for invalid values, for values that the planner chooses, and if no configuration fits; the
             message then names the one that needs least memory.
     """
-    problems = _refused(asked, world_size)
-    if problems:
-        raise ConfigurationError(listed(problems))
     sequences = asked.global_batch_size
-    model_config = trained_model(asked)
+    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
+    problems = _refused(asked, world_size)
+    # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
+    found = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
+    if problems := [*problems, *found.problems]:
+        raise ConfigurationError(listed(problems))
+    _, model_config, facts, _ = found.valid()
     if violation := formula_violation(asked.model, model_config):
         raise ConfigurationError(with_flags(violation))
-    facts = model_facts(asked.model, model_config)
-    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)
     first = next(layouts(question, facts), None)
     if first is None:
         raise ConfigurationError(
             f"no layout of {world_size} devices fits --global-batch-size {sequences} and --seq-len {base.seq_len} for "
-            f"{base.model}: the data-parallel degree must divide --global-batch-size, and 2 x ring x ulysses must "
-            f"divide --seq-len. Use powers of two for all three"
+            f"{base.model}: the data-parallel degree must divide --global-batch-size, and ring x ulysses "
+            f"(--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
         )
     job = job_of(first, model_config, world_size)
     memory, predictor = USABLE * hardware.memory_bytes, predictor_for(job, hardware)

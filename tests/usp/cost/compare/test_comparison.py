@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from usp.__main__ import main
-from usp.commands.cost import tokens
-from usp.config import TrainConfig
+from usp.config import TrainConfig, token_count
 from usp.cost.compare.comparison import Compared, compare
 from usp.cost.compare.document import DOCUMENT, document
 from usp.cost.compare.plots import plot, sweep
@@ -151,7 +150,6 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seq-len", "many"], "--seq-len many must be a number of tokens"),
         (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
         (["--model", "llama9"], "is neither a preset"),
         (["--ac", "ful"], "did you mean 'full'"),
@@ -182,7 +180,10 @@ def test_the_plot_has_points_where_methods_are_feasible() -> None:
 
 
 def test_sequence_lengths_are_parsed() -> None:
-    assert [tokens(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+    assert [token_count(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+    for text in ("many", "K", "1.5K"):
+        with pytest.raises(ValueError, match="must be a number of tokens such as 131072, 128K or 1M"):
+            token_count(text)
 
 
 def test_every_default_method_has_a_name_that_parses() -> None:

@@ -24,6 +24,7 @@ from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
+from usp.train.resolve import resolve
 from usp.train.validate import parallel_dims, violations
 
 DENSE = ModelFacts("dense", 8, 4, 16, 256, (0,) * 4, intermediate_size=64)
@@ -148,6 +149,10 @@ def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.Capt
             "no layout of 16 devices fits --global-batch-size 3 and --seq-len 15",
         ),
         (["--model", "llama2-70b", "--seq-len", "1048576"], "does not fit 8 x H100 in any of"),
+        (["--dtype", "bflot16"], "--dtype = 'bflot16' must be one of auto, float32, bfloat16"),
+        (["--sp-layout", "zigzg"], "--sp-layout = 'zigzg' must be one of contiguous, zigzag, striped (did you mean"),
+        (["--learning-rate", "-1"], "--learning-rate = -1.0 must be positive and finite, or 0 for the default"),
+        (["--seq-len", "1", "--tp", "2"], "--seq-len = 1 must be at least 2: a token and the next one"),
         (["--hardware", "h900"], "'h900' must be a file or one of"),
         (["--engine", "deepspeed"], "--engine = deepspeed is not modelled"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
@@ -186,3 +191,14 @@ def test_a_gpu_is_known_by_its_name() -> None:
     }
     assert {name: node_of(name) for name in names} == names
     assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4
+
+
+def test_a_configuration_without_weights_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model_config("tiny").save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--seq-len", "1K"]
+    assert main(["plan", *flags, "--world-size", "2"]) == 0
+    assert main(["cost", *flags, "--devices", "2", "--methods", "usp"]) == 0
+    assert main(["dry-run", *flags, "--world-size", "2", "--sp-ring", "2"]) == 0
+    assert "1 x 1024 tokens" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"has no \.safetensors weights"):
+        resolve(TrainConfig(model=str(tmp_path)), 1).valid()
