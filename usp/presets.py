@@ -70,9 +70,9 @@ def _experts(number: int, chosen: int, intermediate: int) -> dict[str, Any]:
 _LLAMA = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA3 = _LLAMA | {"bos_token_id": 128000, "eos_token_id": 128001}
 _MIXTRAL = _LLAMA | {"router_aux_loss_coef": 0.02}
-_LLAMA31_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+_LLAMA31_ROPE: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 _LLAMA31_ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA31 = _LLAMA3 | {"rope_parameters": _LLAMA31_ROPE}
+_LLAMA31: dict[str, Any] = _LLAMA3 | {"rope_parameters": _LLAMA31_ROPE}
 _QWEN25 = {"rms_norm_eps": 1e-5}
 _SMALL = _LLAMA | {"head_dim": 128, "sliding_window": None}
 _MIXTRAL22 = _LLAMA | {"router_aux_loss_coef": 0.001}

@@ -61,4 +61,4 @@ def test_groups_equal_those_of_the_mesh(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(groups_of_the_mesh, 8)):
         for dims, groups in zip(GRIDS, found, strict=True):
             asked = Job(TrainConfig(), model, dims.resolve(8))
-            assert {axis: asked.ranks(axis, rank) for axis in AXES} == groups
+            assert {axis: tuple(asked.ranks(axis, rank)) for axis in AXES} == groups

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from usp.cost.job import Job
-from usp.cost.traffic.order import actions
+from usp.cost.traffic.order import Schedule, actions
 from usp.cost.traffic.sharding import FLOAT32
 
 from .split_backward import split_moments
@@ -76,7 +76,7 @@ def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[
     maximum of other micro-batches' activations during a backward}), where a stage's forward saves `each` bytes."""
     live, most = 0, 0
     others: dict[tuple[int, bool], int] = {}
-    for action in actions(job, rank):
+    for action in actions(Schedule.of(job, rank)):
         kept = each[action.stage]
         if action.kind == "forward":
             live += kept

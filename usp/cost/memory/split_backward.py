@@ -13,12 +13,12 @@ half is the whole backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from usp.cost.job import Job
-from usp.cost.traffic.order import Action, actions
+from usp.cost.traffic.order import Action, Schedule, actions
 from usp.cost.traffic.sharding import FLOAT32
 
 from .activations import norm_work, split_layer
@@ -27,7 +27,7 @@ from .stage_memory import Moment, StageMemory
 
 def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
     """Yield the peaks of a step, the optimizer's last, without parameters and optimizer states."""
-    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(actions(job, rank))
+    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(actions(Schedule.of(job, rank)))
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class _Rank:
         self.buffers = sum(stage.memory.buffers for stage in stages.values())
         self.split = cache(lambda shape: split_layer(job, shape))
 
-    def run(self, order: list[Action]) -> Iterator[Moment]:
+    def run(self, order: Sequence[Action]) -> Iterator[Moment]:
         for action in order:
             stage = self.stages[action.stage]
             if action.kind == "forward":
