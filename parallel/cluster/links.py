@@ -36,8 +36,8 @@ def transfer_seconds(
     """
     if len(ranks) < 2:
         return 0.0
-    shared = kind in ("gather", "reduce") and hardware.parallel_rings
-    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), shared, kind)
+    rings = kind in ("gather", "reduce") and hardware.parallel_rings
+    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
     links: dict[int, Link] = {level: getattr(hardware.tiers[level], kind) for level in crossing}
     seconds = 0.0
     for level, (device_part, domain_part) in crossing.items():

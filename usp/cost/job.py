@@ -25,7 +25,7 @@ from usp.train.resolve import resolve
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
     """One optimizer step of `Fsdp2Engine`. Sequences are one document each.
 

@@ -18,17 +18,25 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 
 from attention import Message
-from parallel import Hardware, bubble_fraction, overlap_of, rank_stages, transfer_seconds
+from parallel import (
+    Hardware,
+    bubble_fraction,
+    overlap_of,
+    rank_stages,
+    stage_layers,
+    stages_per_rank,
+    transfer_seconds,
+)
 from usp.cost.job import Job
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.sharding import FLOAT32, gather_counts
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
-from usp.model.facts import training_flops
+from usp.model.facts import ModelFacts, training_flops
 
 from .compute import (
     OPTIMIZER_BYTES,
@@ -137,13 +145,18 @@ class StepTime:
         return max(parts, key=lambda part: parts[part])
 
 
-def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> StepTime:
+def step_seconds(
+    job: Job, hardware: Hardware, overlap: Overlap = Overlap(), known: LayerCompute | None = None
+) -> StepTime:
     """Predict the time of a step.
+
+    known: `LayerCompute.of` a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
 
     Raises:
         ValueError: if the hardware has no peak for the job's dtype, or connects too few devices.
     """
-    layers, ranks = _layers(job, hardware), _different_ranks(job, hardware)
+    layers = known.passes if known else _layers(job, hardware)
+    ranks = _different_ranks(job, hardware)
     busy, compute, communication = max(
         (_rank_seconds(job, hardware, overlap, rank, layers) for rank in ranks), key=lambda found: found[0]
     )
@@ -163,41 +176,59 @@ def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> 
 
 
 @dataclass(frozen=True)
-class LeastCompute:
-    """Seconds of compute of a micro-batch on the slowest rank: of each different layer, and of the loss."""
+class LayerCompute:
+    """The compute of a micro-batch on the slowest rank.
 
+    Attributes:
+        passes: (forward, backward) of each different layer, without attention's kernels.
+        layers: seconds of each different layer, attention's kernels included.
+        loss: seconds of the loss.
+    """
+
+    passes: Mapping[int, tuple[Seconds, Seconds]]
     layers: Mapping[int, float]
     loss: float
 
     @staticmethod
-    def of(job: Job, hardware: Hardware) -> LeastCompute:
-        attends = cache(partial(attention_passes, job, hardware, Overlap(), _slowest_ranks(job)[0]))
+    def of(job: Job, hardware: Hardware) -> LayerCompute:
+        attends = cache(partial(_attention, job, hardware, Overlap(), _slowest_ranks(job)[0]))
         # Where ranks share processors, those with less attention help the slowest.
         counts = 1.0 if hardware.crowding == 1 else 0.0
-        layers = {}
-        for index, passes in _layers(job, hardware).items():
-            kernels = sum(one.kernels for one in attends(job.model.facts.windows[index]))
-            layers[index] = sum(one.total for one in passes) + counts * kernels
-        return LeastCompute(layers, head_seconds(job, hardware).total)
+        layers, found = {}, _layers(job, hardware)
+        for index, passes in found.items():
+            kernels, _ = attends(job.model.facts.windows[index])
+            layers[index] = sum(one.total for one in passes) + counts * sum(one.total for one in kernels)
+        return LayerCompute(found, layers, head_seconds(job, hardware).total)
 
 
-def least_seconds(job: Job, hardware: Hardware, compute: LeastCompute) -> float:
+def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute) -> float:
     """Return a lower bound of `step_seconds`: its compute, bubble and optimizer, without any communication.
 
-    compute: of a job with the same micro-batches, ring, ulysses, tp and ep; nothing else changes it.
+    compute: as `known` of `step_seconds`.
     """
-    last = len(job.stage_layers) - 1
-    loads = [
-        sum(number * compute.layers[index] for stage in stages for index, number in job.kinds(stage).items())
-        + (compute.loss if last in stages else 0.0)
-        for stages in (rank_stages(job.config.pp_schedule, job.dims.pp, place) for place in range(job.dims.pp))
-    ]
     shards = job.dims.pp * job.degree("fsdp") * job.dims.tp
     optimizer = hardware.memory_seconds(OPTIMIZER_BYTES * job.model.numel / shards)
     if hardware.crowding > 1:
-        return job.config.micro_batches * sum(loads) / len(loads) + optimizer
+        every = compute.loss + sum(compute.layers[index] for index in job.model.alike)
+        return job.config.micro_batches * every / job.dims.pp + optimizer
+    slowest = max(
+        sum(number * compute.layers[index] for index, number in layers) + (compute.loss if loss else 0.0)
+        for layers, loss in _shares(job.model.alike, job.config.pp_schedule, job.dims.pp)
+    )
     fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
-    return job.config.micro_batches * max(loads) / (1 - fraction) + optimizer
+    return job.config.micro_batches * slowest / (1 - fraction) + optimizer
+
+
+@lru_cache(maxsize=256)
+def _shares(alike: tuple[int, ...], schedule: str, pp: int) -> set[tuple[tuple[tuple[int, int], ...], bool]]:
+    """Return the different shares of pipeline ranks: (layers with their numbers, whether the loss is among them)."""
+    cuts = stage_layers(len(alike), pp * stages_per_rank(schedule))
+    found = set()
+    for place in range(pp):
+        stages = rank_stages(schedule, pp, place)
+        layers = Counter(alike[index] for stage in stages for index in cuts[stage])
+        found.add((tuple(layers.items()), len(cuts) - 1 in stages))
+    return found
 
 
 def _causal_flops(job: Job) -> int:
@@ -207,10 +238,13 @@ def _causal_flops(job: Job) -> int:
         layer = job.model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p))
         weights += number * sum(p.numel // p.shape[0] * job.model.experts_per_token for p in layer.experts)
-    tokens = job.config.seq_len
-    one = torch.tensor([[0, tokens]])  # each sequence is one document
-    each = training_flops(job.model.facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=one)
-    return job.config.batch_size * job.dims.batch * each
+    return job.config.batch_size * job.dims.batch * _sequence_flops(job.model.facts, weights, job.config.seq_len)
+
+
+@lru_cache(maxsize=64)
+def _sequence_flops(facts: ModelFacts, weights: int, tokens: int) -> int:
+    """Return the model FLOPs of a sequence, which is one document."""
+    return training_flops(facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=torch.tensor([[0, tokens]]))
 
 
 def _slowest_ranks(job: Job) -> list[int]:

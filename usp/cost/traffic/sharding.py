@@ -55,6 +55,7 @@ class StageUnits:
         ]
 
 
+@lru_cache(maxsize=64)
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model, cuts = job.model, job.stage_layers
