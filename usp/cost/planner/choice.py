@@ -223,10 +223,10 @@ def contradicted(choice: Choice) -> Iterator[str]:
             other = found.best[0]
             yield (
                 f"{tip.words}. The fastest that follows it, {degrees(other.config)} ({memory_options(other.config)}), "
-                f"takes {seconds(other.time.total)}: {why_slower(other, choice.best)}"
+                f"takes {seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
             )
         else:
-            reason = f"none of the {found.layouts} layouts that follow it fits into memory"
+            reason = f"None of the {found.layouts} layouts that follow it fits into memory"
             yield f"{tip.words}. {reason if found.layouts else 'No layout of these devices and this batch follows it'}"
 
 

@@ -13,15 +13,19 @@ from usp.config import TrainConfig, token_count
 from usp.cost.compare.comparison import Compared, compare
 from usp.cost.compare.document import DOCUMENT, document
 from usp.cost.compare.plots import plot, sweep
+from usp.cost.job import job_of
 from usp.cost.methods import DEFAULT, Batch, Method
+from usp.cost.traffic.step_traffic import step_traffic
 from usp.hf.models import load_model_config
 from usp.run.metrics import size
 
 TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
 
 
-def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny", rows: int = 1) -> list[Compared]:
-    base = TrainConfig(model=model, seq_len=1024, dtype="bfloat16")
+def compared(
+    methods: str, devices: int = 4, batch: int = 4, model: str = "tiny", rows: int = 1, seq_len: int = 1024
+) -> list[Compared]:
+    base = TrainConfig(model=model, seq_len=seq_len, dtype="bfloat16")
     parsed = [Method.parse(name) for name in methods.split(",")]
     return compare(parsed, base, load_model_config(model), devices, Batch(batch, rows))
 
@@ -87,7 +91,7 @@ def test_the_cost_by_the_paper_and_on_the_wire() -> None:
 def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
     shown = capsys.readouterr().out
-    assert "Sent per rank and step" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert "Sent in a step by the busiest rank" in shown and "| ep | " in shown and "tiny has none" in shown
     assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
     usp, ep = json.loads(capsys.readouterr().out)
     assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" not in usp
@@ -99,6 +103,14 @@ def test_pipeline_messages_are_exposed_as_in_the_time_model(capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "| pp | exposed |" in shown and "| loss | overlaps with" not in shown and "| fsdp | overlaps with" in shown
     assert "As the paper counts" not in shown  # no row of Table 2
+
+
+def test_the_bytes_are_those_of_the_busiest_rank() -> None:
+    base = TrainConfig(model="llama2-7b", seq_len=2**17, dtype="bfloat16", micro_batches=8, batch_size=8, zero=1, pp=8)
+    job = job_of(base, load_model_config("llama2-7b"), 8)
+    (found,) = compared("pp8", devices=8, batch=8, model="llama2-7b", seq_len=2**17)
+    by_rank = [sum(sent.nbytes for sent in step_traffic(job, rank)) for rank in range(8)]
+    assert found.sent == max(by_rank) > 1.9 * by_rank[0] and found.sender not in (0, 7) and found.rank == 0
 
 
 class Reader(HTMLParser):
@@ -141,7 +153,11 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
     found = Reader(path.read_text())
     assert found.outside == []
     assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
-    assert {"Memory per rank, MiB", "Sent per rank and step, on the wire", "Not feasible"} <= set(found.texts["h2"])
+    assert {
+        "Memory of the rank that needs most, MiB",
+        "Sent in a step by the busiest rank, on the wire",
+        "Not feasible",
+    } <= set(found.texts["h2"])
     (usp,) = compared("usp+zero1")
     assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
     assert path.read_text().count("<svg") == 1 and "peak memory per rank" in path.read_text()
