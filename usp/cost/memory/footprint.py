@@ -76,12 +76,20 @@ def least_bytes(job: Job, layers: Mapping[int, LayerActivations]) -> int:
     layers: from `different_activations`, of a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
     """
     last = layers[job.model.alike[job.stage_layers[0][-1]]]
-    kept = 0 if job.config.ac_offload else sum(layers[kind].kept * number for kind, number in job.kinds(0).items())
-    flights = min(job.dims.pp, job.config.micro_batches) if job.config.pp_schedule == "1f1b" else 1
-    units = stage_units(job, 0).all
+    kept = {
+        stage: sum(layers[kind].kept * number for kind, number in job.kinds(stage).items())
+        * (not job.config.ac_offload)
+        for stage in job.stages(0)
+    }
+    units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
     whole = 0 if job.config.zero == 3 else job.dtype.itemsize * sum(unit.numel for unit in units)
-    needed = whole + flights * kept + max(last.mlp, last.norm, last.attention)
-    return 3 * FLOAT32 * sum(unit.shard for unit in units) + needed
+    if job.splits_backwards:  # the first rank begins with so many forwards of its first stage
+        flights = (2 * job.dims.pp - 1) * kept[0]
+    else:
+        _, others = _in_flight(Schedule.of(job, 0))
+        flights = kept[0] + max(_most(found, kept) for (stage, _), found in others.items() if stage == 0)
+        flights += max(last.mlp, last.norm, last.attention)
+    return 3 * FLOAT32 * sum(unit.shard for unit in units) + whole + flights
 
 
 def _moments(

@@ -26,6 +26,8 @@ from usp.model.facts import ModelFacts
 
 from .layouts import Question, layouts, savings
 
+FAMILIES = 6  # in a report
+
 
 @dataclass(frozen=True)
 class Predictor:
@@ -79,7 +81,7 @@ def search(
     predictor: Predictor,
     memory_bytes: float,
     *,
-    keep: int = 10,
+    keep: int = FAMILIES,
     only: Callable[[TrainConfig], bool] = lambda layout: True,
     report: Callable[[int, int], None] = lambda tried, layouts: None,
 ) -> Found:

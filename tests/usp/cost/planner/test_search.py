@@ -19,7 +19,7 @@ from usp.cost.job import job_of
 from usp.cost.planner.advice import broken_tips, degrees, parts, seconds, why_slower
 from usp.cost.planner.choice import choose, contradicted, planned, predictor_for
 from usp.cost.planner.layouts import Question, layouts, savings
-from usp.cost.planner.search import Candidate, Predictor, family, search, tightest
+from usp.cost.planner.search import FAMILIES, Candidate, Predictor, family, search, tightest
 from usp.cost.time.compute import Seconds
 from usp.cost.time.step_time import StepTime, TransferSeconds, step_seconds
 from usp.hf.models import load_model_config, model_facts
@@ -80,7 +80,7 @@ def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, mem
             seconds = predictor.seconds(config).total
             fastest[family(config)] = min(seconds, fastest.get(family(config), seconds))
     found = search(LONG, facts, predictor, memory)
-    assert [candidate.time.total for candidate in found.best] == pytest.approx(sorted(fastest.values())[:10])
+    assert [candidate.time.total for candidate in found.best] == pytest.approx(sorted(fastest.values())[:FAMILIES])
     assert all(candidate.time.total == pytest.approx(fastest[family(candidate.config)]) for candidate in found.best)
     assert all(candidate.peak_bytes <= memory for candidate in found.best)
     assert found.tried <= found.layouts
@@ -110,7 +110,7 @@ def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
                 fastest[family(config)] = min(time, fastest.get(family(config), time))
     if exhaustive:
         found = [candidate.time.total for candidate in choice.found.best]
-        assert found == pytest.approx(sorted(fastest.values())[:10], rel=1e-9)
+        assert found == pytest.approx(sorted(fastest.values())[:FAMILIES], rel=1e-9)
     else:
         assert choice.best.time.total <= min(fastest.values()) * (1 + 1e-9)
 
