@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 
 from .bands import Task, block_tasks, rank_pieces
@@ -35,7 +35,7 @@ class Message:
     peer: int
     slices: Intervals
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return size(self.slices)
 
@@ -67,12 +67,12 @@ class RingSchedule:
     direction: int
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def tokens_sent(self) -> int:
         """Number of tokens whose K and V this rank sends in the forward, and again in the backward."""
         return sum(m.tokens for step in self.steps for m in (*step.send_held, *step.send_own))
 
-    @property
+    @cached_property
     def grad_tokens_sent(self) -> int:
         """Number of tokens whose dK and dV this rank sends in the backward."""
         return sum(m.tokens for step in self.steps for m in step.grad_send)

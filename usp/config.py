@@ -7,11 +7,13 @@ depends on the machine; the rules that a configuration must satisfy are in `usp.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from tyro.conf import arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
@@ -34,12 +36,35 @@ LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
+UNITS = {"": 1, "K": 2**10, "M": 2**20}
+
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
 
 
 def one_of(choices: tuple[str, ...]) -> Any:
     """Show `choices` in the help; `usp.train.validate` checks the value, to report it with all other violations."""
     return arg(metavar="{" + ",".join(choices) + "}")
+
+
+def token_count(text: str) -> int:
+    """Parse a number of tokens, an integer followed by K, M or nothing: `128K` is 131072.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    found = re.fullmatch(r"(-?\d+)([KM]?)", text.strip().upper())
+    if found is None:
+        raise ValueError(f"{text} must be a number of tokens such as 131072, 128K or 1M")
+    return int(found[1]) * UNITS[found[2]]
+
+
+TOKENS = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="N|NK|NM",
+    instance_from_str=lambda words: token_count(words[0]),
+    is_instance=lambda value: isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
 
 
 @dataclass(frozen=True)
@@ -187,8 +212,8 @@ class _Training:
     parse_special_tokens: bool = False
     """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
 
-    seq_len: int = 4096
-    """Sequence length in tokens, before sharding over ranks."""
+    seq_len: Annotated[int, TOKENS] = 4096
+    """Sequence length in tokens, before sharding over ranks; 128K is 131072, 1M is 1024K."""
     rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
     """Scaling of rotary positions, for a --seq-len beyond a checkpoint's limit. ntk changes the base (NTK-aware)."""
     batch_size: int = 1

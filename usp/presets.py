@@ -1,7 +1,8 @@
 """Model presets: a transformers model type and the options that differ from its defaults.
 
 The tiny presets train on bytes in seconds on a CPU, and have enough heads for four Ulysses ranks. The others have the
-published architecture of the model they are named after, with random weights.
+published architecture of the model they are named after, with random weights: the figures of config.json in the
+repository on huggingface.co that stands beside them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,13 @@ def _experts(number: int, chosen: int, intermediate: int) -> dict[str, Any]:
 _LLAMA = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA3 = _LLAMA | {"bos_token_id": 128000, "eos_token_id": 128001}
 _MIXTRAL = _LLAMA | {"router_aux_loss_coef": 0.02}
-_QWEN3_MOE = _experts(128, 8, intermediate=768) | {"head_dim": 128}
+_LLAMA31_ROPE: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+_LLAMA31_ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA31: dict[str, Any] = _LLAMA3 | {"rope_parameters": _LLAMA31_ROPE}
+_QWEN25 = {"rms_norm_eps": 1e-5}
+_SMALL = _LLAMA | {"head_dim": 128, "sliding_window": None}
+_MIXTRAL22 = _LLAMA | {"router_aux_loss_coef": 0.001}
+_A3B, _A22B = (_experts(128, 8, intermediate=size) | {"head_dim": 128} for size in (768, 1536))
 
 PRESETS: dict[str, Preset] = {
     "tiny": _tiny("llama"),
@@ -78,14 +85,27 @@ PRESETS: dict[str, Preset] = {
     "mistral-tiny": _tiny("mistral", sliding_window=1024),
     "mixtral-tiny": _tiny("mixtral", num_local_experts=8, output_router_logits=True, router_aux_loss_coef=0.02),
     "qwen3-moe-tiny": _tiny("qwen3_moe", **_experts(16, 4, intermediate=96), output_router_logits=True),
+    # meta-llama/Llama-2-7b-hf, Llama-2-70b-hf, Meta-Llama-3-8B, Meta-Llama-3-70B, Llama-3.1-405B
     "llama2-7b": _preset("llama", 4096, 11008, 32, 32, 32, vocab=32000, longest=4096, **_LLAMA),
     "llama2-70b": _preset("llama", 8192, 28672, 80, 64, 8, vocab=32000, longest=4096, **_LLAMA),
     "llama3-8b": _preset("llama", 4096, 14336, 32, 32, 8, vocab=128256, longest=8192, theta=5e5, **_LLAMA3),
+    "llama3-70b": _preset("llama", 8192, 28672, 80, 64, 8, vocab=128256, longest=8192, theta=5e5, **_LLAMA3),
+    "llama3-405b": _preset("llama", 16384, 53248, 126, 128, 8, vocab=128256, longest=131072, **_LLAMA31),
+    # Qwen/Qwen2-7B, Qwen2.5-32B, Qwen2.5-72B
     "qwen2-7b": _preset("qwen2", 3584, 18944, 28, 28, 4, vocab=152064, longest=131072, theta=1e6),
+    "qwen2.5-32b": _preset("qwen2", 5120, 27648, 64, 40, 8, vocab=152064, longest=131072, theta=1e6, **_QWEN25),
+    "qwen2.5-72b": _preset("qwen2", 8192, 29568, 80, 64, 8, vocab=152064, longest=131072, theta=1e6, **_QWEN25),
+    # Qwen/Qwen3-8B, Qwen3-14B, Qwen3-32B, Qwen3-30B-A3B, Qwen3-235B-A22B
     "qwen3-8b": _preset("qwen3", 4096, 12288, 36, 32, 8, vocab=151936, longest=40960, theta=1e6),
+    "qwen3-14b": _preset("qwen3", 5120, 17408, 40, 40, 8, vocab=151936, longest=40960, theta=1e6),
+    "qwen3-32b": _preset("qwen3", 5120, 25600, 64, 64, 8, vocab=151936, longest=40960, theta=1e6, head_dim=128),
+    "qwen3-30b-a3b": _preset("qwen3_moe", 2048, 6144, 48, 32, 4, vocab=151936, longest=40960, theta=1e6, **_A3B),
+    "qwen3-235b-a22b": _preset("qwen3_moe", 4096, 12288, 94, 64, 4, vocab=151936, longest=40960, theta=1e6, **_A22B),
+    # mistralai/Mistral-7B-v0.1, Mistral-Small-24B-Base-2501, Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1
     "mistral-7b": _preset("mistral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, sliding_window=4096, **_LLAMA),
+    "mistral-small": _preset("mistral", 5120, 32768, 40, 32, 8, vocab=131072, longest=32768, theta=1e8, **_SMALL),
     "mixtral-8x7b": _preset("mixtral", 4096, 14336, 32, 32, 8, vocab=32000, longest=32768, theta=1e6, **_MIXTRAL),
-    "qwen3-30b-a3b": _preset("qwen3_moe", 2048, 6144, 48, 32, 4, vocab=151936, longest=40960, theta=1e6, **_QWEN3_MOE),
+    "mixtral-8x22b": _preset("mixtral", 6144, 16384, 56, 48, 8, vocab=32000, longest=65536, theta=1e6, **_MIXTRAL22),
 }
 
 

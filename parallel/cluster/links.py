@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from .hardware import Hardware, Link
@@ -35,7 +36,8 @@ def transfer_seconds(
     """
     if len(ranks) < 2:
         return 0.0
-    crossing = _exchanged(hardware, ranks) if kind == "exchange" else _passed_on(hardware, ranks, kind)
+    rings = kind in ("gather", "reduce") and hardware.parallel_rings
+    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
     links: dict[int, Link] = {level: getattr(hardware.tiers[level], kind) for level in crossing}
     seconds = 0.0
     for level, (device_part, domain_part) in crossing.items():
@@ -49,41 +51,59 @@ def transfer_seconds(
 
 def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
     """Return the `overlap` of the outermost tier between `ranks`."""
-    return hardware.tiers[_level_of(hardware, min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
+    return hardware.tiers[_Tree.of(hardware).level(min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
 
 
-def _level_of(hardware: Hardware, a: int, b: int) -> int:
-    """Return the index of the innermost tier that connects two ranks.
+@dataclass(frozen=True)
+class _Tree:
+    """The numbers of devices of the tiers, innermost first; 0 for any number."""
 
-    Raises:
-        ValueError: if the last tier connects too few devices.
+    name: str
+    devices: tuple[int, ...]
+
+    @staticmethod
+    def of(hardware: Hardware) -> _Tree:
+        return _Tree(hardware.name, tuple(tier.devices for tier in hardware.tiers))
+
+    def level(self, a: int, b: int) -> int:
+        """Return the index of the innermost tier that connects two ranks.
+
+        Raises:
+            ValueError: if the last tier connects too few devices.
+        """
+        for level, devices in enumerate(self.devices):
+            if not devices or a // devices == b // devices:
+                return level
+        raise ValueError(
+            f"{self.name} connects {self.devices[-1]} devices, too few for rank {max(a, b)}: add a tier with "
+            f"devices=0, such as the network between hosts"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _crossing(tree: _Tree, ranks: Sequence[int], shared: bool, kind: str) -> dict[int, tuple[float, float]]:
+    """Return, by tier, the fractions of a rank's bytes that use its own link and that leave the inner tier.
+
+    shared: whether the ranks inside a tier share what a ring sends out of it.
     """
-    for level, tier in enumerate(hardware.tiers):
-        if not tier.devices or a // tier.devices == b // tier.devices:
-            return level
-    raise ValueError(
-        f"{hardware.name} connects {hardware.tiers[-1].devices} devices, too few for rank {max(a, b)}: add a tier with "
-        f"devices=0, such as the network between hosts"
-    )
+    return _exchanged(tree, ranks) if kind == "exchange" else _passed_on(tree, ranks, shared)
 
 
-def _exchanged(hardware: Hardware, ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Return, by tier, the fractions of a rank's bytes that use its own link and that leave the inner tier."""
+def _exchanged(tree: _Tree, ranks: Sequence[int]) -> dict[int, tuple[float, float]]:
     worst: dict[int, float] = {}
     for rank in ranks:
-        levels = Counter(map(partial(_level_of, hardware, rank), (other for other in ranks if other != rank)))
+        levels = Counter(map(partial(tree.level, rank), (other for other in ranks if other != rank)))
         for level, count in levels.items():
             worst[level] = max(worst.get(level, 0.0), count / (len(ranks) - 1))
     return {level: (part, sum(worst[other] for other in worst if other >= level)) for level, part in worst.items()}
 
 
-def _passed_on(hardware: Hardware, ranks: Sequence[int], kind: str) -> dict[int, tuple[float, float]]:
+def _passed_on(tree: _Tree, ranks: Sequence[int], shared: bool) -> dict[int, tuple[float, float]]:
     """Return the same fractions if each rank sends to the next one."""
-    levels = {_level_of(hardware, a, b) for a, b in pairwise([*ranks, ranks[0]])}
+    levels = {tree.level(a, b) for a, b in pairwise([*ranks, ranks[0]])}
     crossing = {}
     for level in levels:
-        size = hardware.tiers[level - 1].devices if level else 1
+        size = tree.devices[level - 1] if level else 1
         together = max(Counter(rank // size for rank in ranks).values())
-        spread = together if kind in ("gather", "reduce") and hardware.parallel_rings else 1
-        crossing[level] = (1.0 / spread, 1.0 / together)
+        crossing[level] = (1.0 / (together if shared else 1), 1.0 / together)
     return crossing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
-from usp.config import AC_MODES, TrainConfig, one_of
+from usp.config import AC_MODES, TOKENS, TrainConfig, flag, one_of
 from usp.run.failures import nearest
 
 from .flags import output_problem
@@ -22,7 +21,6 @@ CONVENTIONS = (
     "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
     "As the paper counts: Table 2 of arXiv 2405.07719."
 )
-UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,12 @@ class CostConfig:
 
     model: Annotated[str, arg(metavar="PRESET|PATH")] = "llama3-8b"
     """Model preset or local transformers checkpoint directory."""
-    seq_len: Annotated[str, arg(metavar="N")] = "128K"
-    """Sequence length in tokens; K is 1024, M is 1024 K."""
+    seq_len: Annotated[int, TOKENS] = 2**17
+    """Sequence length in tokens; 128K is 131072, 1M is 1024K."""
     batch: Annotated[int, arg(metavar="N")] = 1
     """Sequences per step over all devices."""
+    micro_batch: Annotated[int, arg(metavar="N")] = 1
+    """Sequences of a micro-batch on one data-parallel rank, the same in every method."""
     devices: Annotated[int, arg(metavar="N")] = 16
     """Number of devices."""
     methods: Annotated[str, arg(metavar="M,M,...", help_behavior_hint="(default: all)")] = ""
@@ -57,22 +57,22 @@ class CostConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
-    seq_len = tokens(asked.seq_len)
     if problems := _problems(asked):
         raise ValueError("; ".join(problems))
     from usp.cost.compare.comparison import compare
     from usp.cost.compare.page import page
-    from usp.cost.compare.plots import plot, sweep
+    from usp.cost.compare.plots import plot, short, sweep
     from usp.cost.compare.tables import comparison_json, comparison_tables
-    from usp.cost.methods import DEFAULT, Method
+    from usp.cost.methods import DEFAULT, Batch, Method
     from usp.hf.models import formula_violation, load_model_config
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
-    base = TrainConfig(model=asked.model, seq_len=seq_len, ac=asked.ac, dtype="bfloat16")
-    model_config = load_model_config(asked.model)
+    base = TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16")
+    model_config = load_model_config(asked.model, weights=False)
     if violation := formula_violation(asked.model, model_config):
         raise ValueError(violation)
-    found = compare(methods, base, model_config, asked.devices, asked.batch)
+    batch = Batch(asked.batch, asked.micro_batch)
+    found = compare(methods, base, model_config, asked.devices, batch)
     if asked.json:
         print(json.dumps(comparison_json(found), indent=1))
     elif asked.markdown:
@@ -81,8 +81,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         Console().print(*(table.table() for table in comparison_tables(found)), sep="\n")
     if asked.plot is None and asked.html is None:
         return
-    title = f"{asked.model}, {asked.devices} devices, {asked.seq_len} tokens, batch {asked.batch}"
-    drawn = plot(*sweep(methods, base, model_config, asked.devices, asked.batch))
+    title = f"{asked.model}, {asked.devices} devices, {short(asked.seq_len)} tokens, batch {asked.batch}"
+    drawn = plot(*sweep(methods, base, model_config, asked.devices, batch))
     if asked.plot is not None:
         drawn.suptitle(title)
         drawn.savefig(asked.plot)
@@ -93,19 +93,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
 
 def _problems(asked: CostConfig) -> list[str]:
-    values = {"batch": asked.batch, "devices": asked.devices}
-    problems = [f"--{name} {value} must be at least 1" for name, value in values.items() if value < 1]
+    counts = {name: getattr(asked, name) for name in ("seq_len", "batch", "micro_batch", "devices")}
+    problems = [f"{flag(name)} {value} must be at least 1" for name, value in counts.items() if value < 1]
     if asked.ac not in AC_MODES:
         problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")
     if asked.json and asked.markdown:
         problems.append("--json and --markdown are mutually exclusive: give one")
     outputs = (output_problem("--plot", asked.plot, ".png"), output_problem("--html", asked.html, ".html"))
     return [*problems, *filter(None, outputs)]
-
-
-def tokens(text: str) -> int:
-    """Parse a sequence length, a positive integer followed by K, M or nothing: `128K` is 131072."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
-    if found is None or not int(found[1]):
-        raise ValueError(f"--seq-len {text} must be a number of tokens such as 131072, 128K or 1M")
-    return int(found[1]) * UNITS[found[2]]

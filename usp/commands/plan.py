@@ -49,8 +49,16 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     out = Path(asked.out).expanduser()
     if problem := output_problem("--out", out if asked.out else None, ".yaml", ".yml"):
         raise ConfigurationError(problem)
-    choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware))
-    Console().print(render_plan(choice, suppose(choice)))
+    with Console(stderr=True).status("planning") as status:
+
+        def report(tried: int, layouts: int) -> None:
+            if tried % 100 == 0:
+                status.update(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
+
+        choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware), report)
+        status.update("planning: with other memory and links")
+        shown = render_plan(choice, suppose(choice))
+    Console().print(shown)
     if asked.out:
         out.write_text(yaml.safe_dump(asdict(choice.best.config), sort_keys=False))
         print(f"written: {out} (torchrun ... train.py --config {out})")

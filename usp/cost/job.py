@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
 
 import torch
 
@@ -23,7 +25,7 @@ from usp.train.resolve import resolve
 __all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
     """One optimizer step of `Fsdp2Engine`. Sequences are one document each.
 
@@ -38,11 +40,11 @@ class Job:
     dims: ParallelDims
     balance: bool = False
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return math.prod(self.dims.degrees().values())
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The compute dtype; master weights and reductions are float32. `auto` is a GPU's, except with device=cpu."""
         auto = torch.float32 if self.config.device == "cpu" else torch.bfloat16
@@ -53,7 +55,7 @@ class Job:
         """Whether forwards without gradients count the routers' choices before the step (`usp.train.engines`)."""
         return self.balance and self.config.router_balance == "step" and self.config.micro_batches > 1
 
-    @property
+    @cached_property
     def layout(self) -> SequenceLayout:
         """The layout of a sequence on ring x ulysses."""
         return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses)
@@ -63,12 +65,12 @@ class Job:
         """Sequences of one micro-batch on one data-parallel rank."""
         return self.config.batch_size // self.config.micro_batches
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank of ring x ulysses."""
         return self.rows * self.layout.local_len
 
-    @property
+    @cached_property
     def outer_tokens(self) -> int:
         """Tokens of one micro-batch on one rank outside of attention and MLP, which tp ranks may share."""
         return self.tokens // self.dims.tp if self.config.tp_sequence_parallel else self.tokens
@@ -78,7 +80,7 @@ class Job:
         """Whether backwards are split into one for the inputs and a later one for the weights."""
         return self.config.pp_schedule == "zero-bubble" and self.dims.pp > 1
 
-    @property
+    @cached_property
     def stage_layers(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
         return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
@@ -87,32 +89,38 @@ class Job:
         """Return the pipeline stages of a rank."""
         return rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
 
+    def kinds(self, stage: int) -> Counter[int]:
+        """Count the layers of a stage by the layer that they equal (`ModelShape.alike`)."""
+        return Counter(self.model.alike[index] for index in self.stage_layers[stage])
+
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
-        return self._extent(axis)[0]
+        return self._extents[axis][0]
 
-    def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
+    def ranks(self, axis: str, rank: int) -> range:
         """Return the global ranks of the group of `rank` along an axis, ascending."""
-        degree, stride = self._extent(axis)
+        degree, stride = self._extents[axis]
         first = rank - self.place(axis, rank) * stride
-        return tuple(range(first, first + degree * stride, stride))
+        return range(first, first + degree * stride, stride)
 
     def place(self, axis: str, rank: int) -> int:
         """Return the coordinate of `rank` along an axis."""
-        degree, stride = self._extent(axis)
+        degree, stride = self._extents[axis]
         return rank // stride % degree
 
-    def _extent(self, axis: str) -> tuple[int, int]:
-        """Return the degree of an axis, and the distance between neighbours along it."""
-        if axis in ("efsdp", "ep"):
-            return (self.dims.efsdp, self.dims.ep) if axis == "efsdp" else (self.dims.ep, 1)
-        if axis == "ends":
-            pp, stride = self._extent("pp")
-            return (2, stride * (pp - 1)) if pp > 1 else (1, stride)
-        parts, degrees = DERIVED_AXES.get(axis, (axis,)), self.dims.degrees()
-        inner = reversed(degrees)  # the parts of a derived axis are adjacent
-        stride = math.prod(degrees[other] for other in takewhile(lambda other: other not in parts, inner))
-        return math.prod(degrees[part] for part in parts), stride
+    @cached_property
+    def _extents(self) -> Mapping[str, tuple[int, int]]:
+        """The degree of each axis, and the distance between neighbours along it."""
+        found, stride = {"efsdp": (self.dims.efsdp, self.dims.ep), "ep": (self.dims.ep, 1)}, 1
+        for axis, degree in reversed(self.dims.degrees().items()):
+            found[axis] = degree, stride
+            stride *= degree
+        for axis, parts in DERIVED_AXES.items():  # the parts of a derived axis are adjacent
+            degrees, strides = zip(*(found[part] for part in parts), strict=True)
+            found[axis] = math.prod(degrees), min(strides)
+        pp, stride = found["pp"]
+        found["ends"] = (2, stride * (pp - 1)) if pp > 1 else (1, stride)
+        return found
 
 
 def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, model: ModelShape | None = None) -> Job:

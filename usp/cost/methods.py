@@ -32,6 +32,14 @@ DEFAULT = (
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The sequences of a step over all devices, and those of a micro-batch on one data-parallel rank."""
+
+    sequences: int
+    rows: int = 1
+
+
+@dataclass(frozen=True)
 class Method:
     """A method's name and its parts: axis and degree, None for the remaining ranks."""
 
@@ -95,21 +103,26 @@ class Method:
         return {**flags, "zero": default if stage is None else stage}
 
 
-def config_for(method: Method, base: TrainConfig, facts: ModelFacts, devices: int, batch: int) -> TrainConfig:
-    """Return the configuration of a run with `batch` sequences per step; in a pipeline each sequence is a micro-batch.
+def config_for(method: Method, base: TrainConfig, facts: ModelFacts, devices: int, batch: Batch) -> TrainConfig:
+    """Return the configuration of a run with `batch` per step, whose micro-batches have the same size in every method.
 
     Raises:
-        ValueError: if `batch` does not divide evenly over the data-parallel ranks, or is too small for the pipeline.
+        ValueError: if `batch` does not divide evenly over the data-parallel ranks and their micro-batches, or is too
+            small for the pipeline.
     """
     flags = method.flags(facts, devices)
     others = math.prod(int(flags.get(name, 1)) for name in ("sp_ulysses", "sp_ring", "tp", "pp"))
     data = devices // others
-    if batch % data:
-        multiple = -(-batch // data) * data
+    each = data * batch.rows
+    if batch.sequences % each:
+        ranks = f"{data} data-parallel ranks" + (f" x --micro-batch {batch.rows}" if batch.rows > 1 else "")
         raise ValueError(
-            f"--batch {batch} must be a multiple of the {data} data-parallel ranks: use --batch {multiple}"
+            f"--batch {batch.sequences} must be a multiple of the {ranks}: use --batch "
+            f"{-(-batch.sequences // each) * each}"
         )
-    rows, pp = batch // data, int(flags.get("pp", 1))
-    if rows < pp:
-        raise ValueError(f"pp={pp} needs {pp} micro-batches, --batch {batch} gives {rows}: use --batch {pp * data}")
-    return replace(base, **flags, batch_size=rows, micro_batches=rows if pp > 1 else 1)  # type: ignore[arg-type]
+    number, pp = batch.sequences // each, int(flags.get("pp", 1))
+    if number < pp:
+        raise ValueError(
+            f"pp={pp} needs {pp} micro-batches, --batch {batch.sequences} gives {number}: use --batch {pp * each}"
+        )
+    return replace(base, **flags, batch_size=number * batch.rows, micro_batches=number)  # type: ignore[arg-type]

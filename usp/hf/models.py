@@ -50,11 +50,14 @@ LIMIT, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 hide_progress_bars = logging.disable_progress_bar  # transformers', in this process
 
 
-def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False) -> PretrainedConfig:
+def load_model_config(
+    model: str, head: ModelHead = "lm", new_head: bool = False, weights: bool = True
+) -> PretrainedConfig:
     """Return the transformers configuration of a preset or a local checkpoint directory, with the requested head.
 
     new_head: replace a causal LM's head by a scalar one, which `load_weights` initializes; if False, a directory must
         already have the requested head.
+    weights: whether a directory must have weights as well, rather than config.json alone.
 
     Raises:
         ValueError: if `model` is neither, has an unsupported model type, weight format or head, or, for a causal LM,
@@ -75,7 +78,7 @@ def load_model_config(model: str, head: ModelHead = "lm", new_head: bool = False
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"model={model}: transformers cannot read its config.json: {error}") from error
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"model={model} has no .safetensors weights; other formats can execute code and are not read")
     if problems := training_problems(config):
         raise ValueError(f"model={model} has model_type={config.model_type!r}, which is not trained: {problems}")

@@ -11,7 +11,7 @@ from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
 
 from .integrate import decoder_layers
 from .models import empty_model, experts_per_token
-from .prune import backbone, model_parts
+from .prune import backbone, head_name, model_parts
 from .structure.experts import expert_modules
 from .tensor_parallel import tp_plan
 
@@ -19,7 +19,7 @@ from .tensor_parallel import tp_plan
 def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
 
-    Supports causal LMs of `usp.hf.models.FAMILIES`.
+    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one.
     """
     model = empty_model(config)
     plan = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in tp_plan(model).items()]
@@ -36,6 +36,7 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
                 found.append(ParameterShape(name, tuple(parameter.shape), "untouched" if routed else style))
         return tuple(found)
 
+    head = model.get_submodule(head_name(model))
     known: dict[LayerShape, LayerShape] = {}
     layers = [LayerShape(shapes(layer), shapes(layer, routed=True)) for layer in decoder_layers(model)]
     return ModelShape(
@@ -44,6 +45,6 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         embedding=shapes(model.get_input_embeddings()),
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
         norm=shapes(getattr(backbone(model), model_parts(model).norm)),
-        head=() if facts.tied else shapes(model.get_output_embeddings()),
+        head=() if facts.tied else shapes(head),
         experts_per_token=experts_per_token(config) if facts.num_experts else 0,
     )

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -117,13 +118,20 @@ class ModelShape:
         head = self.embedding if self.facts.tied and not first else self.head
         return (self.embedding if first else ()) + (self.norm + head if last else ())
 
-    @property
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each layer, the first one with the same shapes and window; only that one needs to be computed."""
+        first: dict[tuple[LayerShape, int], int] = {}
+        layers = zip(self.layers, self.facts.windows, strict=True)
+        return tuple(first.setdefault(layer, index) for index, layer in enumerate(layers))
+
+    @cached_property
     def expert_size(self) -> int:
         """Intermediate size of one expert; 0 for a dense model."""
         experts = (parameter for layer in self.layers for parameter in layer.experts)
         return next((parameter.shape[-1] for parameter in experts if parameter.name.endswith("down_proj")), 0)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         layers = (part for layer in self.layers for part in (*layer.parameters, *layer.experts))
         return sum(part.numel for part in (*self.embedding, *layers, *self.norm, *self.head))

@@ -57,15 +57,21 @@ class Resolved:
         return self.config, self.model_config, self.facts, self.dims
 
 
-def resolve(config: TrainConfig, world_size: int, model_config: ModelConfig | None = None) -> Resolved:
-    """Resolve `config` on `world_size` ranks; model_config: from `trained_model`, if the caller has it."""
+def resolve(
+    config: TrainConfig, world_size: int, model_config: ModelConfig | None = None, weights: bool = True
+) -> Resolved:
+    """Resolve `config` on `world_size` ranks.
+
+    model_config: from `trained_model`, if the caller has it.
+    weights: whether a model directory must have weights as well, rather than config.json alone.
+    """
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
     config = replace(config, learning_rate=settled_rate(config.learning_rate, config.model, **rates))
     config = settled_lora(config)
     if model_config is None:
         try:
-            model_config = load_model_config(config.model)
+            model_config = load_model_config(config.model, weights=weights)
             model_config = _with_context(config, model_config)
         except (ValueError, OSError) as error:
             problems.append(with_flags(str(error)))
@@ -104,14 +110,16 @@ def lora_problems(config: LoraConfig, model: ModelConfig) -> Iterator[str]:
         yield with_flags(str(error))
 
 
-def trained_model(config: TrainConfig) -> ModelConfig:
+def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
     """Return the configuration of the model that `config` trains, with the context it is trained for.
+
+    weights: as in `resolve`.
 
     Raises:
         ValueError: as `load_model_config` and `with_context`.
     """
     try:
-        return _with_context(config, load_model_config(config.model))
+        return _with_context(config, load_model_config(config.model, weights=weights))
     except ValueError as error:
         raise ValueError(with_flags(str(error))) from error
 

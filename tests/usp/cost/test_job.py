@@ -9,7 +9,8 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.testing import RankPool
 from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
-from usp.hf.models import empty_model, load_model_config
+from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
+from usp.hf.shapes import model_shape
 from usp.run.failures import ConfigurationError
 
 
@@ -22,6 +23,16 @@ def job(world_size: int, **flags: object) -> Job:
 def test_every_parameter_is_counted_once(model: str) -> None:
     whole = empty_model(load_model_config(model))
     assert job(1, model=model).model.numel == sum(parameter.numel() for parameter in whole.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scalar_head_is_one_row(tied: bool) -> None:
+    causal = load_model_config("qwen3-tiny")
+    causal.tie_word_embeddings = tied
+    config = scalar_config(causal)
+    shape = model_shape(model_facts("critic", config), config)
+    assert [p.shape for p in shape.head] == [(1, causal.hidden_size)] and not shape.facts.tied
+    assert shape.numel == sum(parameter.numel() for parameter in empty_model(config).parameters())
 
 
 def test_tensor_parallel_ranks_shard_what_the_plan_shards() -> None:
@@ -61,4 +72,4 @@ def test_groups_equal_those_of_the_mesh(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks.run(groups_of_the_mesh, 8)):
         for dims, groups in zip(GRIDS, found, strict=True):
             asked = Job(TrainConfig(), model, dims.resolve(8))
-            assert {axis: asked.ranks(axis, rank) for axis in AXES} == groups
+            assert {axis: tuple(asked.ranks(axis, rank)) for axis in AXES} == groups

@@ -24,11 +24,20 @@ TINY = [name for name in PRESETS if "tiny" in name]
     [
         ("llama2-7b", 6.738),
         ("llama3-8b", 8.030),
+        ("llama3-70b", 70.554),
+        ("llama3-405b", 405.853),
         ("qwen2-7b", 7.616),
+        ("qwen2.5-32b", 32.764),
+        ("qwen2.5-72b", 72.706),
         ("qwen3-8b", 8.191),
+        ("qwen3-14b", 14.768),
+        ("qwen3-32b", 32.762),
         ("mistral-7b", 7.242),
+        ("mistral-small", 23.572),
         ("mixtral-8x7b", 46.703),
+        ("mixtral-8x22b", 140.621),
         ("qwen3-30b-a3b", 30.532),
+        ("qwen3-235b-a22b", 235.094),
     ],
 )
 def test_presets_have_the_published_parameter_count(preset: str, billions: float) -> None:

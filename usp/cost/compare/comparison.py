@@ -10,7 +10,7 @@ from fractions import Fraction
 from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import Footprint, footprint
-from usp.cost.methods import Method, config_for
+from usp.cost.methods import Batch, Method, config_for
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
 from usp.hf.models import ModelConfig, model_facts
@@ -37,11 +37,13 @@ class PaperCost:
 
 @dataclass(frozen=True)
 class Compared:
-    """One method's costs in bytes, of the rank with the highest peak memory.
+    """One method's costs in bytes.
 
     Attributes:
         problem: why the method is not feasible, else empty; a method with a problem has no other values.
-        block_parameters, block_activations: sent by the rank's first layer in a step.
+        rank: the one with the highest peak memory; memory: its own.
+        sender: the one that sends most in a step; step: what it sends.
+        block_parameters, block_activations: sent by the sender's first layer in a step.
         paper: None for methods that Table 2 does not have.
     """
 
@@ -49,6 +51,7 @@ class Compared:
     problem: str = ""
     degrees: str = ""
     rank: int = 0
+    sender: int = 0
     block_parameters: tuple[Sent, ...] = ()
     block_activations: tuple[Sent, ...] = ()
     step: tuple[Sent, ...] = ()
@@ -62,16 +65,16 @@ class Compared:
 
 
 def compare(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
+    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
 ) -> list[Compared]:
-    """Compare methods on `devices` ranks with `batch` sequences of base.seq_len tokens per step."""
+    """Compare methods on `devices` ranks with `batch`, sequences of base.seq_len tokens, per step."""
     facts = model_facts(base.model, model_config)
     shape = model_shape(facts, model_config)
     found = []
     for method in methods:
         try:
             config = config_for(method, base, facts, devices, batch)
-            found.append(_compared(method, job_of(config, model_config, devices, shape), batch))
+            found.append(_compared(method, job_of(config, model_config, devices, shape), batch.sequences))
         except ValueError as error:
             found.append(Compared(method.name, problem=str(error)))
     return found
@@ -81,14 +84,18 @@ def _compared(method: Method, job: Job, batch: int) -> Compared:
     memory, rank = max(
         ((footprint(job, rank), rank) for rank in job.ranks("pp", 0)), key=lambda pair: pair[0].peak.total
     )
-    parameters, activations = block_traffic(job, rank)
+    senders = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
+    sent = {each: step_traffic(job, each) for each in senders}
+    sender = max(sent, key=lambda each: sum(part.nbytes for part in sent[each]))
+    parameters, activations = block_traffic(job, sender)
     return Compared(
         method=method.name,
         degrees=f"{job.dims} zero={job.config.zero}",
         rank=rank,
+        sender=sender,
         block_parameters=parameters,
         block_activations=activations,
-        step=step_traffic(job, rank),
+        step=sent[sender],
         memory=memory,
         paper=_paper_cost(method.name, job, batch),
     )

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from usp.config import TrainConfig
-from usp.cost.methods import DEFAULT, Method
+from usp.cost.methods import DEFAULT, Batch, Method
 from usp.hf.models import load_model_config
 
 from .comparison import compare
@@ -28,7 +28,7 @@ def document() -> str:
     """
     example = TrainConfig(model="llama3-8b", seq_len=2**17, dtype="bfloat16")
     methods = [Method.parse(name) for name in DEFAULT]
-    found = compare(methods, example, load_model_config(example.model), devices=16, batch=1)
+    found = compare(methods, example, load_model_config(example.model), devices=16, batch=Batch(1))
     tables = "\n".join(table.markdown() for table in comparison_tables(found))
     extra = markdown((expert_row(experts_per_token=2), pipeline_row()))
     computed = (markdown(TABLE_2), extra, markdown(grouped_rows(group=4)), tables, "")

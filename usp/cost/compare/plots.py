@@ -8,7 +8,7 @@ from typing import Any
 
 from usp.config import TrainConfig
 from usp.cost.grid import GIB
-from usp.cost.methods import Method
+from usp.cost.methods import Batch, Method
 from usp.hf.models import ModelConfig
 
 from .comparison import Compared, compare
@@ -17,7 +17,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def sweep(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: int
+    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
 ) -> tuple[dict[int, list[Compared]], dict[int, list[Compared]]]:
     """Return comparisons (by devices: powers of two up to `devices`, by sequence length: 1/8 to 8 times the base's)."""
     degrees = [2**power for power in range(1, devices.bit_length())]
@@ -59,7 +59,7 @@ def _panel(axes: Any, found: dict[int, list[Compared]], names: list[str], what: 
         highest = max([highest, *(volume for _, volume in points)])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_xticks(list(found), [_short(place) for place in found])
+    axes.set_xticks(list(found), [short(place) for place in found])
     powers = range(-4, int(highest).bit_length() + 1)
     low, high = axes.get_ylim()
     axes.set_yticks([2.0**power for power in powers], [f"{2.0**power:g}" for power in powers])
@@ -70,7 +70,8 @@ def _panel(axes: Any, found: dict[int, list[Compared]], names: list[str], what: 
     axes.grid(alpha=0.3)
 
 
-def _short(number: int) -> str:
+def short(number: int) -> str:
+    """Return `128K` for 131072."""
     for unit, name in ((2**20, "M"), (2**10, "K")):
         if number >= unit and number % unit == 0:
             return f"{number // unit}{name}"

@@ -30,7 +30,7 @@ def _communication(found: Sequence[Compared]) -> Grid:
         (one.method, one.degrees, _sent(one.block_activations), _sent(one.block_parameters), size(one.sent))
         for one in found
     )
-    return Grid("Sent per rank and step, on the wire", columns, rows)
+    return Grid("Sent in a step by the busiest rank, on the wire", columns, rows)
 
 
 def _memory(found: Sequence[Compared]) -> Grid:
@@ -41,7 +41,7 @@ def _memory(found: Sequence[Compared]) -> Grid:
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
         rows.append((method, *(f"{part / unit:.1f}" for part in (*parts, memory.peak.total)), memory.peak.name))
     columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
-    return Grid(f"Memory per rank, {name}", columns, tuple(rows))
+    return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
 
 
 def _paper(found: Sequence[Compared]) -> Grid:

@@ -147,7 +147,7 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
         problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
     if config.compile:
         problems.append("--compile has no dry run, which counts the operations of eager layers: remove it")
-    config, model_config, facts, dims = resolve(config, world_size).valid(problems)
+    config, model_config, facts, dims = resolve(config, world_size, weights=False).valid(problems)
     device = "cpu" if config.device == "cpu" else "cuda"
     name = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)

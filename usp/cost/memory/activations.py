@@ -7,7 +7,7 @@ its MLP, in the norm before it, and in the middle of attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attention import HeadPlan
 from usp.cost.job import Job, LayerShape
@@ -56,6 +56,25 @@ def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
         norm=added - mlp + norm,
         attention=added - mlp - region + _attention_backward(job) + entering,
     )
+
+
+def different_activations(job: Job) -> dict[int, LayerActivations]:
+    """Return the activations of every different layer, by the first one that is like it."""
+    return {index: layer_activations(job, job.model.layers[index]) for index in set(job.model.alike)}
+
+
+def least_layer_bytes(job: Job, mlp_tile: int) -> int:
+    """Return a lower bound of what one layer's backward needs, whatever is recomputed, offloaded or tiled."""
+    options = [("none", 0), *((ac, tile) for ac in ("attention-saved", "full") for tile in (0, mlp_tile))]
+    peaks = []
+    for ac, tile in options:
+        made = replace(job, config=replace(job.config, ac=ac, mlp_tile=tile))
+        layers = different_activations(made).values()
+        kept = [layer.kept if ac == "none" else 0 for layer in layers]
+        peaks.append(
+            max(own + max(each.mlp, each.norm, each.attention) for own, each in zip(kept, layers, strict=True))
+        )
+    return min(peaks)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ optimizer's, with all gradient shards; the fused AdamW needs no temporaries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from usp.cost.job import Job
-from usp.cost.traffic.order import actions
-from usp.cost.traffic.sharding import FLOAT32
+from usp.cost.traffic.order import Schedule, actions
+from usp.cost.traffic.sharding import FLOAT32, stage_units
 
+from .activations import LayerActivations
 from .split_backward import split_moments
 from .stage_memory import Moment, StageMemory
 
@@ -43,11 +46,45 @@ def footprint(job: Job, rank: int) -> Footprint:
     """Return the memory of `rank`."""
     stages = {stage: StageMemory(job, stage) for stage in job.stages(rank)}
     shards = FLOAT32 * sum(unit.shard for stage in stages.values() for unit in stage.groups)
-    most, others = _in_flight(job, rank, {number: stage.kept for number, stage in stages.items()})
-    host, _ = _in_flight(job, rank, {number: stage.host for number, stage in stages.items()})
+    flights, before = _in_flight(Schedule.of(job, rank))
+    most = _most(flights, {number: stage.kept for number, stage in stages.items()})
+    host = _most(flights, {number: stage.host for number, stage in stages.items()})
+    others = {key: _most(found, {n: stage.kept for n, stage in stages.items()}) for key, found in before.items()}
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
     moments = tuple(replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks)
     return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=moments)
+
+
+def least_saved_bytes(job: Job, layer: int) -> int:
+    """Return a lower bound of the peak on the first rank, with ZeRO stage 1 to 3 and any option that saves memory.
+
+    layer: from `least_layer_bytes`, of a job with the same micro-batches, ring, ulysses, tp and ep.
+    """
+    units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
+    shards = FLOAT32 * sum(unit.shard for unit in units)
+    return 3 * shards + max(shards, layer)
+
+
+def least_bytes(job: Job, layers: Mapping[int, LayerActivations]) -> int:
+    """Return a lower bound of the peak on the first rank: what its first stage's last layer needs in the backward.
+
+    layers: from `different_activations`, of a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
+    """
+    last = layers[job.model.alike[job.stage_layers[0][-1]]]
+    kept = {
+        stage: sum(layers[kind].kept * number for kind, number in job.kinds(stage).items())
+        * (not job.config.ac_offload)
+        for stage in job.stages(0)
+    }
+    units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
+    whole = 0 if job.config.zero == 3 else job.dtype.itemsize * sum(unit.numel for unit in units)
+    if job.splits_backwards:  # the first rank begins with so many forwards of its first stage
+        flights = (2 * job.dims.pp - 1) * kept[0]
+    else:
+        _, others = _in_flight(Schedule.of(job, 0))
+        flights = kept[0] + max(_most(found, kept) for (stage, _), found in others.items() if stage == 0)
+        flights += max(last.mlp, last.norm, last.attention)
+    return 3 * FLOAT32 * sum(unit.shard for unit in units) + whole + flights
 
 
 def _moments(
@@ -66,18 +103,26 @@ def _moments(
     yield Moment("optimizer", gradients=shards, transient=buffers)
 
 
-def _in_flight(job: Job, rank: int, each: Mapping[int, int]) -> tuple[int, dict[tuple[int, bool], int]]:
-    """Return (the maximum of the saved activations in flight, {(stage, whether an earlier backward of it has run): the
-    maximum of other micro-batches' activations during a backward}), where a stage's forward saves `each` bytes."""
-    live, most = 0, 0
-    others: dict[tuple[int, bool], int] = {}
-    for action in actions(job, rank):
-        kept = each[action.stage]
+Flight = tuple[tuple[int, int], ...]  # stages, each with the number of its micro-batches between forward and backward
+
+
+def _most(flights: Set[Flight], each: Mapping[int, int]) -> int:
+    """Return the most bytes in flight, where a stage's forward saves `each` bytes."""
+    return max(sum(number * each[stage] for stage, number in flight) for flight in flights)
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: Schedule) -> tuple[Set[Flight], Mapping[tuple[int, bool], Set[Flight]]]:
+    """Return (what is in flight after each forward, {(stage, whether an earlier backward of it has run): the other
+    micro-batches in flight during its backwards})."""
+    live: Counter[int] = Counter()
+    after: set[Flight] = set()
+    others: defaultdict[tuple[int, bool], set[Flight]] = defaultdict(set)
+    for action in actions(schedule):
         if action.kind == "forward":
-            live += kept
-            most = max(most, live)
+            live[action.stage] += 1
+            after.add(tuple(live.items()))
         elif action.kind != "inputs":  # the backward of the inputs frees nothing that the backward of the weights needs
-            key = action.stage, action.micro_batch > 0
-            others[key] = max(others.get(key, 0), live - kept)
-            live -= kept
-    return most, others
+            live[action.stage] -= 1
+            others[action.stage, action.micro_batch > 0].add(tuple(live.items()))
+    return after, others

@@ -13,12 +13,12 @@ half is the whole backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from usp.cost.job import Job
-from usp.cost.traffic.order import Action, actions
+from usp.cost.traffic.order import Action, Schedule, actions
 from usp.cost.traffic.sharding import FLOAT32
 
 from .activations import norm_work, split_layer
@@ -27,7 +27,8 @@ from .stage_memory import Moment, StageMemory
 
 def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
     """Yield the peaks of a step, the optimizer's last, without parameters and optimizer states."""
-    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(actions(job, rank))
+    order = actions(Schedule.of(job, rank))
+    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(order)
 
 
 @dataclass(eq=False)
@@ -64,9 +65,9 @@ class _Rank:
         self.early = stages.get(job.dims.pp - 1)  # the stage whose next stage is on the same rank
         self.activations = self.halves = self.gradients = 0
         self.buffers = sum(stage.memory.buffers for stage in stages.values())
-        self.split = cache(lambda shape: split_layer(job, shape))
+        self.split = cache(lambda kind: split_layer(job, job.model.layers[kind]))
 
-    def run(self, order: list[Action]) -> Iterator[Moment]:
+    def run(self, order: Sequence[Action]) -> Iterator[Moment]:
         for action in order:
             stage = self.stages[action.stage]
             if action.kind == "forward":
@@ -107,8 +108,8 @@ class _Rank:
             yield self._moment("last norm, inputs", memory.hidden + norm_work(entering), stage)
             left = memory.hidden + entering * memory.size
         for index in reversed(range(len(memory.layers))):
-            layer = self.split(memory.shapes[index])
-            for name, added in layer.peaks:
+            layer = self.split(memory.kinds[index])
+            for name, added in () if memory.inside(index) else layer.peaks:
                 yield self._moment(name, left + added, stage, stage.summing(index))
             left += layer.left + layer.passed
         stage.summed, stage.fresh = stage.summed or stage.fresh, False
@@ -119,7 +120,7 @@ class _Rank:
     def _left(self, stage: _Stage) -> int:
         """Return the bytes that an input half keeps for the weight half."""
         memory = stage.memory
-        layers = [self.split(shape) for shape in memory.shapes]
+        layers = [self.split(kind) for kind in memory.kinds]
         ends = memory.hidden + self.job.outer_tokens * self.job.model.hidden_size * memory.size if memory.last else 0
         return ends + sum(layer.left + layer.passed for layer in layers) - layers[0].passed
 
@@ -132,7 +133,7 @@ class _Rank:
         else:
             stage.summed = True  # a float32 gradient is its own sum
         scaled = memory.head * FLOAT32 + memory.hidden if memory.last else 0
-        freed = sum(self.split(shape).inputs for shape in memory.shapes)
+        freed = sum(self.split(kind).inputs for kind in memory.kinds)
         yield self._moment("weights", scaled - freed, stage)
         self.activations -= memory.kept
         if stage is self.early:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 from usp.cost.job import Job
@@ -64,9 +63,10 @@ class StageMemory:
         self.units = stage_units(job, stage)
         self.groups = self.units.all
         self.first, self.last = stage == 0, stage == len(job.stage_layers) - 1
-        self.shapes = [job.model.layers[index] for index in job.stage_layers[stage]]
-        per_shape = cache(lambda shape: layer_activations(job, shape))
-        self.layers = [per_shape(shape) for shape in self.shapes]
+        self.kinds = [job.model.alike[index] for index in job.stage_layers[stage]]
+        self.shapes = [job.model.layers[kind] for kind in self.kinds]
+        by_kind = {kind: layer_activations(job, job.model.layers[kind]) for kind in set(self.kinds)}
+        self.layers = [by_kind[kind] for kind in self.kinds]
         facts, hidden = job.model.facts, job.model.hidden_size
         self.hidden = job.tokens * hidden * self.size
         self.handed = 0 if job.dims.pp == 1 else job.outer_tokens * hidden * self.size
@@ -85,6 +85,12 @@ class StageMemory:
         self.numel = sum(unit.numel for unit in self.groups)
         # torch's pipeline keeps its receive buffers, one per micro-batch.
         self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.handed
+
+    def inside(self, index: int) -> bool:
+        """Return whether a layer is inside a run of equal ones: its peaks lie between those of the run's ends, because
+        all that stays grows or shrinks by the same amount from layer to layer."""
+        around = self.kinds[max(0, index - 2) : index + 3]
+        return len(around) == 5 and len(set(around)) == 1
 
     def accumulated(self, later: bool) -> int:
         """Return the bytes of the accumulated unsharded gradients once an earlier backward has run."""
@@ -124,7 +130,10 @@ class StageMemory:
         yield Moment("last norm backward", whole=whole, activations=kept + self.norm, transient=transient)
 
     def layer_moments(self, later: bool, reduces: bool) -> Iterator[Moment]:
-        """Yield the peaks of the layers. reduces: whether gradients are reduced rather than accumulated."""
+        """Yield the peaks of the layers, except for those `inside` a run of equal ones.
+
+        reduces: whether gradients are reduced rather than accumulated.
+        """
         root_gradient = self.head * self.size if self.last else 0
         gradients = 0
         reducing = self._last_reduction(later) + self.accumulated(later)
@@ -132,6 +141,12 @@ class StageMemory:
             layer, parts = self.layers[index], (*self.shapes[index].parameters, *self.shapes[index].experts)
             units = self.units.layers[index]
             numel = sum(unit.numel for unit in units)
+            if self.inside(index):
+                if reduces:
+                    gradients += sum(unit.shard for unit in units) * FLOAT32
+                else:
+                    reducing += 0 if later else numel * FLOAT32
+                continue
             held = index + 1 if reduces else len(self.layers)
             whole = self._whole(held, current=index) + self._prefetched(index - 1) + root_gradient
             kept = self.before[index] + self.own

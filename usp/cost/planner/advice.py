@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from usp.config import TrainConfig
 from usp.cost.time.step_time import StepTime, exposure
@@ -77,23 +78,43 @@ def memory_options(config: TrainConfig) -> str:
     return ", ".join(words)
 
 
-def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
+@dataclass(frozen=True)
+class BrokenTip:
+    """A tip that a configuration contradicts; `followed` tells whether another one follows it."""
+
+    words: str
+    followed: Callable[[TrainConfig], bool]
+
+
+def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[BrokenTip]:
     """Yield the tips of the USP paper (arXiv 2405.07719, section 4) that a configuration contradicts."""
     sp = config.sp_ring * config.sp_ulysses
     left = facts.num_heads // config.tp
     if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:
-        yield f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses"
+        yield BrokenTip(
+            f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses",
+            lambda other: other.sp_ring == 1 or other.sp_ulysses > 1,
+        )
     if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        yield (
+        yield BrokenTip(
             f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them; "
-            f"data parallelism would communicate less"
+            f"data parallelism would communicate less",
+            lambda other: other.sp_ring * other.sp_ulysses == 1,
         )
     if sp > 1 and config.zero == 0:
-        yield "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank"
+        yield BrokenTip(
+            "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank",
+            lambda other: other.zero > 0,
+        )
     if config.tp > 1 and config.tp > config.sp_ulysses and left > 1:
-        yield (
+        yield BrokenTip(
             f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off "
-            f"only where it saves memory"
+            f"only where it saves memory",
+            lambda other: other.tp == 1 or other.tp <= other.sp_ulysses,
         )
     if config.sp_order != "ring-outer" and config.sp_ring > 1 and config.sp_ulysses > 1:
-        yield f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}"
+        yield BrokenTip(
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}; "
+            f"the planner keeps --sp-order",
+            lambda other: other.sp_ring == 1 or other.sp_ulysses == 1,
+        )

@@ -1,35 +1,42 @@
 """The choice of the fastest configuration for a run.
 
-choose     search the configurations of a run on given hardware
-suppose    search again with other memory or links
-planned    apply --plan auto to the configuration that training starts with, on every rank alike
+choose          search the configurations of a run on given hardware
+suppose         search again with other memory or links
+contradicted    search again among those that follow a tip which the choice contradicts
+planned         apply --plan auto to the configuration that training starts with: rank 0 plans for all ranks
 """
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from parallel import Hardware, load_hardware, node_of
+from parallel import Hardware, ParallelDims, load_hardware, node_of
 from usp.config import TrainConfig, flag
 from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
-from usp.cost.memory.footprint import footprint
-from usp.cost.time.step_time import step_seconds
-from usp.hf.models import formula_violation, model_facts
+from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
+from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
+from usp.cost.time.step_time import LayerCompute, StepTime, least_seconds, step_seconds
+from usp.hf.models import formula_violation
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
-from usp.train.resolve import trained_model
+from usp.train.resolve import resolve
 from usp.train.validate import parallel_dims, with_flags
 
-from .advice import degrees, memory_options, seconds
-from .layouts import Question, layouts, suppositions
-from .search import Candidate, Found, Predictor, search
+from .advice import broken_tips, degrees, memory_options, seconds, why_slower
+from .layouts import MLP_TILE, Question, layouts, suppositions
+from .search import Candidate, Found, Predictor, search, tightest
 
 USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers
+MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
     *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
@@ -58,33 +65,42 @@ class Choice:
         return self.found.best[0]
 
 
-def choose(asked: TrainConfig, world_size: int, hardware: Hardware) -> Choice:
+def choose(
+    asked: TrainConfig,
+    world_size: int,
+    hardware: Hardware,
+    report: Callable[[int, int], None] = lambda tried, layouts: None,
+) -> Choice:
     """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
+
+    report: as in `search`.
 
     Raises:
         ConfigurationError: for invalid values, for values that the planner chooses, and if no configuration fits; the
             message then names the one that needs least memory.
     """
-    problems = _refused(asked, world_size)
-    if problems:
-        raise ConfigurationError(listed(problems))
     sequences = asked.global_batch_size
-    model_config = trained_model(asked)
+    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
+    problems = _refused(asked, world_size)
+    # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
+    resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
+    if problems := [*problems, *resolved.problems]:
+        raise ConfigurationError(listed(problems))
+    _, model_config, facts, _ = resolved.valid()
     if violation := formula_violation(asked.model, model_config):
         raise ConfigurationError(with_flags(violation))
-    facts = model_facts(asked.model, model_config)
-    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
     question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)
     first = next(layouts(question, facts), None)
     if first is None:
         raise ConfigurationError(
             f"no layout of {world_size} devices fits --global-batch-size {sequences} and --seq-len {base.seq_len} for "
-            f"{base.model}: the data-parallel degree must divide --global-batch-size, and 2 x ring x ulysses must "
-            f"divide --seq-len. Use powers of two for all three"
+            f"{base.model}: the data-parallel degree must divide --global-batch-size, and ring x ulysses "
+            f"(--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
         )
     job = job_of(first, model_config, world_size)
     memory, predictor = USABLE * hardware.memory_bytes, predictor_for(job, hardware)
-    choice = Choice(question, facts, job, hardware, predictor, memory, search(question, facts, predictor, memory))
+    found = search(question, facts, predictor, memory, report=report)
+    choice = Choice(question, facts, job, hardware, predictor, memory, found)
     if not choice.found.best:
         raise ConfigurationError(_nothing_fits(choice))
     return choice
@@ -97,13 +113,50 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     def job_like(config: TrainConfig) -> Job:
         return replace(job, config=config, dims=parallel_dims(config, config.ep).resolve(job.world_size))
 
+    compute: dict[tuple[object, ...], LayerCompute] = {}
+    working: dict[tuple[object, ...], int] = {}
+    activations: dict[tuple[object, ...], dict[int, LayerActivations]] = {}
+
+    def micro_batch(made: Job) -> tuple[object, ...]:
+        return made.rows, made.dims.ring, made.dims.ulysses, made.dims.tp, made.dims.ep
+
+    def compute_of(made: Job) -> LayerCompute:
+        key = (*micro_batch(made), made.config.ac, made.config.mlp_tile)
+        if key not in compute:
+            compute[key] = LayerCompute.of(made, hardware)
+        return compute[key]
+
+    def least_time(config: TrainConfig) -> float:
+        made = job_like(config)
+        return least_seconds(made, hardware, compute_of(made))
+
+    def step_time(config: TrainConfig) -> StepTime:
+        made = job_like(config)
+        return step_seconds(made, hardware, known=compute_of(made))
+
     @cache
     def peak_bytes(config: TrainConfig) -> int:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
         ranks = job_like(config).ranks("pp", 0)
         return max(footprint(job_like(config), rank).peak.total for rank in {ranks[0], ranks[-1]})
 
-    return Predictor(cache(lambda config: step_seconds(job_like(config), hardware)), peak_bytes)
+    @cache
+    def least_peak(config: TrainConfig) -> int:
+        made = job_like(config)
+        key = (*micro_batch(made), config.ac, config.mlp_tile)
+        if key not in activations:
+            activations[key] = different_activations(made)
+        return least_bytes(made, activations[key])
+
+    @cache
+    def least_saved(config: TrainConfig) -> int:
+        made = job_like(config)
+        key = micro_batch(made)
+        if key not in working:
+            working[key] = least_layer_bytes(made, MLP_TILE)
+        return least_saved_bytes(made, working[key])
+
+    return Predictor(cache(step_time), cache(least_time), peak_bytes, least_peak, least_saved)
 
 
 def _refused(asked: TrainConfig, world_size: int) -> list[str]:
@@ -124,41 +177,94 @@ def _refused(asked: TrainConfig, world_size: int) -> list[str]:
 
 
 def _nothing_fits(choice: Choice) -> str:
-    tightest, base, devices = choice.found.tightest, choice.question.base, choice.question.world_size
-    assert tightest is not None
+    base, devices = choice.question.base, choice.question.world_size
+    smallest, enough = tightest(choice.question, choice.facts, choice.predictor), _enough_devices(choice)
+    assert smallest is not None
     return (
         f"{base.model} at {base.seq_len} tokens does not fit {devices} x {choice.hardware.name} in any of "
-        f"{choice.found.layouts} layouts. The smallest is {degrees(tightest.config)} "
-        f"({memory_options(tightest.config)}) with {tightest.peak_bytes / GIB:.1f} GiB per device, of which "
-        f"{choice.memory_bytes / GIB:.1f} GiB are usable: use about "
-        f"{devices * tightest.peak_bytes / choice.memory_bytes:.0f} devices, or fewer tokens"
+        f"{choice.found.layouts} layouts. The smallest is {degrees(smallest.config)} "
+        f"({memory_options(smallest.config)}) with {smallest.peak_bytes / GIB:.1f} GiB per device, of which "
+        f"{choice.memory_bytes / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer tokens"
     )
+
+
+def _enough_devices(choice: Choice) -> int | None:
+    """Return a number of devices on which the question has an answer, a multiple of those that are too few."""
+    for times in MORE_DEVICES:
+        question = replace(choice.question, world_size=times * choice.question.world_size)
+        job = replace(choice.job, dims=ParallelDims(dp_shard=question.world_size))
+        try:
+            predictor = predictor_for(job, choice.hardware)
+            if search(question, choice.facts, predictor, choice.memory_bytes, keep=1).best:
+                return question.world_size
+        except ValueError:  # the hardware connects fewer devices
+            return None
+    return None
 
 
 def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     """Return the description and the fastest configuration of each of `suppositions`, None if nothing would fit."""
     found = []
     for words, other, times in suppositions(choice.hardware):
-        predictor = choice.predictor if other is choice.hardware else predictor_for(choice.job, other)
+        predictor = choice.predictor
+        if other is not choice.hardware:  # memory does not depend on it
+            seconds = predictor_for(choice.job, other)
+            predictor = replace(predictor, seconds=seconds.seconds, least_seconds=seconds.least_seconds)
         best = search(choice.question, choice.facts, predictor, times * choice.memory_bytes, keep=1).best
         found.append((words, best[0] if best else None))
     return found
 
 
+def contradicted(choice: Choice) -> Iterator[str]:
+    """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
+    for tip in broken_tips(choice.best.config, choice.facts):
+        found = search(choice.question, choice.facts, choice.predictor, choice.memory_bytes, keep=1, only=tip.followed)
+        if found.best:
+            other = found.best[0]
+            yield (
+                f"{tip.words}. The fastest that follows it, {degrees(other.config)} ({memory_options(other.config)}), "
+                f"takes {seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
+            )
+        else:
+            reason = f"None of the {found.layouts} layouts that follow it fits into memory"
+            yield f"{tip.words}. {reason if found.layouts else 'No layout of these devices and this batch follows it'}"
+
+
 def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
     """Return the configuration that --plan auto chooses, and print it on rank 0; without --plan auto return `config`.
 
+    Rank 0 plans and hands its choice to the others through torchrun's store. Without a store every rank plans, and all
+    choose the same.
+
     Raises:
-        ConfigurationError: as `choose`, and for unknown hardware, or hardware without a peak for --dtype.
+        ConfigurationError: as `choose`, and for unknown hardware, or hardware without a peak for --dtype; on all ranks.
     """
     if config.plan != "auto":
         return config
+    store, key = launch.store() if launch.world_size > 1 else None, f"plan/{launch.attempt}"
+    if store is not None and launch.rank > 0:
+        while not store.check([key]):  # if rank 0 ends, so does this process
+            time.sleep(0.05)
+        told = json.loads(store.get(key))
+    else:
+        told = _plan(config, launch)
+        if store is not None:
+            store.set(key, json.dumps(told))
+    if problem := told.get("problem"):
+        raise ConfigurationError(problem)
+    return replace(config, plan="none", hardware="auto", global_batch_size=0, **told)
+
+
+def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
+    """Return the options that --plan auto chooses, or the `problem` with it; print it on rank 0."""
     try:
         device = choose_device(config.device, launch)
         hardware = _hardware(config.hardware, device, launch)
+        if launch.rank == 0:
+            print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
         choice = choose(replace(config, device=device.type), launch.world_size, hardware)
     except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+        return {"problem": str(error)}
     best = choice.best
     if launch.rank == 0:
         print(
@@ -166,7 +272,7 @@ def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
             f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB predicted on "
             f"{hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
-    return replace(best.config, device=config.device)
+    return {name: getattr(best.config, name) for name in CHOSEN}
 
 
 def _hardware(name: str, device: torch.device, launch: Launch) -> Hardware:

@@ -85,10 +85,11 @@ def _completed(question: Question, facts: ModelFacts, config: TrainConfig) -> It
 
 
 def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
-    """Return divisors of the batch; without a pipeline only the largest, because fewer only save more activations."""
+    """Return divisors of the batch. Without a pipeline all of them: fewer save more activations, but larger products
+    are faster, and ZeRO-2 and 3 communicate in each."""
     numbers = divisors(config.batch_size)
     if config.pp == 1:
-        return [numbers[-1]]
+        return numbers
     fitting = [number for number in numbers if not micro_batch_violation(schedule, config.pp, number)]
     return [number for number in fitting if number <= MOST_MICRO_BATCHES * config.pp] or fitting[:1]
 

@@ -8,8 +8,8 @@ from rich.console import Group
 
 from usp.cost.grid import GIB, Grid
 
-from .advice import bound, broken_tips, degrees, memory_options, seconds, why_slower
-from .choice import Choice
+from .advice import bound, degrees, memory_options, seconds, why_slower
+from .choice import Choice, contradicted
 from .search import Candidate, Found
 
 
@@ -26,7 +26,7 @@ def _configurations(found: Found) -> Grid:
         for number, candidate in enumerate(found.best, start=1)
     )
     kernels = ", ".join(sorted({kernel for candidate in found.best for kernel in candidate.time.kernels}))
-    title = f"Fastest configurations, MFU with attention by {kernels}"
+    title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
     return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB"), tuple(rows))
 
 
@@ -49,6 +49,6 @@ def render_plan(choice: Choice, others: Sequence[tuple[str, Candidate | None]]) 
     lines.append(f"1 is bound by {bound(choice.best, memory_bytes)}")
     slower = enumerate(found.best[1:], start=2)
     lines += [f"{number} is slower by: {why_slower(candidate, choice.best)}" for number, candidate in slower]
-    lines += [f"warning: {tip}" for tip in broken_tips(choice.best.config, choice.facts)]
+    lines += [f"warning: {words}" for words in contradicted(choice)]
     lines += [f"what if: {line}" for line in _alternatives(choice.best, others)]
     return Group(_configurations(found).table(), *lines)

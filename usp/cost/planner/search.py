@@ -1,8 +1,14 @@
 """The search for the fastest layouts that fit into memory, by the time and memory models.
 
-    layouts     every choice of degrees (usp.cost.planner.layouts)
-    floor       each layout's time with all activations saved: no option that saves memory is faster
-    feasible    in the order of the floors, each layout's fastest option that fits, until no floor can beat the best
+Best first, through bounds that only grow. A layout is
+
+    bounded    by its compute with all activations saved, without communication
+    timed      with all activations saved: no option that saves memory is faster
+    opened     into its options, each bounded by its own compute
+    checked    an option that fits into memory is timed
+
+so whatever is reached next with its own time is faster than everything that has not been reached. Of each family, the
+configurations with the same axes, only the fastest is of interest; the others are dropped once it is known.
 
 Pure: the predictor is an argument.
 """
@@ -11,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from usp.config import TrainConfig
 from usp.cost.time.step_time import StepTime
@@ -18,13 +26,26 @@ from usp.model.facts import ModelFacts
 
 from .layouts import Question, layouts, savings
 
+FAMILIES = 6  # in a report
+
 
 @dataclass(frozen=True)
 class Predictor:
-    """Functions for the time of a configuration's step, and for the peak memory of the rank that needs most."""
+    """Functions of a configuration.
+
+    Attributes:
+        seconds: the time of its step.
+        least_seconds: a lower bound of it.
+        peak_bytes: the peak memory of the rank that needs most.
+        least_bytes: a lower bound of it.
+        least_saved_bytes: a lower bound of it for a layout, with any option that saves memory.
+    """
 
     seconds: Callable[[TrainConfig], StepTime]
+    least_seconds: Callable[[TrainConfig], float]
     peak_bytes: Callable[[TrainConfig], int]
+    least_bytes: Callable[[TrainConfig], int]
+    least_saved_bytes: Callable[[TrainConfig], int]
 
 
 @dataclass(frozen=True)
@@ -39,46 +60,76 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: configurations that fit, the fastest first.
-        tightest: of those that do not fit, the one that needs least memory.
+        best: the fastest configuration of each family that fits, the fastest first.
         layouts, tried: the number of layouts, and of those that were checked against the memory.
     """
 
     best: tuple[Candidate, ...]
-    tightest: Candidate | None
     layouts: int
     tried: int
 
 
+def family(config: TrainConfig) -> tuple[str, ...]:
+    """Return the axes that a configuration uses, outermost first."""
+    names = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")
+    return tuple(name for name in names if getattr(config, name) > 1)
+
+
 def search(
-    question: Question, facts: ModelFacts, predictor: Predictor, memory_bytes: float, *, keep: int = 10
+    question: Question,
+    facts: ModelFacts,
+    predictor: Predictor,
+    memory_bytes: float,
+    *,
+    keep: int = FAMILIES,
+    only: Callable[[TrainConfig], bool] = lambda layout: True,
+    report: Callable[[int, int], None] = lambda tried, layouts: None,
 ) -> Found:
-    """Search the `keep` fastest configurations that need at most `memory_bytes` on every rank."""
-    floors = [(predictor.seconds(config), config) for config in layouts(question, facts)]
-    floors.sort(key=lambda floor: floor[0].total)
-    best: list[Candidate] = []
-    tightest: Candidate | None = None
+    """Search the fastest configurations, of `keep` families, that need at most `memory_bytes` on every rank.
+
+    only: the layouts to search. report: is told now and then how many of them were tried, and how many there are.
+    """
+    every = [layout for layout in layouts(question, facts) if only(layout)]
+    order = count()  # among equally fast ones, the first
+    queue: list[tuple[float, int, str, Candidate | TrainConfig]] = [
+        (predictor.least_seconds(config), next(order), "bounded", config) for config in every
+    ]
+    heapify(queue)
+    best: dict[tuple[str, ...], Candidate] = {}
     tried = 0
-    for floor, config in floors:
-        if len(best) == keep and floor.total >= best[-1].time.total:
+    while queue and len(best) < keep:
+        least, _, state, found = heappop(queue)
+        config = found.config if isinstance(found, Candidate) else found
+        if family(config) in best:
+            continue
+        if isinstance(found, Candidate):
+            best[family(config)] = found
+        elif state == "bounded":
+            report(tried, len(every))
+            tried += 1
+            if predictor.least_saved_bytes(config) <= memory_bytes:
+                heappush(queue, (predictor.seconds(config).total, next(order), "timed", config))
+        elif state == "timed":
+            for option in savings(config, question, facts):
+                if predictor.least_bytes(option) > memory_bytes:
+                    continue
+                heappush(queue, (max(least, predictor.least_seconds(option)), next(order), "opened", option))
+        elif (peak := predictor.peak_bytes(config)) <= memory_bytes:
+            time = predictor.seconds(config)
+            heappush(queue, (time.total, next(order), "checked", Candidate(config, time, peak)))
+    return Found(tuple(best.values()), len(every), tried)
+
+
+def tightest(question: Question, facts: ModelFacts, predictor: Predictor) -> Candidate | None:
+    """Return the configuration that needs least memory; None if there is no layout."""
+    least: tuple[int, TrainConfig] | None = None
+    bounds = [(predictor.least_saved_bytes(config), config) for config in layouts(question, facts)]
+    for bound, config in sorted(bounds, key=lambda pair: pair[0]):
+        if least is not None and least[0] <= bound:
             break
-        tried += 1
-        candidate = _fastest_that_fits(config, question, facts, predictor, memory_bytes)
-        if candidate.peak_bytes <= memory_bytes:
-            best = sorted([*best, candidate], key=lambda found: found.time.total)[:keep]
-        elif tightest is None or candidate.peak_bytes < tightest.peak_bytes:
-            tightest = candidate
-    return Found(tuple(best), tightest, len(floors), tried)
-
-
-def _fastest_that_fits(
-    config: TrainConfig, question: Question, facts: ModelFacts, predictor: Predictor, memory_bytes: float
-) -> Candidate:
-    """Return a layout's fastest option that fits, or the one that needs least memory if none does."""
-    peaks = [(predictor.peak_bytes(found), found) for found in savings(config, question, facts)]
-    fitting = [(peak, found) for peak, found in peaks if peak <= memory_bytes]
-    if not fitting:
-        peak, found = min(peaks, key=lambda pair: pair[0])
-        return Candidate(found, predictor.seconds(found), peak)
-    timed = [Candidate(found, predictor.seconds(found), peak) for peak, found in fitting]
-    return min(timed, key=lambda candidate: candidate.time.total)
+        for option in savings(config, question, facts):
+            if least is not None and least[0] <= predictor.least_bytes(option):
+                continue
+            peak = predictor.peak_bytes(option)
+            least = (peak, option) if least is None or peak < least[0] else least
+    return None if least is None else Candidate(least[1], predictor.seconds(least[1]), least[0])

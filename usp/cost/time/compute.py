@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 
@@ -121,9 +122,17 @@ def head_products(job: Job) -> list[Product]:
 
 
 def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
-    """Return each ring step's tasks with their FLOPs, with both head dims padded to the larger, as the kernels do."""
-    per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim)
-    return [[(per_pair * task.visible(), task) for task in step.tasks] for step in ring.steps]
+    """Return the tasks of a sequence by ring step, each with the FLOPs of it in all sequences of a micro-batch.
+
+    Both head dims are padded to the larger, as the kernels do.
+    """
+    per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim) * job.rows
+    return [[(per_pair * _visible(task), task) for task in step.tasks] for step in ring.steps]
+
+
+@lru_cache(maxsize=2**16)
+def _visible(task: Task) -> int:
+    return task.visible()
 
 
 def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> tuple[Seconds, Seconds]:
@@ -183,12 +192,12 @@ def ring_step_seconds(
         queries = job.layout.ring_len * (job.rows)
         sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * (2 * FLOAT32 + job.dtype.itemsize))
 
-    def seconds(flops: float, task: Task) -> float:
-        side = min(task.rows, task.columns)
-        return hardware.attention_seconds(kernel, flops, side, dtype_name(job.dtype), backward=backward, full=task.full)
+    @cache  # most tasks of a ring have the same shape
+    def seconds(flops: float, side: int, full: bool) -> float:
+        return hardware.attention_seconds(kernel, flops, side, dtype_name(job.dtype), backward=backward, full=full)
 
     return [
-        sum(seconds(*one) for one in tasks) + (sums if tasks else 0.0)
+        sum(seconds(flops, min(task.rows, task.columns), task.full) for flops, task in tasks) + (sums if tasks else 0.0)
         for tasks in attention_work(job, ring, heads, products)
     ]
 

@@ -15,22 +15,31 @@ processors, ranks that wait leave them to the others, so a step takes at least t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 
 from attention import Message
-from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
+from parallel import (
+    Hardware,
+    bubble_fraction,
+    overlap_of,
+    rank_stages,
+    stage_layers,
+    stages_per_rank,
+    transfer_seconds,
+)
 from usp.cost.job import Job
 from usp.cost.traffic.sent import Sent
-from usp.cost.traffic.sharding import FLOAT32
+from usp.cost.traffic.sharding import FLOAT32, gather_counts
 from usp.cost.traffic.step_traffic import attention_plan, attention_traffic, step_traffic
-from usp.model.facts import NO_ATTENTION, training_flops
+from usp.model.facts import NO_ATTENTION, ModelFacts, training_flops
 
 from .compute import (
+    OPTIMIZER_BYTES,
     Seconds,
     attention_kernel,
     dtype_name,
@@ -139,25 +148,31 @@ class StepTime:
         return max(parts, key=lambda part: parts[part])
 
 
-def step_seconds(job: Job, hardware: Hardware, overlap: Overlap = Overlap()) -> StepTime:
+def step_seconds(
+    job: Job, hardware: Hardware, overlap: Overlap = Overlap(), known: LayerCompute | None = None
+) -> StepTime:
     """Predict the time of a step.
+
+    known: `LayerCompute.of` a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
 
     Raises:
         ValueError: if the hardware has no peak for the job's dtype, or connects too few devices.
     """
+    layers = known.passes if known else _layers(job, hardware)
+    ranks = _different_ranks(job, hardware)
     busy, compute, communication = max(
-        (_rank_seconds(job, hardware, overlap, rank) for rank in _slowest_ranks(job)), key=lambda found: found[0]
+        (_rank_seconds(job, hardware, overlap, rank, layers) for rank in ranks), key=lambda found: found[0]
     )
     fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
     bubble = busy * fraction / (1 - fraction)
     if hardware.crowding > 1:
-        slowest, compute = compute.total, _mean_compute(job, hardware, overlap)
+        slowest, compute = compute.total, _mean_compute(job, hardware, overlap, layers)
         bubble = max(0.0, (slowest + bubble) / hardware.crowding - compute.total)
     return StepTime(
         compute=compute,
         communication=communication,
         bubble=bubble,
-        optimizer=max(optimizer_seconds(job, hardware, rank) for rank in _slowest_ranks(job)),
+        optimizer=max(optimizer_seconds(job, hardware, rank) for rank in ranks),
         causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
         kernels=_kernels(job, hardware),
@@ -170,25 +185,84 @@ def _kernels(job: Job, hardware: Hardware) -> tuple[str, ...]:
     return tuple(f"{x} as {y}" if x != (y := hardware.rated_as(x)) else x for x in sorted(names))
 
 
+@dataclass(frozen=True)
+class LayerCompute:
+    """The compute of a micro-batch on the slowest rank.
+
+    Attributes:
+        passes: (forward, backward) of each different layer, without attention's kernels.
+        layers: seconds of each different layer, attention's kernels included.
+        loss: seconds of the loss.
+    """
+
+    passes: Mapping[int, tuple[Seconds, Seconds]]
+    layers: Mapping[int, float]
+    loss: float
+
+    @staticmethod
+    def of(job: Job, hardware: Hardware) -> LayerCompute:
+        attends = cache(partial(_attention, job, hardware, Overlap(), _slowest_ranks(job)[0]))
+        # Where ranks share processors, those with less attention help the slowest.
+        counts = 1.0 if hardware.crowding == 1 else 0.0
+        layers, found = {}, _layers(job, hardware)
+        for index, passes in found.items():
+            kernels, _ = attends(job.model.facts.windows[index])
+            layers[index] = sum(one.total for one in passes) + counts * sum(one.total for one in kernels)
+        return LayerCompute(found, layers, head_seconds(job, hardware).total)
+
+
+def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute) -> float:
+    """Return a lower bound of `step_seconds`: its compute, bubble and optimizer, without any communication.
+
+    compute: as `known` of `step_seconds`.
+    """
+    shards = job.dims.pp * job.degree("fsdp") * job.dims.tp
+    optimizer = hardware.memory_seconds(OPTIMIZER_BYTES * job.model.numel / shards)
+    if hardware.crowding > 1:
+        every = compute.loss + sum(compute.layers[index] for index in job.model.alike)
+        return job.config.micro_batches * every / job.dims.pp + optimizer
+    slowest = max(
+        sum(number * compute.layers[index] for index, number in layers) + (compute.loss if loss else 0.0)
+        for layers, loss in _shares(job.model.alike, job.config.pp_schedule, job.dims.pp)
+    )
+    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
+    return job.config.micro_batches * slowest / (1 - fraction) + optimizer
+
+
+@lru_cache(maxsize=256)
+def _shares(alike: tuple[int, ...], schedule: str, pp: int) -> set[tuple[tuple[tuple[int, int], ...], bool]]:
+    """Return the different shares of pipeline ranks: (layers with their numbers, whether the loss is among them)."""
+    cuts = stage_layers(len(alike), pp * stages_per_rank(schedule))
+    found = set()
+    for place in range(pp):
+        stages = rank_stages(schedule, pp, place)
+        layers = Counter(alike[index] for stage in stages for index in cuts[stage])
+        found.add((tuple(layers.items()), len(cuts) - 1 in stages))
+    return found
+
+
 def model_flops(job: Job, *, masked: bool = False) -> int:
     """Return the model FLOPs of forward and backward of the global batch, recomputation not counted.
 
     masked: count what the causal mask and windows hide as work, too.
     """
     weights = sum(p.numel for p in job.model.head or job.model.embedding if is_matrix(p))
-    for layer in job.model.layers:
-        weights += sum(p.numel for p in layer.parameters if is_matrix(p))
-        weights += sum(p.numel // p.shape[0] * job.model.experts_per_token for p in layer.experts)
-    sequences = job.config.batch_size * job.dims.batch
-    boundaries = torch.tensor([[0, job.config.seq_len]] * sequences)  # of one document per sequence
-    tokens = job.config.seq_len * sequences
-    facts = job.model.facts
-    flops = training_flops(facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=boundaries)
-    if not masked:
-        return flops
-    pairs = sequences * sum(job.config.seq_len**2 for window in facts.windows if window != NO_ATTENTION)
-    visible = flops - 6 * weights * tokens
-    return flops - visible + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * pairs
+    for index, number in Counter(job.model.alike).items():
+        layer = job.model.layers[index]
+        weights += number * sum(p.numel for p in layer.parameters if is_matrix(p))
+        weights += number * sum(p.numel // p.shape[0] * job.model.experts_per_token for p in layer.experts)
+    facts, tokens = job.model.facts, job.config.seq_len
+    flops = _sequence_flops(facts, weights, tokens)
+    if masked:
+        layers = sum(window != NO_ATTENTION for window in facts.windows)
+        flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
+    return job.config.batch_size * job.dims.batch * flops
+
+
+@lru_cache(maxsize=64)
+def _sequence_flops(facts: ModelFacts, weights: int, tokens: int) -> int:
+    """Return the model FLOPs of a sequence, which is one document."""
+    return training_flops(facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=torch.tensor([[0, tokens]]))
 
 
 def _slowest_ranks(job: Job) -> list[int]:
@@ -197,31 +271,63 @@ def _slowest_ranks(job: Job) -> list[int]:
     return [first + inside for first in job.ranks("pp", 0)]
 
 
-def _mean_compute(job: Job, hardware: Hardware, overlap: Overlap) -> Seconds:
+def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
+    """Return `_slowest_ranks`, and of those that compute and send the same over the same links only the first."""
+    last, devices = len(job.stage_layers) - 1, [tier.devices for tier in hardware.tiers if tier.devices]
+
+    def does(rank: int) -> tuple[object, ...]:
+        stages = job.stages(rank)
+        return tuple(rank % number for number in devices), tuple(
+            (
+                tuple(job.kinds(stage).items()),
+                gather_counts(job, rank, stage),
+                (stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages),
+            )
+            for stage in stages
+        )
+
+    different: dict[tuple[object, ...], int] = {}
+    for rank in _slowest_ranks(job):
+        different.setdefault(does(rank), rank)
+    return list(different.values())
+
+
+def _layers(job: Job, hardware: Hardware) -> dict[int, tuple[Seconds, Seconds]]:
+    """Return the (forward, backward) of every different layer for one micro-batch, without attention's kernels."""
+    return {index: layer_seconds(job, hardware, job.model.layers[index]) for index in set(job.model.alike)}
+
+
+def _mean_compute(
+    job: Job, hardware: Hardware, overlap: Overlap, layers: Mapping[int, tuple[Seconds, Seconds]]
+) -> Seconds:
     """Return the mean over all stages and ring ranks; along the other axes compute is even."""
     ranks = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
-    return sum((_rank_seconds(job, hardware, overlap, rank)[1] for rank in ranks), Seconds()).times(1 / len(ranks))
+    each = (_rank_seconds(job, hardware, overlap, rank, layers)[1] for rank in ranks)
+    return sum(each, Seconds()).times(1 / len(ranks))
 
 
 def _rank_seconds(
-    job: Job, hardware: Hardware, overlap: Overlap, rank: int
+    job: Job, hardware: Hardware, overlap: Overlap, rank: int, layers: Mapping[int, tuple[Seconds, Seconds]]
 ) -> tuple[float, Seconds, dict[str, TransferSeconds]]:
-    """Return (seconds without bubble and optimizer, compute, communication by axis) of a rank's stages."""
+    """Return (seconds without bubble and optimizer, compute, communication by axis) of a rank's stages.
+
+    layers: from `_layers`.
+    """
     forward, backward, ring, counting = Seconds(), Seconds(), TransferSeconds(), Seconds()
-    layers = 0
+    held = 0
     attention = cache(partial(_attention, job, hardware, overlap, rank))
     attention_once = cache(partial(attention_passes, job, hardware, overlap, rank))
     for stage in job.stages(rank):
-        for index in job.stage_layers[stage]:
-            layers += 1
-            passes, window = layer_seconds(job, hardware, job.model.layers[index]), job.model.facts.windows[index]
+        for index, number in job.kinds(stage).items():
+            held += number
+            passes, window = layers[index], job.model.facts.windows[index]
             kernels, messages = attention(window)
-            forward += passes[0] + kernels[0]
-            backward += passes[1] + kernels[1]
-            ring += messages
+            forward += (passes[0] + kernels[0]).times(number)
+            backward += (passes[1] + kernels[1]).times(number)
+            ring += messages.times(number)
             if job.counts_choices:
-                counting += passes[0] + kernels[0]
-                ring += attention_once(window)[0].messages
+                counting += (passes[0] + kernels[0]).times(number)
+                ring += attention_once(window)[0].messages.times(number)
         if stage == len(job.stage_layers) - 1:
             forward += head_seconds(job, hardware)
     sent = step_traffic(job, rank)
@@ -229,7 +335,7 @@ def _rank_seconds(
     communication = {
         "ring": ring.times(job.config.micro_batches),
         **_exposed(job, hardware, sent, rank),
-        **_parameters(job, hardware, sent, rank, layers, hiding),
+        **_parameters(job, hardware, sent, rank, held, hiding),
     }
     compute = (forward + backward + counting).times(job.config.micro_batches)
     communication = {
@@ -251,7 +357,7 @@ def attention_passes(job: Job, hardware: Hardware, overlap: Overlap, rank: int, 
     )
 
     def seconds(messages: Sequence[Message], itemsize: int) -> float:
-        nbytes = sum(message.tokens for message in messages) * per_token * itemsize
+        nbytes = job.rows * sum(message.tokens for message in messages) * per_token * itemsize
         return nbytes * per_byte + per_message if messages else 0.0
 
     steps = plan.ring.steps[1:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from usp.cost.job import Job
@@ -22,17 +23,31 @@ class Action:
     micro_batch: int
 
 
-def actions(job: Job, rank: int) -> list[Action]:
-    """Return the actions of a step on `rank`, in order."""
-    place, pp = job.place("pp", rank), job.dims.pp
-    if job.splits_backwards:
-        return _zero_bubble(place, pp, job.config.micro_batches)
-    if job.config.pp_schedule == "interleaved-1f1b" and pp > 1:
-        return _interleaved(place, pp, job.config.micro_batches)
-    ahead = min(job.config.micro_batches, pp - place)
-    forwards = [Action("forward", place, number) for number in range(job.config.micro_batches)]
-    backwards = [Action("backward", place, number) for number in range(job.config.micro_batches)]
-    return _alternate(forwards, backwards, ahead)
+@dataclass(frozen=True)
+class Schedule:
+    """What determines the actions of a rank: `place` is its own of `pp` pipeline ranks."""
+
+    name: str
+    place: int
+    pp: int
+    micro_batches: int
+
+    @staticmethod
+    def of(job: Job, rank: int) -> Schedule:
+        return Schedule(job.config.pp_schedule, job.place("pp", rank), job.dims.pp, job.config.micro_batches)
+
+
+@lru_cache(maxsize=256)
+def actions(schedule: Schedule) -> tuple[Action, ...]:
+    """Return the actions of a step, in order."""
+    place, pp, number = schedule.place, schedule.pp, schedule.micro_batches
+    if schedule.name == "zero-bubble" and pp > 1:
+        return tuple(_zero_bubble(place, pp, number))
+    if schedule.name == "interleaved-1f1b" and pp > 1:
+        return tuple(_interleaved(place, pp, number))
+    forwards = [Action("forward", place, each) for each in range(number)]
+    backwards = [Action("backward", place, each) for each in range(number)]
+    return tuple(_alternate(forwards, backwards, ahead=min(number, pp - place)))
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:

@@ -7,13 +7,15 @@ experts, and the root, which is the stage around them with the embedding, the la
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 
 from usp.cost.job import Job, ParameterShape
 
-from .order import actions
+from .order import Schedule, actions
 from .sent import Sent, all_reduce
 
 FLOAT32 = 4  # bytes: the dtype of sharded parameters and of gradient reductions
@@ -53,30 +55,48 @@ class StageUnits:
         ]
 
 
+@lru_cache(maxsize=64)
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model, cuts = job.model, job.stage_layers
     first, last = stage == 0, stage == len(cuts) - 1
     root = model.around_layers(first, last)
-    layers = (model.layers[index] for index in cuts[stage])
-    return StageUnits(_units(job, root), tuple(_units(job, layer.parameters, layer.experts) for layer in layers))
+    over = _Sharding(
+        fsdp=job.degree("fsdp") if job.config.zero else 1,
+        efsdp=job.degree("efsdp") if job.config.zero else 1,
+        ep=job.dims.ep,
+        tp=job.dims.tp,
+        tp_sequence_parallel=job.config.tp_sequence_parallel,
+    )
+    made = {kind: _units(over, model.layers[kind].parameters, model.layers[kind].experts) for kind in job.kinds(stage)}
+    return StageUnits(_units(over, root), tuple(made[model.alike[index]] for index in cuts[stage]))
 
 
+@dataclass(frozen=True)
+class _Sharding:
+    """The ranks over which parameters (fsdp, tp) and experts (efsdp, ep) are sharded."""
+
+    fsdp: int
+    efsdp: int
+    ep: int
+    tp: int
+    tp_sequence_parallel: bool
+
+
+@lru_cache(maxsize=4096)
 def _units(
-    job: Job, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
+    over: _Sharding, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
 ) -> tuple[Unit, ...]:
     """Return the unit of `parameters` and that of `experts`, if there are any."""
-    tp, sequence_parallel = job.dims.tp, job.config.tp_sequence_parallel
-    shapes = [p.local(tp) for p in parameters]
-    summed = tuple(p.numel for p in parameters if tp > 1 and p.partial_gradient(sequence_parallel))
-    units = [_unit(job, "fsdp", shapes, summed)] if parameters else []
+    shapes = [p.local(over.tp) for p in parameters]
+    summed = tuple(p.numel for p in parameters if over.tp > 1 and p.partial_gradient(over.tp_sequence_parallel))
+    units = [_unit("fsdp", over.fsdp, shapes, summed)] if parameters else []
     if experts:
-        units.append(_unit(job, "efsdp", [(p.shape[0] // job.dims.ep, *p.shape[1:]) for p in experts]))
+        units.append(_unit("efsdp", over.efsdp, [(p.shape[0] // over.ep, *p.shape[1:]) for p in experts]))
     return tuple(units)
 
 
-def _unit(job: Job, axis: str, shapes: list[tuple[int, ...]], summed_over_tp: tuple[int, ...] = ()) -> Unit:
-    ranks = 1 if job.config.zero == 0 else job.degree(axis)
+def _unit(axis: str, ranks: int, shapes: list[tuple[int, ...]], summed_over_tp: tuple[int, ...] = ()) -> Unit:
     shard = 0
     for shape in shapes:
         # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
@@ -88,8 +108,8 @@ def _unit(job: Job, axis: str, shapes: list[tuple[int, ...]], summed_over_tp: tu
 def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the gathers of parameters and the reductions of gradients in a step of `rank`."""
     for stage in job.stages(rank):
-        for unit, gathered in _gathers(job, rank, stage):
-            yield from _unit_traffic(job, unit, gathered)
+        for (unit, gathered), number in Counter(_gathers(job, rank, stage)).items():
+            yield from (sent.times(number) for sent in _unit_traffic(job, unit, gathered))
 
 
 def fsdp_sent_bytes(job: Job, rank: int) -> int:
@@ -136,7 +156,6 @@ def _unit_traffic(job: Job, unit: Unit, gathers: int) -> Iterator[Sent]:
 class _Group:
     """The state of a unit in FSDP2."""
 
-    unit: Unit
     gathered: bool = False  # or prefetched
     gathers: int = 0
     uses: list[int] = field(default_factory=list)  # positions in the forward order whose backward is still to come
@@ -153,10 +172,10 @@ class _Fsdp2:
     come in between, so some prefetches are redundant.
     """
 
-    def __init__(self, job: Job, units: StageUnits) -> None:
-        self.zero3 = job.config.zero == 3
-        self.root = [_Group(unit) for unit in units.root]
-        self.layers = [[_Group(unit) for unit in layer] for layer in units.layers]
+    def __init__(self, zero3: bool, root: int, layers: tuple[int, ...]) -> None:
+        self.zero3 = zero3
+        self.root = [_Group() for _ in range(root)]
+        self.layers = [[_Group() for _ in range(units)] for units in layers]
         self.groups = [*self.root, *chain(*self.layers)]
         self.order: list[_Group] = []
 
@@ -194,18 +213,35 @@ class _Fsdp2:
 
 def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
     """Return how often each unit of a stage of `rank` is gathered in a step."""
-    fsdp2 = _Fsdp2(job, stage_units(job, stage))
+    units = stage_units(job, stage)
+    return list(zip([*units.root, *chain(*units.layers)], gather_counts(job, rank, stage), strict=True))
+
+
+def gather_counts(job: Job, rank: int, stage: int) -> tuple[int, ...]:
+    """Return how often each unit of a stage of `rank` is gathered in a step: of the root, then of each layer."""
+    model, layers = job.model, job.stage_layers[stage]
+    root = 1 if model.around_layers(stage == 0, stage == len(job.stage_layers) - 1) else 0
+    sizes = root, tuple(1 + bool(model.layers[index].experts) for index in layers)
     if job.splits_backwards:  # torch's zero-bubble schedule keeps the stage gathered
-        return [(group.unit, 2 if job.counts_choices else 1) for group in fsdp2.groups]
-    if job.counts_choices:
-        for _ in range(job.config.micro_batches):
+        return (2 if job.counts_choices else 1,) * (sizes[0] + sum(sizes[1]))
+    return _gather_counts(job.config.zero == 3, *sizes, Schedule.of(job, rank), stage, job.counts_choices)
+
+
+@lru_cache(maxsize=4096)
+def _gather_counts(
+    zero3: bool, root: int, layers: tuple[int, ...], schedule: Schedule, stage: int, counts_choices: bool
+) -> tuple[int, ...]:
+    """Return how often each unit of the root and of the layers is gathered. root, layers: their numbers of units."""
+    fsdp2, last = _Fsdp2(zero3, root, layers), schedule.micro_batches - 1
+    if counts_choices:
+        for _ in range(schedule.micro_batches):
             fsdp2.forward()
         fsdp2.reset()
-    for action in actions(job, rank):
+    for action in actions(schedule):
         if action.stage != stage:
             continue
         if action.kind == "forward":
             fsdp2.forward()
         else:
-            fsdp2.backward(last=action.micro_batch == job.config.micro_batches - 1)
-    return [(group.unit, group.gathers) for group in fsdp2.groups]
+            fsdp2.backward(last=action.micro_batch == last)
+    return tuple(group.gathers for group in fsdp2.groups)

@@ -30,8 +30,8 @@ def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
     attention = cache(partial(attention_traffic, job, rank))
     for stage in job.stages(rank):
         inside = [*_pipeline_traffic(job, rank, stage), *_sums(job, 2 * INT64, "ulysses", "ring")]
-        for index in job.stage_layers[stage]:
-            inside += _layer_traffic(job, index, attention)
+        for index, number in job.kinds(stage).items():
+            inside += (sent.times(number) for sent in _layer_traffic(job, index, attention))
         if stage == 0:  # the embedding is a sum, because each tensor-parallel rank has its own rows of the vocabulary
             inside += _tensor_traffic(job, 1, 1)
         if stage == len(job.stage_layers) - 1:
@@ -51,12 +51,12 @@ def _counting_traffic(job: Job, rank: int, stage: int) -> Iterator[Sent]:
         yield from _stage_messages(job)
     if stage == 0:
         yield from _tensor_traffic(job, 0, 1)
-    for index in job.stage_layers[stage]:
-        yield from attention_forward_traffic(job, rank, job.model.facts.windows[index])
-        experts = job.model.layers[index].experts
-        yield from _tensor_traffic(job, 1 if experts else 2, 1 if experts else 2)
+    for index, number in job.kinds(stage).items():
+        experts, window = job.model.layers[index].experts, job.model.facts.windows[index]
+        inside = [*attention_forward_traffic(job, rank, window), *_tensor_traffic(job, *2 * (1 if experts else 2,))]
         if experts:
-            yield from _expert_traffic(job, forward_only=True)
+            inside += _expert_traffic(job, forward_only=True)
+        yield from (sent.times(number) for sent in inside)
     if stage == len(job.stage_layers) - 1:
         yield from _tensor_traffic(job, 1, 0)
 
@@ -88,20 +88,19 @@ def _layer_traffic(job: Job, index: int, attention: Callable[[int], tuple[Sent, 
 
 
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
-    """Return the execution plan of a layer's attention for one micro-batch."""
-    facts, tp, rows = job.model.facts, job.dims.tp, job.rows
+    """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
+    facts, tp = job.model.facts, job.dims.tp
     spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1))
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
-    ring = _ring(
-        SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1), spec, rows, job.place("ring", rank)
-    )
-    return UnifiedPlan(job.layout, spec, heads, rows, job.place("ulysses", rank), ring)
+    layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
+    ring = _ring(layout, spec, job.place("ring", rank))
+    return UnifiedPlan(job.layout, spec, heads, 1, job.place("ulysses", rank), ring)
 
 
-@lru_cache(maxsize=64)
-def _ring(layout: SequenceLayout, spec: AttentionSpec, rows: int, rank: int) -> RingSchedule:
-    """Return a ring's schedule: cached, because it does not depend on the Ulysses degree."""
-    return ring_schedule(layout, spec, rows, rank)
+@lru_cache(maxsize=256)
+def _ring(layout: SequenceLayout, spec: AttentionSpec, rank: int) -> RingSchedule:
+    """Return a ring's schedule for one sequence: cached, because it does not depend on the Ulysses degree."""
+    return ring_schedule(layout, spec, 1, rank)
 
 
 def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
@@ -115,9 +114,9 @@ def attention_traffic(job: Job, rank: int, window: int) -> tuple[Sent, ...]:
     exchange, keys = attention_forward_traffic(job, rank, window)
     return (
         exchange.times(forwards),
-        Sent("ulysses", "alltoall_base_", wire.dout_to_heads + wire.grads_to_seq, calls=2),
+        Sent("ulysses", "alltoall_base_", job.rows * (wire.dout_to_heads + wire.grads_to_seq), calls=2),
         keys.times(forwards + 1),
-        Sent("ring", "send", wire.grads, sum(len(step.grad_send) for step in plan.ring.steps)),
+        Sent("ring", "send", job.rows * wire.grads, sum(len(step.grad_send) for step in plan.ring.steps)),
     )
 
 
@@ -126,8 +125,8 @@ def attention_forward_traffic(job: Job, rank: int, window: int) -> tuple[Sent, S
     plan, wire = _attention_bytes(job, rank, window)
     messages = sum(len(step.send_held) + len(step.send_own) for step in plan.ring.steps)
     return (
-        Sent("ulysses", "alltoall_base_", wire.seq_to_heads + wire.heads_to_seq, calls=2),
-        Sent("ring", "send", wire.keys, messages),
+        Sent("ulysses", "alltoall_base_", job.rows * (wire.seq_to_heads + wire.heads_to_seq), calls=2),
+        Sent("ring", "send", job.rows * wire.keys, messages),
     )
 
 

@@ -9,22 +9,25 @@ from pathlib import Path
 import pytest
 
 from usp.__main__ import main
-from usp.commands.cost import tokens
-from usp.config import TrainConfig
+from usp.config import TrainConfig, token_count
 from usp.cost.compare.comparison import Compared, compare
 from usp.cost.compare.document import DOCUMENT, document
 from usp.cost.compare.plots import plot, sweep
-from usp.cost.methods import DEFAULT, Method
+from usp.cost.job import job_of
+from usp.cost.methods import DEFAULT, Batch, Method
+from usp.cost.traffic.step_traffic import step_traffic
 from usp.hf.models import load_model_config
 from usp.run.metrics import size
 
 TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--devices", "4", "--batch", "4"]
 
 
-def compared(methods: str, devices: int = 4, batch: int = 4, model: str = "tiny") -> list[Compared]:
-    base = TrainConfig(model=model, seq_len=1024, dtype="bfloat16")
+def compared(
+    methods: str, devices: int = 4, batch: int = 4, model: str = "tiny", rows: int = 1, seq_len: int = 1024
+) -> list[Compared]:
+    base = TrainConfig(model=model, seq_len=seq_len, dtype="bfloat16")
     parsed = [Method.parse(name) for name in methods.split(",")]
-    return compare(parsed, base, load_model_config(model), devices, batch)
+    return compare(parsed, base, load_model_config(model), devices, Batch(batch, rows))
 
 
 def test_names_become_degrees() -> None:
@@ -61,6 +64,21 @@ def test_infeasible_methods_state_the_reason() -> None:
     assert found["ring"] == ""
 
 
+def test_every_method_has_micro_batches_of_the_same_size() -> None:
+    names = "usp,usp+zero3,ulysses2+zero2,pp2+usp"
+    one = {found.method: found for found in compared(names, batch=8)}
+    two = {found.method: found for found in compared(names, batch=8, rows=2)}
+    whole = {found.method: found for found in compared(names, batch=8, rows=8)}
+    for name in ("usp", "usp+zero3"):  # a block's activations are sent once per sequence, whatever a micro-batch is
+        memory = [found[name].memory for found in (one, two, whole)]
+        sizes = [each.activations for each in memory if each is not None]
+        assert sizes == sorted(set(sizes)) and len(sizes) == 3
+        assert len({sum(s.nbytes for s in found[name].block_activations) for found in (one, two, whole)}) == 1
+    assert "multiple of the 2 data-parallel ranks x --micro-batch 8" in whole["ulysses2+zero2"].problem
+    assert one["pp2+usp"].problem == two["pp2+usp"].problem == ""
+    assert whole["pp2+usp"].problem == "pp=2 needs 2 micro-batches, --batch 8 gives 1: use --batch 16"
+
+
 def test_the_cost_by_the_paper_and_on_the_wire() -> None:
     (ulysses,) = compared("ulysses")
     assert ulysses.paper is not None
@@ -73,7 +91,7 @@ def test_the_cost_by_the_paper_and_on_the_wire() -> None:
 def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
     shown = capsys.readouterr().out
-    assert "Sent per rank and step" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert "Sent in a step by the busiest rank" in shown and "| ep | " in shown and "tiny has none" in shown
     assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
     usp, ep = json.loads(capsys.readouterr().out)
     assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" not in usp
@@ -85,6 +103,14 @@ def test_pipeline_messages_are_exposed_as_in_the_time_model(capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "| pp | exposed |" in shown and "| loss | overlaps with" not in shown and "| fsdp | overlaps with" in shown
     assert "As the paper counts" not in shown  # no row of Table 2
+
+
+def test_the_bytes_are_those_of_the_busiest_rank() -> None:
+    base = TrainConfig(model="llama2-7b", seq_len=2**17, dtype="bfloat16", micro_batches=8, batch_size=8, zero=1, pp=8)
+    job = job_of(base, load_model_config("llama2-7b"), 8)
+    (found,) = compared("pp8", devices=8, batch=8, model="llama2-7b", seq_len=2**17)
+    by_rank = [sum(sent.nbytes for sent in step_traffic(job, rank)) for rank in range(8)]
+    assert found.sent == max(by_rank) > 1.9 * by_rank[0] and found.sender not in (0, 7) and found.rank == 0
 
 
 class Reader(HTMLParser):
@@ -127,7 +153,11 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
     found = Reader(path.read_text())
     assert found.outside == []
     assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
-    assert {"Memory per rank, MiB", "Sent per rank and step, on the wire", "Not feasible"} <= set(found.texts["h2"])
+    assert {
+        "Memory of the rank that needs most, MiB",
+        "Sent in a step by the busiest rank, on the wire",
+        "Not feasible",
+    } <= set(found.texts["h2"])
     (usp,) = compared("usp+zero1")
     assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
     assert path.read_text().count("<svg") == 1 and "peak memory per rank" in path.read_text()
@@ -136,7 +166,6 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seq-len", "many"], "--seq-len many must be a number of tokens"),
         (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
         (["--model", "llama9"], "is neither a preset"),
         (["--ac", "ful"], "did you mean 'full'"),
@@ -156,7 +185,7 @@ def test_nonsense_is_refused_in_one_line(
 def test_the_plot_has_points_where_methods_are_feasible() -> None:
     methods = [Method.parse(name) for name in ("ulysses", "dp")]
     base = TrainConfig(model="tiny", seq_len=1024, dtype="bfloat16")
-    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, 2)
+    by_degree, by_length = sweep(methods, base, load_model_config("tiny"), 4, Batch(2))
     assert {devices: [one.problem == "" for one in line] for devices, line in by_degree.items()} == {
         2: [True, True],
         4: [True, False],
@@ -167,7 +196,10 @@ def test_the_plot_has_points_where_methods_are_feasible() -> None:
 
 
 def test_sequence_lengths_are_parsed() -> None:
-    assert [tokens(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+    assert [token_count(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+    for text in ("many", "K", "1.5K"):
+        with pytest.raises(ValueError, match="must be a number of tokens such as 131072, 128K or 1M"):
+            token_count(text)
 
 
 def test_every_default_method_has_a_name_that_parses() -> None:

@@ -13,7 +13,7 @@ from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
 from usp.cost.memory.footprint import footprint
-from usp.cost.traffic.order import actions
+from usp.cost.traffic.order import Schedule, actions
 from usp.hf.models import load_model_config
 
 
@@ -82,7 +82,9 @@ def test_the_order_equals_that_of_torch(schedule: str, micro_batches: int) -> No
     flags = {"zero": 1, "micro_batches": micro_batches, "batch_size": micro_batches, "pp_schedule": schedule}
     asked = job(4, model="llama3-8b", pp=4, **flags)
     for rank in range(4):
-        assert [(a.stage, a.kind[0], a.micro_batch) for a in actions(asked, rank)] == torch_order(asked, rank)
+        assert [(a.stage, a.kind[0], a.micro_batch) for a in actions(Schedule.of(asked, rank))] == torch_order(
+            asked, rank
+        )
 
 
 def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:

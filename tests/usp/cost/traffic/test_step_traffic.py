@@ -108,7 +108,7 @@ def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
     nbytes: Counter[GroupOp] = Counter()
     calls: Counter[GroupOp] = Counter()
     for sent in step_traffic(job, rank):
-        key = job.ranks(sent.axis, rank), sent.collective
+        key = tuple(job.ranks(sent.axis, rank)), sent.collective
         nbytes[key] += sent.nbytes
         calls[key] += sent.calls
     return {key: (nbytes[key], calls[key]) for key in calls}
