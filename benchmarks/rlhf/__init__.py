@@ -1,4 +1,4 @@
-"""Benchmarks of RLHF steps against TRL. Each file imports only earlier ones:
+"""Benchmarks of RLHF steps: against TRL, and with samples made ahead. Each file imports only earlier ones:
 
-grpo_systems, grpo_step.
+grpo_systems, grpo_step, staleness.
 """
