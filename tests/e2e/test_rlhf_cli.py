@@ -353,7 +353,7 @@ def scores_of(run: Path) -> list[tuple[int, float, float]]:
 def test_a_rank_killed_in_any_kind_of_call_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
 ) -> None:
-    deaths = DEATHS if exhaustive else DEATHS[::2]
+    deaths = DEATHS if exhaustive else DEATHS[2:3]
     (tmp_path / "kills.py").write_text(KILLS)
     args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward", "--ac", "full"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:

@@ -111,10 +111,11 @@ def fewest(before: list[Tensor], after: list[Tensor]) -> tuple[int, int]:
 
 
 def test_all_pairs_are_planned_with_the_fewest_bytes_of_each_tier(exhaustive: bool) -> None:
-    """Without --exhaustive every eighth plan is also executed, in this process."""
+    """Without --exhaustive every second pair, so each layout still meets half of the others; few are executed."""
     layouts = {name: grid.layout() for name, grid in GRIDS.items()}
     masks = {name: held_bytes(layout) for name, layout in layouts.items()}
-    for number, (src, dst) in enumerate(itertools.product(GRIDS, GRIDS)):
+    pairs = list(itertools.product(GRIDS, GRIDS))[:: 1 if exhaustive else 2]
+    for number, (src, dst) in enumerate(pairs):
         plan = plan_realloc(layouts[src], layouts[dst], bucket_bytes=BUCKET, ranks_per_host=4)
         total, between = fewest(masks[src], masks[dst])
         assert plan.tier_bytes == plan.minimum_tier_bytes == (between, total - between), (src, dst)
