@@ -89,7 +89,7 @@ def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
     assert ended.err == "interrupted: progress since the last checkpoint is lost (SIGTERM saves it)\n"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_rank_ends_the_run(tmp_path: Path, victim: int) -> None:
     with Run(FOREVER, tmp_path, ranks=2) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
