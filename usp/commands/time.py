@@ -56,7 +56,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.train.resolve import trained_model
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware)
-    model = trained_model(config)
+    model = trained_model(config, weights=False)
     if violation := formula_violation(config.model, model):
         raise ConfigurationError(violation)
     run = measured(Path(asked.against).expanduser()) if asked.against else None

@@ -13,10 +13,11 @@ from rich.console import Group
 
 from parallel import Hardware
 from usp.run.failures import ConfigurationError
+from usp.run.metrics import METRICS_FILE
 
 from .grid import GIB, Grid
 from .job import Job
-from .memory.footprint import Footprint, footprint
+from .memory.footprint import Footprint, largest_footprint
 from .planner.advice import parts, seconds
 from .planner.choice import USABLE
 from .time.step_time import StepTime, model_flops, step_seconds
@@ -39,7 +40,7 @@ class StepReport:
     @cached_property
     def memory(self) -> Footprint:
         """The memory of the pipeline stage that needs most."""
-        return max((footprint(self.job, rank) for rank in self.job.ranks("pp", 0)), key=lambda each: each.peak.total)
+        return largest_footprint(self.job)[0]
 
     @property
     def tokens(self) -> int:
@@ -78,9 +79,9 @@ def measured(folder: Path) -> Measured:
     Raises:
         ConfigurationError: if there are none, or none after the first steps.
     """
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS_FILE
     if not path.exists():
-        raise ConfigurationError(f"--against = {folder} holds no metrics.jsonl: give the folder of a run of train.py")
+        raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
     lines = path.read_text().splitlines()
     try:
         records = [json.loads(line) for line in lines][_FIRST_STEPS:]

@@ -57,7 +57,7 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.build import export_dtype
 from usp.train.claim import from_first_rank, run_folder, settled, sound_start
-from usp.train.learning_rate import Schedule
+from usp.train.learning_rate import LearningRate
 from usp.train.loop import TrainingLoop
 from usp.train.resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, remember_folder
 
@@ -194,7 +194,7 @@ class RlhfTrainer(TrainingLoop):
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
-        self.schedule = Schedule.of(self.config, self.config.steps, self.config.warmup_steps)
+        self.schedule = LearningRate.of(self.config, self.config.steps, self.config.warmup_steps)
         self.groups = ProcessGroups()
         self.trained: dict[str, RoleModel] = {}  # of this rank, by role
         if self.config.lora_rank:

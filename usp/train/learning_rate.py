@@ -9,7 +9,7 @@ from usp.config import ScheduleConfig
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """A linear warmup, then a decay that ends at the last step.
 
     Args:
@@ -26,7 +26,7 @@ class Schedule:
     final: float
 
     @classmethod
-    def of(cls, config: ScheduleConfig, steps: int, warmup_steps: int) -> Schedule:
+    def of(cls, config: ScheduleConfig, steps: int, warmup_steps: int) -> LearningRate:
         decay_steps = math.ceil(steps / 10) if config.lr_decay_steps < 0 else config.lr_decay_steps
         return cls(config.lr_schedule, steps, warmup_steps, decay_steps, config.lr_final)
 

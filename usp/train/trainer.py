@@ -52,7 +52,7 @@ from .build import EngineRecipe, build_engine, export_dtype, first_weights, resu
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from .claim import from_first_rank, run_folder, settled
 from .evaluate import Evaluations, held_out_loss, perplexity
-from .learning_rate import Schedule
+from .learning_rate import LearningRate
 from .loop import TrainingLoop
 from .prepare import PreparedRun, prepare
 from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
@@ -119,7 +119,7 @@ class Trainer(TrainingLoop):
         if recipe.lora is not None:
             self.result = ADAPTER
             self.adapter_parameters = prepared.shape.adapter_parameters(recipe.lora.rank, recipe.lora.targets)
-        self.schedule = Schedule.of(config, config.steps, config.warmup_steps)
+        self.schedule = LearningRate.of(config, config.steps, config.warmup_steps)
         self.profiler = StepProfiler(parse_steps(config.profile, config.steps), folder, dist.get_rank(), self.device)
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.flops_in_step = 0.0  # of all ranks

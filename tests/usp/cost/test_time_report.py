@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from usp.__main__ import main
+from usp.hf.models import load_model_config
 
 ASKED = [
     "time",
@@ -77,3 +78,9 @@ def test_what_is_no_run_is_refused(
 def test_a_step_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["time", "--model", "llama2-70b", "--seq-len", "8192", "--world-size", "8", "--hardware", "h100"]) == 0
     assert "the step does not fit into 71.6 GiB" in capsys.readouterr().out.replace("71.7", "71.6")
+
+
+def test_a_folder_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model_config("tiny").save_pretrained(tmp_path)
+    assert main(["time", "--model", str(tmp_path), "--seq-len", "1K", "--world-size", "2"]) == 0
+    assert "2,048 tokens per step" in " ".join(capsys.readouterr().out.split())

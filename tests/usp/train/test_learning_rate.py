@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from usp.config import LR_SCHEDULES, ScheduleConfig, TrainConfig
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.validate import violations as rlhf_violations
-from usp.train.learning_rate import Schedule
+from usp.train.learning_rate import LearningRate
 from usp.train.validate import violations as train_violations
 
 STEPS, WARMUP, DECAY = 20, 4, 6
@@ -25,7 +25,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("kind", LR_SCHEDULES)
 def test_rates_are_those_of_transformers(kind: str) -> None:
-    schedule = Schedule(kind, STEPS, WARMUP, DECAY, final=0.1 if kind == "cosine" else 0.0)
+    schedule = LearningRate(kind, STEPS, WARMUP, DECAY, final=0.1 if kind == "cosine" else 0.0)
     name, options = THEIRS[kind]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_scheduler(name, optimizer, WARMUP, STEPS, scheduler_specific_kwargs=options)
@@ -52,9 +52,9 @@ def test_options_without_effect_are_refused(flags: dict[str, Any], text: str) ->
 
 def test_the_ends_of_a_schedule() -> None:
     for kind in LR_SCHEDULES:
-        rates = [Schedule(kind, STEPS, WARMUP, DECAY, final=0.25).at(step) for step in range(1, STEPS + 1)]
+        rates = [LearningRate(kind, STEPS, WARMUP, DECAY, final=0.25).at(step) for step in range(1, STEPS + 1)]
         assert rates[:WARMUP] == [0.25, 0.5, 0.75, 1.0] and rates[-1] == (1.0 if kind == "constant" else 0.25)
         assert rates[STEPS - DECAY - 1] == 1.0 or kind in ("cosine", "linear")
-    assert Schedule("cosine", STEPS, 0, 0, final=0.1).at(1) < 1.0
-    assert Schedule.of(ScheduleConfig(lr_schedule="wsd"), 25, 5).decay_steps == 3
-    assert "constant until a linear decay to 10% in the last 3 steps" in str(Schedule("wsd", 25, 5, 3, 0.1))
+    assert LearningRate("cosine", STEPS, 0, 0, final=0.1).at(1) < 1.0
+    assert LearningRate.of(ScheduleConfig(lr_schedule="wsd"), 25, 5).decay_steps == 3
+    assert "constant until a linear decay to 10% in the last 3 steps" in str(LearningRate("wsd", 25, 5, 3, 0.1))

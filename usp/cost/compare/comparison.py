@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from usp.config import TrainConfig
 from usp.cost.job import Job, job_of
-from usp.cost.memory.footprint import Footprint, footprint
+from usp.cost.memory.footprint import Footprint, largest_footprint
 from usp.cost.methods import Batch, Method, config_for
 from usp.cost.traffic.sent import Sent
 from usp.cost.traffic.step_traffic import block_traffic, step_traffic
@@ -81,9 +81,7 @@ def compare(
 
 
 def _compared(method: Method, job: Job, batch: int) -> Compared:
-    memory, rank = max(
-        ((footprint(job, rank), rank) for rank in job.ranks("pp", 0)), key=lambda pair: pair[0].peak.total
-    )
+    memory, rank = largest_footprint(job)
     senders = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
     sent = {each: step_traffic(job, each) for each in senders}
     sender = max(sent, key=lambda each: sum(part.nbytes for part in sent[each]))

@@ -55,6 +55,12 @@ def footprint(job: Job, rank: int) -> Footprint:
     return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=moments)
 
 
+def largest_footprint(job: Job) -> tuple[Footprint, int]:
+    """Return (the memory of the pipeline stage that needs most, the first rank that has it)."""
+    found = ((footprint(job, rank), rank) for rank in job.ranks("pp", 0))
+    return max(found, key=lambda pair: pair[0].peak.total)
+
+
 def least_saved_bytes(job: Job, layer: int) -> int:
     """Return a lower bound of the peak on the first rank, with ZeRO stage 1 to 3 and any option that saves memory.
 
