@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from attention import LAYOUTS
@@ -43,7 +43,14 @@ class CallLayout:
     mlp_tile: int = 0
     loss_chunk: int = 0
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # kept, because a search looks up the same layouts, of many ranks, very often
+        return hash((self.ranks, self.dims, *(getattr(self, option) for option in _OPTIONS)))
+
+    @cached_property
     def of_weights(self) -> CallLayout:
         """The layout without what concerns one call alone: calls that agree in the rest use the same weights."""
         return replace(self, micro_batch_tokens=-1, ac="none", ac_offload=False, loss_chunk=0)
@@ -79,6 +86,9 @@ class CallLayout:
     def __str__(self) -> str:
         zero = f", ZeRO {self.zero}" if self.zero else ""
         return f"ranks {format_ranks(self.ranks)} ({self.dims}{zero})"
+
+
+_OPTIONS = tuple(field.name for field in fields(CallLayout) if field.name not in ("ranks", "dims"))
 
 
 @dataclass(frozen=True)

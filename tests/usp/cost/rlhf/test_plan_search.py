@@ -1,0 +1,80 @@
+"""Searched plans against all plans of small spaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.usp.cost.rlhf.estimates import Simple
+from tests.usp.rlhf.toy import ppo
+from usp.cost.rlhf.estimates import Remembered
+from usp.cost.rlhf.options import OptionSpace, options
+from usp.cost.rlhf.plan_search import Problem, exhaustive, search
+from usp.cost.rlhf.simulator import Simulator
+from usp.rlhf.plan.named_plans import Facts, named_plan
+from usp.rlhf.plan.plan import ExecutionPlan
+
+GRAPH = ppo()
+SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
+
+
+def problem(memory: float, smallest: int = 2) -> Problem:
+    """Every call on two or all of four ranks, without pipelines, five of them with tp alone."""
+    space = OptionSpace(4, 4, 64, smallest, max_tp=2)
+    found = {call.name: [o for o in options(call, space) if o.dims.pp == 1] for call in GRAPH.calls}
+    found["advantages"] = found["advantages"][-1:]
+    for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
+        found[name] = [o for o in found[name] if o.dims.tp == 2]
+    return Problem(Simulator(GRAPH, Remembered(Simple(SIZES)), 4), found, memory, 4)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Problem, float]:
+    found = problem(memory=16.0)
+    return found, exhaustive(found).best[0][0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_finds_the_optimum(small: tuple[Problem, float], seed: int) -> None:
+    given, optimum = small
+    assert search(given, seed=seed, budget=60).best[0][0] == pytest.approx(optimum)
+
+
+def test_plans_that_differ_in_the_order_of_ranks_are_simulated_once(small: tuple[Problem, float]) -> None:
+    given, optimum = small
+    found = exhaustive(given)
+    assert found.simulated < 0.6 * given.plans
+    names = tuple(given.options)
+    plans = (
+        ExecutionPlan("any", dict(zip(names, layouts, strict=True))) for layouts in product(*given.options.values())
+    )
+    measured = map(given.simulator.measure, plans)
+    assert min(seconds for seconds, peak in measured if peak <= given.memory_bytes) == pytest.approx(optimum)
+
+
+def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
+    given = problem(memory=60.0, smallest=4)
+    plan = named_plan("interleaving", GRAPH, Facts(4, 4, heads=8, layers=4))
+    found = search(given, starts=[plan], budget=0.0)
+    assert found.best[0][0] <= given.simulator.measure(plan)[0]
+    best = search(given, starts=[plan]).best
+    assert [energy for energy, _ in best] == sorted(energy for energy, _ in best)
+    for energy, one in best:
+        assert given.simulator.measure(one)[0] == pytest.approx(energy)
+
+
+def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, float]) -> None:
+    assert small[1] < exhaustive(problem(15.0)).best[0][0]
+    too_little = problem(14.0, smallest=4)
+    assert not search(too_little).best
+    both = ("ref", "critic.optimizer")
+    assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
+
+
+def test_where_no_plan_fits_the_nearest_is_told() -> None:
+    found = search(problem(memory=1.0))
+    assert not found.best
+    assert found.nearest
+    assert found.nearest[0] == pytest.approx(exhaustive(problem(memory=1.0)).nearest[0])  # type: ignore[index]

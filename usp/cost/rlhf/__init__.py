@@ -1,0 +1,1 @@
+"""Plans for RLHF by prediction. Each file imports only earlier ones: estimates, options, simulator, plan_search."""
