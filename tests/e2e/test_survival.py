@@ -81,6 +81,7 @@ if exit_code:
 """
 
 
+@pytest.mark.exhaustive  # reports and restarts of launched ranks: tests/usp/run/test_watchdog.py
 def test_a_hang_is_reported_and_the_run_resumes(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(HANG)

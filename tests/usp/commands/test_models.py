@@ -12,7 +12,7 @@ from usp.commands.models import table
 from usp.hf.structure.verdict import causal_lm_types
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
-CHOSEN = ["bloom", "gemma3_text", "qwen3_next", "rwkv"]
+CHOSEN = ["bloom", "gemma3_text", "rwkv"]
 
 
 def test_the_document_is_current(request: pytest.FixtureRequest) -> None:

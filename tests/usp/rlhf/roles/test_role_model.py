@@ -194,7 +194,6 @@ class Case:
 CASES = [
     Case(ParallelDims(dp_shard=8), zero=3, budget=16, ac="full", mlp_tile=3, offload=True),
     Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
-    Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
     Case(ParallelDims(pp=2, ring=2, dp_shard=2), budget=24, family="llama-tied", ac="full", ac_offload=True),
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, budget=24, family="mixtral", balance=0.5, ac="full"),
@@ -204,6 +203,7 @@ CASES = [
     ),
 ]
 MORE = [
+    Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
     Case(ParallelDims(tp=2, pp=2, dp_shard=2), offload=True),
     Case(ParallelDims(ulysses=2, ring=2, dp_shard=2), zero=3, family="qwen3", ac="attention-saved"),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, head="values", budget=16),
