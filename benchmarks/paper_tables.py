@@ -23,7 +23,9 @@ from parallel import Hardware, Tier, load_hardware
 from parallel.cluster.hardware import Curve
 from usp.cost.job import Job
 from usp.cost.memory.footprint import footprint
-from usp.cost.time.step_time import Overlap, attention_seconds, step_seconds
+from usp.cost.time.attention_time import attention_seconds
+from usp.cost.time.step_time import step_seconds
+from usp.cost.time.transfers import Overlap
 
 CONSTANTS = {
     "matmul": "matrix products on A100 and A800, fraction of peak",

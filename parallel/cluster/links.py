@@ -24,7 +24,7 @@ from .hardware import Hardware, Link
 
 
 def transfer_seconds(
-    hardware: Hardware, ranks: Sequence[int], kind: str, nbytes: float, steps: float, world_size: int
+    hardware: Hardware, ranks: Sequence[int], kind: str, nbytes: float, steps: float, active: Sequence[int]
 ) -> float:
     """Return the time in which each of `ranks` sends `nbytes` to the others, while all similar groups do the same.
 
@@ -33,20 +33,29 @@ def transfer_seconds(
         kind: "send", "gather", "reduce" or "exchange".
         steps: number of message latencies: n - 1 for an all-gather, reduce-scatter or all-to-all over n ranks, twice
             that for an all-reduce, 1 for a single message; times the number of calls.
+        active: global ranks of all groups that send at the same time.
     """
     if len(ranks) < 2:
         return 0.0
     rings = kind in ("gather", "reduce") and hardware.parallel_rings
-    crossing = _crossing(_Tree.of(hardware), ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
+    tree = _Tree.of(hardware)
+    crossing = _crossing(tree, ranks if isinstance(ranks, range) else tuple(ranks), rings, kind)
     links: dict[int, Link] = {level: getattr(hardware.tiers[level], kind) for level in crossing}
-    seconds = 0.0
+    together, seconds = active if isinstance(active, range) else tuple(active), 0.0
     for level, (device_part, domain_part) in crossing.items():
-        tier, inner = hardware.tiers[level], min(hardware.tiers[level - 1].devices if level else 1, world_size)
+        tier = hardware.tiers[level]
+        inner = _most_together(together, tree.devices[level - 1]) if level else 1
         on_link = nbytes * device_part / links[level].bytes_per_second
         rate = tier.shared_bytes_per_second * links[level].bytes_per_second / tier.send.bytes_per_second
         shared = nbytes * domain_part * inner / rate
         seconds = max(seconds, on_link, shared)
     return seconds / hardware.link_efficiency + steps * max(link.alpha_seconds for link in links.values())
+
+
+@lru_cache(maxsize=256)
+def _most_together(ranks: Sequence[int], devices: int) -> int:
+    """Return the largest number of ranks inside one tier of `devices`."""
+    return max(Counter(rank // devices for rank in ranks).values())
 
 
 def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:

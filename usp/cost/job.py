@@ -1,4 +1,4 @@
-"""A training step as numbers: the model's shapes, the degrees, and every switch that changes bytes.
+"""A training step, or forwards alone, as numbers: the model's shapes, the degrees, and every switch for bytes.
 
 `job_of` reads it from a configuration; all predictions are pure functions of it.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 
@@ -22,23 +23,43 @@ from usp.hf.models import ModelConfig
 from usp.model.facts import LayerShape, ModelShape, ParameterShape
 from usp.train.resolve import resolve
 
-__all__ = ["Job", "LayerShape", "ModelShape", "ParameterShape", "job_of"]
+__all__ = ["PASSES", "Job", "LayerShape", "ModelShape", "ParameterShape", "Pass", "job_of"]
+
+Pass = Literal["count", "forward", "recompute", "backward", "update"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
-    """One optimizer step of `Fsdp2Engine`. Sequences are one document each.
+    """One optimizer step of `Fsdp2Engine`, or the forwards of one. Sequences are one document each.
+
+    Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks.
 
     Attributes:
         config: with the batch size of a rank.
         dims: resolved.
         balance: whether routers have a load-balancing loss.
+        trained: False for forwards alone, without gradients and optimizer.
+        weights: the dtype in which ranks store their shards of the weights.
+        placed: the global rank of each rank of the mesh; None: the same.
     """
 
     config: TrainConfig
     model: ModelShape
     dims: ParallelDims
     balance: bool = False
+    trained: bool = True
+    weights: torch.dtype = torch.float32
+    placed: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        violations = []
+        if self.placed is not None and len({*self.placed}) != self.world_size:
+            violations.append(f"placed={self.placed} must be {self.world_size} different ranks")
+        if not self.trained and (self.balance or self.config.ac != "none"):
+            violations.append(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
+        if violations:
+            raise ValueError("; ".join(violations))
 
     @cached_property
     def world_size(self) -> int:
@@ -93,12 +114,27 @@ class Job:
         """Count the layers of a stage by the layer that they equal (`ModelShape.alike`)."""
         return Counter(self.model.alike[index] for index in self.stage_layers[stage])
 
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """The global ranks, in the order of the mesh."""
+        return range(self.world_size) if self.placed is None else self.placed
+
+    def linked(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the global ranks of some ranks, which determine the links between them."""
+        return ranks if self.placed is None else tuple(self.placed[rank] for rank in ranks)
+
+    @cached_property
+    def slowest_ranks(self) -> tuple[int, ...]:
+        """One rank per pipeline stage: the one with the most attention of those that share a sequence."""
+        inside = max(self.ranks("ring", 0)) if self.config.sp_layout == "contiguous" else 0
+        return tuple(first + inside for first in self.ranks("pp", 0))
+
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
         return self._extents[axis][0]
 
     def ranks(self, axis: str, rank: int) -> range:
-        """Return the global ranks of the group of `rank` along an axis, ascending."""
+        """Return the ranks of the group of `rank` along an axis, ascending."""
         degree, stride = self._extents[axis]
         first = rank - self.place(axis, rank) * stride
         return range(first, first + degree * stride, stride)

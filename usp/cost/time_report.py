@@ -20,7 +20,8 @@ from .job import Job
 from .memory.footprint import Footprint, largest_footprint
 from .planner.advice import parts, seconds
 from .planner.choice import USABLE
-from .time.step_time import StepTime, model_flops, step_seconds
+from .time.model_flops import model_flops
+from .time.step_time import StepTime, step_seconds
 
 _FIRST_STEPS = 3  # of a run, which allocate, connect and compile
 

@@ -34,7 +34,7 @@ def test_every_known_node_is_consistent() -> None:
         node = load_hardware(name.upper())
         assert node.peak("bfloat16") == peak_flops(node.device)
         assert node.tiers[-1].devices == 0
-        inside, outside = (transfer_seconds(node, (0, peer), "send", 2**30, 1, 16) for peer in (1, 8))
+        inside, outside = (transfer_seconds(node, (0, peer), "send", 2**30, 1, range(16)) for peer in (1, 8))
         assert inside < outside
     a800, h200 = load_hardware("a800"), load_hardware("h200")
     assert (a800.peak("bfloat16"), h200.peak("bfloat16")) == (312e12, 989e12)
@@ -130,7 +130,7 @@ def test_transfer_times_by_tier() -> None:
     small = hardware_from_mapping(SMALL, "")
 
     def seconds(ranks: range, kind: str, nbytes: float, steps: int = 0) -> float:
-        return transfer_seconds(small, ranks, kind, nbytes, steps, world_size=8)
+        return transfer_seconds(small, ranks, kind, nbytes, steps, active=range(8))
 
     assert seconds(range(4), "gather", 1000.0) == 1.0
     assert seconds(range(1), "gather", 1000.0) == 0.0
@@ -142,9 +142,11 @@ def test_transfer_times_by_tier() -> None:
     assert math.isclose(seconds(range(8), "exchange", 700.0), 4 * 400 / 100)
     # With one adapter per device and parallel rings, the ranks of a host share the crossing.
     nccl = hardware_from_mapping({**SMALL, "tiers": [HOST, NETWORK], "parallel_rings": True}, "")
-    assert transfer_seconds(nccl, range(8), "gather", 1000.0, 0, 8) == 2.5
+    assert transfer_seconds(nccl, range(8), "gather", 1000.0, 0, range(8)) == 2.5
+    # Fewer ranks that send at once leave each of them more of the network.
+    assert transfer_seconds(small, (0, 4), "send", 1000.0, 0, (0, 1, 4, 5)) == 20.0
     with pytest.raises(ValueError, match="connects 4 devices, too few for rank 4"):
-        transfer_seconds(hardware_from_mapping({**SMALL, "tiers": [HOST]}, ""), range(8), "send", 1.0, 1, 8)
+        transfer_seconds(hardware_from_mapping({**SMALL, "tiers": [HOST]}, ""), range(8), "send", 1.0, 1, range(8))
 
 
 def test_unmasked_attention_uses_its_own_efficiency_if_given() -> None:

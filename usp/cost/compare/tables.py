@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from usp.cost.grid import AND, GIB, Grid
-from usp.cost.time.step_time import exposure
+from usp.cost.time.transfers import exposure
 from usp.cost.traffic.sent import Sent
 from usp.run.metrics import size
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from usp.config import TrainConfig
-from usp.cost.time.step_time import StepTime, exposure
+from usp.cost.time.step_time import StepTime
+from usp.cost.time.transfers import exposure
 from usp.model.facts import ModelFacts
 
 from .search import Candidate

@@ -23,7 +23,8 @@ from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
-from usp.cost.time.step_time import LayerCompute, StepTime, least_seconds, step_seconds
+from usp.cost.time.least_time import LayerCompute, least_seconds
+from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import formula_violation
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError, listed
@@ -132,7 +133,7 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
 
     def step_time(config: TrainConfig) -> StepTime:
         made = job_like(config)
-        return step_seconds(made, hardware, known=compute_of(made))
+        return step_seconds(made, hardware, layers=compute_of(made).passes)
 
     @cache
     def peak_bytes(config: TrainConfig) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -135,13 +136,23 @@ def _visible(task: Task) -> int:
     return task.visible()
 
 
-def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> tuple[Seconds, Seconds]:
-    """Return (forward, backward) of a decoder layer for one micro-batch, without attention's kernels."""
+class LayerSeconds(NamedTuple):
+    """Seconds of a decoder layer for one micro-batch, without attention's kernels."""
+
+    forward: Seconds
+    recompute: Seconds
+    backward: Seconds
+
+
+def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> LayerSeconds:
+    """Return the time of a decoder layer's passes."""
     forward, again = layer_products(job, layer)
     memory = hardware.memory_seconds(sum(_layer_bytes(job, layer)))
     matmul, repeated = _matmul_seconds(job, hardware, forward), _matmul_seconds(job, hardware, again)
     recomputed = memory if job.config.ac != "none" else 0.0
-    return Seconds(matmul, 0.0, memory), Seconds(2 * matmul + repeated, 0.0, 2 * memory + recomputed)
+    return LayerSeconds(
+        Seconds(matmul, 0.0, memory), Seconds(repeated, 0.0, recomputed), Seconds(2 * matmul, 0.0, 2 * memory)
+    )
 
 
 def _matmul_seconds(job: Job, hardware: Hardware, products: list[Product]) -> float:

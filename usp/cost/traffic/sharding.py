@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
-from usp.cost.job import Job, ParameterShape
+from usp.cost.job import Job, ParameterShape, Pass
 
 from .order import Schedule, actions
 from .sent import Sent, all_reduce
@@ -105,16 +106,16 @@ def _unit(axis: str, ranks: int, shapes: list[tuple[int, ...]], summed_over_tp: 
     return Unit(axis, ranks, sum(map(math.prod, shapes)), shard, summed_over_tp)
 
 
-def fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
-    """Yield the gathers of parameters and the reductions of gradients in a step of `rank`."""
+def fsdp_traffic(job: Job, rank: int) -> Iterator[tuple[Pass, Sent]]:
+    """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`."""
     for stage in job.stages(rank):
-        for (unit, gathered), number in Counter(_gathers(job, rank, stage)).items():
-            yield from (sent.times(number) for sent in _unit_traffic(job, unit, gathered))
+        for (unit, gathers), number in Counter(_gathers(job, rank, stage)).items():
+            yield from ((kind, sent.times(number)) for kind, sent in _unit_traffic(job, unit, gathers))
 
 
 def fsdp_sent_bytes(job: Job, rank: int) -> int:
     """Return the bytes that `rank` sends in a step for parameters and gradients, including gradients summed over tp."""
-    return sum(sent.nbytes for sent in fsdp_traffic(job, rank))
+    return sum(sent.nbytes for _, sent in fsdp_traffic(job, rank))
 
 
 def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -123,7 +124,7 @@ def block_fsdp_traffic(job: Job, rank: int) -> Iterator[Sent]:
     units = stage_units(job, stage)
     first = len(units.root)
     for unit, gathers in _gathers(job, rank, stage)[first : first + len(units.layers[0])]:
-        yield from _unit_traffic(job, unit, gathers)
+        yield from (sent for _, sent in _unit_traffic(job, unit, gathers))
 
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
@@ -137,7 +138,24 @@ def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
         yield all_reduce("ends", own * columns * FLOAT32, 2)
 
 
-def _unit_traffic(job: Job, unit: Unit, gathers: int) -> Iterator[Sent]:
+class Gathers(NamedTuple):
+    """How often a unit is gathered in the passes of a step."""
+
+    counting: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass, Sent]]:
+    if unit.ranks > 1:
+        gathered = Sent(unit.axis, "_allgather_base_", unit.shard * (unit.ranks - 1) * job.dtype.itemsize)
+        passes: tuple[Pass, ...] = ("count", "forward", "backward")
+        yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True))
+    if job.trained:
+        yield from (("backward", sent) for sent in _reductions(job, unit))
+
+
+def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
     zero, several = job.config.zero, job.config.micro_batches > 1 or job.config.pp_schedule == "zero-bubble"
     reductions = job.config.micro_batches if zero >= 2 else 1
     # Gradients of several backwards are accumulated in float32 before they are reduced.
@@ -145,9 +163,7 @@ def _unit_traffic(job: Job, unit: Unit, gathers: int) -> Iterator[Sent]:
     for numel in unit.summed_over_tp:
         yield all_reduce("tp", numel * itemsize, job.dims.tp, functional=True).times(reductions)
     if unit.ranks > 1:
-        others = unit.ranks - 1
-        yield Sent(unit.axis, "_allgather_base_", unit.shard * others * job.dtype.itemsize).times(gathers)
-        yield Sent(unit.axis, "_reduce_scatter_base_", unit.shard * others * FLOAT32).times(reductions)
+        yield Sent(unit.axis, "_reduce_scatter_base_", unit.shard * (unit.ranks - 1) * FLOAT32).times(reductions)
     replicas = "loss" if zero == 0 else "dp_replicate"
     yield all_reduce(replicas, unit.shard * FLOAT32, job.degree(replicas))
 
@@ -157,11 +173,11 @@ class _Group:
     """The state of a unit in FSDP2."""
 
     gathered: bool = False  # or prefetched
-    gathers: int = 0
+    gathers: Counter[str] = field(default_factory=Counter)
     uses: list[int] = field(default_factory=list)  # positions in the forward order whose backward is still to come
 
-    def gather(self) -> None:
-        self.gathers += not self.gathered
+    def gather(self, kind: str) -> None:
+        self.gathers[kind] += not self.gathered
         self.gathered = True
 
 
@@ -179,9 +195,9 @@ class _Fsdp2:
         self.groups = [*self.root, *chain(*self.layers)]
         self.order: list[_Group] = []
 
-    def forward(self) -> None:
+    def forward(self, kind: str = "forward") -> None:
         for group in (*chain(*map(reversed, self.layers)), *self.root):
-            group.gather()
+            group.gather(kind)
             group.gathered = not self.zero3 or group in self.root
             group.uses.append(len(self.order))
             self.order.append(group)
@@ -206,42 +222,48 @@ class _Fsdp2:
             group.gathered = keeps
 
     def _before_backward(self, group: _Group) -> None:
-        group.gather()
+        group.gather("backward")
         if group.uses and (position := group.uses.pop()) > 0:
-            self.order[position - 1].gather()
+            self.order[position - 1].gather("backward")
 
 
-def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, int]]:
+def _gathers(job: Job, rank: int, stage: int) -> list[tuple[Unit, Gathers]]:
     """Return how often each unit of a stage of `rank` is gathered in a step."""
     units = stage_units(job, stage)
     return list(zip([*units.root, *chain(*units.layers)], gather_counts(job, rank, stage), strict=True))
 
 
-def gather_counts(job: Job, rank: int, stage: int) -> tuple[int, ...]:
+def gather_counts(job: Job, rank: int, stage: int) -> tuple[Gathers, ...]:
     """Return how often each unit of a stage of `rank` is gathered in a step: of the root, then of each layer."""
     model, layers = job.model, job.stage_layers[stage]
     root = 1 if model.around_layers(stage == 0, stage == len(job.stage_layers) - 1) else 0
     sizes = root, tuple(1 + bool(model.layers[index].experts) for index in layers)
     if job.splits_backwards:  # torch's zero-bubble schedule keeps the stage gathered
-        return (2 if job.counts_choices else 1,) * (sizes[0] + sum(sizes[1]))
-    return _gather_counts(job.config.zero == 3, *sizes, Schedule.of(job, rank), stage, job.counts_choices)
+        return (Gathers(counting=1 if job.counts_choices else 0, forward=1),) * (sizes[0] + sum(sizes[1]))
+    zero3, forwards = job.config.zero == 3, job.config.micro_batches if not job.trained else 0
+    return _gather_counts(zero3, *sizes, Schedule.of(job, rank), stage, job.counts_choices, forwards)
 
 
 @lru_cache(maxsize=4096)
 def _gather_counts(
-    zero3: bool, root: int, layers: tuple[int, ...], schedule: Schedule, stage: int, counts_choices: bool
-) -> tuple[int, ...]:
-    """Return how often each unit of the root and of the layers is gathered. root, layers: their numbers of units."""
+    zero3: bool, root: int, layers: tuple[int, ...], schedule: Schedule, stage: int, counts_choices: bool, alone: int
+) -> tuple[Gathers, ...]:
+    """Return how often each unit of the root and of the layers is gathered. root, layers: their numbers of units.
+
+    alone: the number of forwards, if nothing else runs.
+    """
     fsdp2, last = _Fsdp2(zero3, root, layers), schedule.micro_batches - 1
     if counts_choices:
         for _ in range(schedule.micro_batches):
-            fsdp2.forward()
+            fsdp2.forward("counting")
         fsdp2.reset()
-    for action in actions(schedule):
+    for _ in range(alone):
+        fsdp2.forward()
+    for action in actions(schedule) if not alone else ():
         if action.stage != stage:
             continue
         if action.kind == "forward":
             fsdp2.forward()
         else:
             fsdp2.backward(last=action.micro_batch == last)
-    return tuple(group.gathers for group in fsdp2.groups)
+    return tuple(Gathers(**group.gathers) for group in fsdp2.groups)

@@ -21,7 +21,8 @@ from usp.cost.planner.choice import choose, contradicted, planned, predictor_for
 from usp.cost.planner.layouts import Question, layouts, savings
 from usp.cost.planner.search import FAMILIES, Candidate, Predictor, family, search, tightest
 from usp.cost.time.compute import Seconds
-from usp.cost.time.step_time import StepTime, TransferSeconds, step_seconds
+from usp.cost.time.step_time import StepTime, step_seconds
+from usp.cost.time.transfers import TransferSeconds
 from usp.hf.models import load_model_config, model_facts
 from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -11,18 +11,11 @@ from parallel import bubble_fraction, load_hardware
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
-from usp.cost.time.compute import attention_work, head_products, held_elements, layer_products
-from usp.cost.time.kernel_flops import BACKWARD, FORWARD
-from usp.cost.time.step_time import (
-    Overlap,
-    StepTime,
-    TransferSeconds,
-    exposure,
-    overlapped,
-    overlapped_in_pieces,
-    step_seconds,
-)
-from usp.cost.traffic.step_traffic import attention_plan
+from usp.cost.time.compute import held_elements
+from usp.cost.time.pass_flops import pass_flops
+from usp.cost.time.pass_seconds import PassSeconds, pass_seconds
+from usp.cost.time.step_time import StepTime, step_seconds
+from usp.cost.time.transfers import Overlap, TransferSeconds, exposure, overlapped, overlapped_in_pieces
 from usp.hf.models import load_model_config
 
 A800 = load_hardware("a800")
@@ -35,25 +28,6 @@ def job(world_size: int = 1, **flags: object) -> Job:
 
 def llama(world_size: int = 16, **flags: object) -> Job:
     return job(world_size, **{"model": "llama3-8b", "seq_len": 65536, "zero": 1, **flags})
-
-
-def flops_of_step(made: Job, rank: int) -> float:
-    """Sum the matrix products and attention tasks that the time model counts on a rank."""
-    total, windows = 0.0, made.model.facts.windows
-    for stage in made.stages(rank):
-        for index in made.stage_layers[stage]:
-            forward, again = layer_products(made, made.model.layers[index])
-            plan = attention_plan(made, rank, windows[index])
-            products = FORWARD * (2 if made.config.ac == "full" else 1) + BACKWARD
-            work = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), products)
-            total += 3 * sum(p.flops for p in forward) + sum(p.flops for p in again)
-            total += sum(flops for tasks in work for flops, _ in tasks)
-            if made.counts_choices:
-                once = attention_work(made, plan.ring, plan.heads.q_width(plan.ulysses_rank), FORWARD)
-                total += sum(p.flops for p in forward) + sum(flops for tasks in once for flops, _ in tasks)
-        if stage == len(made.stage_layers) - 1:
-            total += sum(p.flops for p in head_products(made))
-    return total * made.config.micro_batches
 
 
 @pytest.mark.parametrize(
@@ -74,7 +48,32 @@ def flops_of_step(made: Job, rank: int) -> float:
 def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
     config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
     made = job_of(config, load_model_config(config.model), world_size)
-    assert flops_of_step(made, 0) == dry_run(config, world_size).flops
+    assert sum(pass_flops(made, 0).values()) == dry_run(config, world_size).flops
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"sp_ulysses": 4, "sp_ring": 2, "ac": "full", "zero": 3},
+        {"model": "mixtral-8x7b", "ep": 8, "sp_ring": 8, "batch_size": 4, "micro_batches": 4, "zero": 3},
+        {"pp": 4, "batch_size": 8, "micro_batches": 8, "tp": 4, "tp_sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
+    made = llama(**flags)
+    passes = {rank: pass_seconds(made, A800, rank) for rank in made.slowest_ranks}
+    sums = [sum(found.values(), PassSeconds()) for found in passes.values()]
+    slowest, step = max(sums, key=lambda found: found.total), step_seconds(made, A800)
+    assert slowest.total == pytest.approx(step.total - step.bubble, rel=1e-12)
+    for axis, transfers in step.communication.items():
+        assert astuple(slowest.communication[axis]) == pytest.approx(astuple(transfers))
+    first = passes[0]
+    assert first["recompute"].compute.total == pytest.approx(
+        0.0 if made.config.ac == "none" else first["forward"].compute.total, rel=0.2
+    )
+    assert max(found["update"].compute.memory for found in passes.values()) == step.optimizer
+    assert (first["count"].total > 0) == made.counts_choices
 
 
 def test_counting_the_choices_of_a_step_takes_a_forward() -> None:
