@@ -3,6 +3,10 @@
 Each file of `nodes/` describes one node; a user's file may name one as "base" and override parts of it. Rates are those
 of one device, in one direction, as in datasheets; `efficiency` is the fraction that programs achieve. Where devices
 share a link, such as one network adapter per host, the shared rate is given next to the rate of one device.
+
+What a file does not state of the host is assumed: `host_devices` are those of the outermost tier that states a number,
+the host link is PCIe 4.0 x16, the host's memory that of one socket with eight channels of DDR4-3200 and of any size,
+and launches take no time.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from typing import Any
 
 NODES = Path(__file__).with_name("nodes")
 Curve = tuple[tuple[float, float], ...]
+PCIE4_X16 = 25e9  # bytes per second in one direction, as copies of pinned memory reach
+DDR4_SOCKET = 204.8e9  # bytes per second: eight channels of DDR4-3200
 
 # Dense bfloat16 tensor-core peak in FLOP/s by substring of the device name; the first match counts.
 PEAK_BF16: tuple[tuple[str, float], ...] = (
@@ -125,6 +131,12 @@ class Hardware:
         parallel_rings: a ring collective uses every device's link out of a tier (NCCL), not just one (gloo).
         streams: collectives run concurrently with compute (CUDA), instead of blocking the calling thread (CPU).
         crowding: speedup of a device while all others wait; above 1 where processes share CPUs.
+        host_devices: devices of one host, which share its memory.
+        host_memory_bytes: capacity of a host's memory; inf if unknown.
+        host_memory_bytes_per_second: bandwidth of a host's memory, reads and writes together.
+        host_link_bytes_per_second: rate of a copy between a device and pinned host memory, in one direction; inf for a
+            CPU, where nothing is copied.
+        launch_seconds: time in which a host thread issues one operator in eager execution.
     """
 
     name: str
@@ -141,6 +153,11 @@ class Hardware:
     parallel_rings: bool = True
     streams: bool = True
     crowding: float = 1.0
+    host_devices: int = 1
+    host_memory_bytes: float = math.inf
+    host_memory_bytes_per_second: float = DDR4_SOCKET
+    host_link_bytes_per_second: float = PCIE4_X16
+    launch_seconds: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of a dtype in FLOP/s.
@@ -171,6 +188,14 @@ class Hardware:
     def memory_seconds(self, nbytes: float) -> float:
         """Return the time of memory accesses, reads and writes, of `nbytes` in total."""
         return nbytes / (self.memory_bytes_per_second * self.memory_efficiency)
+
+    def host_memory_seconds(self, nbytes: float, devices: int) -> float:
+        """Return the time in which each of `devices` that share a host reads and writes `nbytes` of its memory."""
+        return devices * nbytes / (self.host_memory_bytes_per_second * self.memory_efficiency)
+
+    def host_copy_seconds(self, nbytes: float, devices: int) -> float:
+        """Return the time in which each of `devices` that share a host copies `nbytes` to its memory, or from it."""
+        return max(nbytes / self.host_link_bytes_per_second, self.host_memory_seconds(nbytes, devices))
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -235,7 +260,11 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 
 _REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_REQUIRED, "source", "device", "compute_capability", "peak_flops", "parallel_rings", "streams", "crowding")
+_HOST = ("host_devices", "host_memory_bytes", "host_memory_bytes_per_second", "host_link_bytes_per_second")
+_KNOWN = (
+    *(*_REQUIRED, *_HOST, "source", "device", "compute_capability", "peak_flops", "parallel_rings", "streams"),
+    *("crowding", "launch_seconds"),
+)
 KINDS = ("send", "gather", "reduce", "exchange")
 _TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *KINDS)
 
@@ -268,13 +297,14 @@ def _build(values: Mapping[str, Any]) -> Hardware:
     peaks = {dtype: _number(stated, dtype) for dtype in stated}
     if (peak := peak_flops(device)) is not None:
         peaks.setdefault("bfloat16", peak)
+    tiers = tuple(map(_tier, values["tiers"]))
     return Hardware(
         name=str(values["name"]),
         device=device,
         peak_flops=peaks,
         memory_bytes=_integer(values, "memory_bytes"),
         memory_bytes_per_second=_number(values, "memory_bytes_per_second"),
-        tiers=tuple(map(_tier, values["tiers"])),
+        tiers=tiers,
         matmul=_curve(efficiency["matmul"], "matmul"),
         attention={str(kernel): _rates(given, kernel) for kernel, given in efficiency["attention"].items()},
         compute_capability=_capability(values.get("compute_capability")),
@@ -283,6 +313,13 @@ def _build(values: Mapping[str, Any]) -> Hardware:
         parallel_rings=_boolean(values, "parallel_rings"),
         streams=_boolean(values, "streams"),
         crowding=_number(values, "crowding", 1.0),
+        host_devices=_integer(values, "host_devices", float(max((tier.devices for tier in tiers), default=0) or 1)),
+        host_memory_bytes=_number(values, "host_memory_bytes", math.inf),
+        host_memory_bytes_per_second=_number(values, "host_memory_bytes_per_second", DDR4_SOCKET),
+        host_link_bytes_per_second=_number(
+            values, "host_link_bytes_per_second", math.inf if device == "CPU" else PCIE4_X16
+        ),
+        launch_seconds=_number(values, "launch_seconds", 0.0),
     )
 
 
@@ -318,8 +355,8 @@ def _number(values: Mapping[str, Any], name: str, default: float | None = None) 
     return default if default is not None and value == default else _finite(value, name)
 
 
-def _integer(values: Mapping[str, Any], name: str) -> int:
-    number = _number(values, name)
+def _integer(values: Mapping[str, Any], name: str, default: float | None = None) -> int:
+    number = _number(values, name, default)
     if not number.is_integer():
         raise ValueError(f"{name}={number:g} must be an integer")
     return int(number)
@@ -352,6 +389,7 @@ def _violations(hardware: Hardware) -> list[str]:
     positive = {
         "memory_bytes": hardware.memory_bytes,
         "memory_bytes_per_second": hardware.memory_bytes_per_second,
+        **{name: getattr(hardware, name) for name in _HOST},
         **{f"peak_flops of {dtype}": peak for dtype, peak in hardware.peak_flops.items()},
     }
     found = [f"{name}={value:g} must be positive" for name, value in positive.items() if not value > 0]
@@ -359,6 +397,8 @@ def _violations(hardware: Hardware) -> list[str]:
         found.append(f"peak_flops is missing, and the peak of device={hardware.device!r} is unknown")
     if not 1 <= hardware.crowding < math.inf:
         found.append(f"crowding={hardware.crowding:g} must be at least 1")
+    if hardware.launch_seconds < 0:
+        found.append(f"launch_seconds={hardware.launch_seconds:g} must be 0 or more")
     for name, part in (("memory", hardware.memory_efficiency), ("links", hardware.link_efficiency)):
         if not 0 < part <= 1:
             found.append(f"efficiency of {name}={part:g} must be above 0 and at most 1")

@@ -38,6 +38,8 @@ def test_every_known_node_is_consistent() -> None:
         assert inside < outside
     a800, h200 = load_hardware("a800"), load_hardware("h200")
     assert (a800.peak("bfloat16"), h200.peak("bfloat16")) == (312e12, 989e12)
+    hosts = {name: load_hardware(name).host_link_bytes_per_second for name in node_names()}
+    assert hosts == {**dict.fromkeys(("a100", "a800", "l20"), 25e9), **dict.fromkeys(("b200", "h100", "h200"), 55e9)}
     assert a800.tiers[0].send.bytes_per_second == 200e9 and h200.memory_bytes == 141e9
 
 
@@ -56,6 +58,18 @@ def test_a_file_may_override_a_known_node(tmp_path: Path) -> None:
     assert (mine.name, mine.link_efficiency, mine.matmul) == ("mine", 0.5, h100.matmul)
     assert mine.attention["cudnn"] == h100.attention["cudnn"]
     assert mine.attention["flash-attn-3"].forward == ((1.0, 0.5), (100.0, 1.0))
+
+
+def test_a_host_is_described_or_assumed() -> None:
+    described = {"host_devices": 2, "host_memory_bytes": 4000, "host_memory_bytes_per_second": 300.0}
+    small = hardware_from_mapping({**SMALL, **described, "host_link_bytes_per_second": 200.0}, "")
+    assert small.host_copy_seconds(600.0, 1) == 3.0 and small.host_copy_seconds(600.0, 2) == 4.0
+    assert small.host_memory_seconds(600.0, 2) == 4.0 and small.launch_seconds == 0.0
+    old, cpu = hardware_from_mapping(SMALL, ""), hardware_from_mapping({**SMALL, "device": "CPU"}, "")
+    assert (old.host_devices, old.host_memory_bytes, old.host_copy_seconds(25e9, 4)) == (4, math.inf, 1.0)
+    assert cpu.host_link_bytes_per_second == math.inf
+    with pytest.raises(ValueError, match=r"host_memory_bytes=0 must be positive; launch_seconds=-1 must be 0 or more"):
+        hardware_from_mapping({**SMALL, "host_memory_bytes": 0, "launch_seconds": -1}, "")
 
 
 def test_inconsistencies_are_reported_in_one_message() -> None:

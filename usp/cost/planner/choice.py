@@ -9,6 +9,7 @@ planned         apply --plan auto to the configuration that training starts with
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -277,7 +278,8 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
 
 
 def _hardware(name: str, device: torch.device, launch: Launch) -> Hardware:
-    """Load --hardware, or for `auto` the node of this GPU, with this GPU's memory and this run's ranks per host."""
+    """Load --hardware, or for `auto` the node of this GPU, with this GPU's and this host's memory and this run's ranks
+    per host."""
     if name != "auto":
         return load_hardware(name)
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
@@ -290,4 +292,10 @@ def _hardware(name: str, device: torch.device, launch: Launch) -> Hardware:
     known = load_hardware(node)
     inner, *outer = known.tiers
     hosts = (replace(inner, devices=launch.local_world_size), *outer) if inner.devices else known.tiers
-    return replace(known, memory_bytes=torch.cuda.get_device_properties(device).total_memory, tiers=tuple(hosts))
+    return replace(
+        known,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+        tiers=tuple(hosts),
+        host_devices=launch.local_world_size,
+        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
