@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import EntryPoint, packages_distributions
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def test_the_help_of_a_console_script_names_it(
 
 def test_every_command_has_a_program_of_its_name() -> None:
     for command in usp.__main__.COMMANDS:
-        assert callable(import_module(f"usp.commands.{command.replace('-', '_')}").main)
+        assert callable(usp.__main__.command_module(command).main)
 
 
 @pytest.mark.parametrize("program", [["train.py"], ["-m", "usp", "plan"]], ids=" ".join)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from usp.run.launch import leave
 
@@ -20,10 +20,12 @@ COMMANDS = {
     "cost": "compare communication and memory of parallelization methods",
     "calibrate": "measure this machine's compute, memory and link speeds (start it with torchrun)",
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
+    "loss-by-position": "show the held-out loss of runs by position in the document",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",
     "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
+FOLDERS = {"loss-by-position": "evaluate."}  # of commands that are not directly in usp/commands
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
@@ -38,7 +40,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     asked, flags = parser.parse_known_args(argv)
-    command = import_module(f"usp.commands.{asked.command.replace('-', '_')}")
+    command = command_module(asked.command)
     try:
         command.main(flags, {} if environ is None else environ, f"{prog} {asked.command}")
     except BrokenPipeError:  # the reader of the output, such as `head`, has gone
@@ -47,6 +49,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def command_module(command: str) -> Any:
+    """Import the module of a command, whose `main` runs it."""
+    return import_module(f"usp.commands.{FOLDERS.get(command, '')}{command.replace('-', '_')}")
 
 
 def usp() -> NoReturn:

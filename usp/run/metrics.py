@@ -18,7 +18,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .output import LineFile, warn
 
 METRICS_FILE = "metrics.jsonl"
+BY_POSITION = "eval_loss_by_position"
 WAITING = 0.01  # the part of a step that may go to waiting for data without a word
 
 
@@ -57,8 +58,9 @@ class StepRecord:
     epoch: passes over the data so far. loss and grad_norm are global, attention_sent_bytes (recurrent layers included)
     is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
     rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
-    are of the held-out data after the step; None where it was not evaluated. attention_kernels are those that this
-    rank's calls have used so far.
+    are of the held-out data after the step; None where it was not evaluated. eval_loss_by_position is that loss by the
+    last position of a range, each twice as long as the one before; its numbers are "eval_loss_by_position/1024" and so
+    on. attention_kernels are those that this rank's calls have used so far.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepRecord:
     fsdp_sent_bytes: int | None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
+    eval_loss_by_position: Mapping[int, float] = field(default_factory=dict)
     attention_kernels: tuple[str, ...] = ()
 
     @property
@@ -83,13 +86,18 @@ class StepRecord:
         return self.eval_loss is not None
 
     def numbers(self) -> dict[str, float | None]:
-        return {name: value for name, value in asdict(self).items() if name not in ("step", "attention_kernels")}
+        values = asdict(self)
+        by_position = values.pop(BY_POSITION)
+        plain = {name: value for name, value in values.items() if name not in ("step", "attention_kernels")}
+        return plain | {f"{BY_POSITION}/{last}": loss for last, loss in by_position.items()}
 
     def line(self) -> str:
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%} ({', '.join(self.attention_kernels)})"
         evaluated = ""
         if self.eval_loss is not None:
             evaluated = f"  eval loss {self.eval_loss:.4f}  perplexity {self.eval_perplexity:.4g}"
+            ranges = (f"to {short(last)} {loss:.4f}" for last, loss in self.eval_loss_by_position.items())
+            evaluated += f"\n  eval loss by position: {'  '.join(ranges)}"
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
         return (
@@ -241,6 +249,14 @@ def size(number_of_bytes: float) -> str:
 def count(number: float) -> str:
     """Format a count: 12345 is `12.3k`."""
     return _scaled(number, 1000, ("", "k", "M", "G"))
+
+
+def short(number: int) -> str:
+    """Return `128K` for 131072."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if number >= unit and number % unit == 0:
+            return f"{number // unit}{name}"
+    return str(number)
 
 
 def _scaled(number: float, base: int, units: Sequence[str], digits: int = 0) -> str:

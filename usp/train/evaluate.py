@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the mean loss of its targets, the same on every layout."""
+"""Evaluation on held-out data: the mean loss of its targets, in all and by position, the same on every layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel import ParallelMesh
 from usp.config import TrainConfig
@@ -15,11 +16,14 @@ from usp.data.cache import StoreFolder
 from usp.data.files import DataFiles
 from usp.data.packing import PackedRows
 from usp.data.reader import one_epoch
-from usp.losses.output_heads import NextTokenLoss
+from usp.losses.output_heads import LastHidden
 from usp.sp.batch import IGNORED_LABEL, split_rows
 
 from .engines.base import Engine
 from .step import part_of, sum_over_ranks
+
+FIRST = 16  # tokens before a target, at most, in the first range of positions
+POSITION = "position"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,42 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean cross-entropy over held-out targets, and over those of each range of positions.
+
+    by_position: {last: loss} of the targets at positions (last / 2, last] of their documents, where there are any;
+        position p has p tokens of its document before it in its row, which are all that the model sees.
+    """
+
+    loss: float
+    by_position: Mapping[int, float]
+
+
+class LossByPosition:
+    """A head that sums the losses of targets by where they are in their documents, and returns the sum of all.
+
+    Attributes:
+        lasts: last position of each range.
+        totals: float64 (ranges, 2), on `device`: this rank's sum of losses in each range, and its targets.
+    """
+
+    def __init__(self, seq_len: int, device: torch.device) -> None:
+        self.lasts = [FIRST]
+        while self.lasts[-1] < seq_len - 1:
+            self.lasts.append(2 * self.lasts[-1])
+        self.totals = torch.zeros(len(self.lasts), 2, dtype=torch.float64, device=device)
+        self._lasts = torch.tensor(self.lasts, device=device)
+
+    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+        labels = inputs["shift_labels"]
+        losses = -last.logprobs(labels, temperature=1.0)[0].double()
+        values = torch.stack((losses, (labels != IGNORED_LABEL).double()), dim=-1)
+        ranges = torch.bucketize(inputs[POSITION], self._lasts)
+        self.totals.index_add_(0, ranges.flatten(), values.flatten(0, 1))
+        return losses.sum()
+
+
 def held_out_loss(
     engine: Engine,
     mesh: ParallelMesh,
@@ -71,16 +111,18 @@ def held_out_loss(
     config: TrainConfig,
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
-) -> float:
-    """Return the mean cross-entropy over the targets of `held_out`, without the load-balancing loss. Collective.
+) -> HeldOutLoss:
+    """Return the losses of the targets of `held_out`, without the load-balancing loss. Collective.
 
     Every token is a target once, except those that begin a document or a row. `progress` is called at every batch.
     """
-    total = targets = 0.0
+    head = LossByPosition(config.seq_len, device)
     for batch in one_epoch(held_out.packed, mesh.size("batch") * config.batch_size, part_of(mesh, config)):
         progress()
         local = batch.to(device)
-        targets += int((local["shift_labels"] != IGNORED_LABEL).sum()) if engine.stages[-1].last else 0
-        total += engine.evaluate(split_rows(local, config.micro_batches), NextTokenLoss(global_tokens=1)).item()
-    total, targets = sum_over_ranks([total, targets], mesh, device)
-    return total / targets
+        local[POSITION] = local["position_ids"] + 1
+        engine.evaluate(split_rows(local, config.micro_batches), head)
+    totals = iter(sum_over_ranks(head.totals.flatten().tolist(), mesh, device))
+    by_range = {last: (loss, targets) for last, loss, targets in zip(head.lasts, totals, totals, strict=True)}
+    loss, targets = map(sum, zip(*by_range.values(), strict=True))
+    return HeldOutLoss(loss / targets, {last: loss / n for last, (loss, n) in by_range.items() if n})

@@ -51,7 +51,7 @@ from usp.run.watchdog import Watchdog
 from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from .claim import from_first_rank, run_folder, settled
-from .evaluate import Evaluations, held_out_loss, perplexity
+from .evaluate import Evaluations, HeldOutLoss, held_out_loss, perplexity
 from .learning_rate import LearningRate
 from .loop import TrainingLoop
 from .prepare import PreparedRun, prepare
@@ -152,7 +152,7 @@ class Trainer(TrainingLoop):
         self.done, self.tokens = number, self.tokens + tokens
 
         seconds = time.perf_counter() - begin
-        eval_loss = self._evaluate(number)
+        held_out = self._evaluate(number)
         return StepRecord(
             step=number,
             loss=loss,
@@ -167,8 +167,9 @@ class Trainer(TrainingLoop):
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
             fsdp_sent_bytes=self.prepared.predicted_fsdp_bytes,
-            eval_loss=eval_loss,
-            eval_perplexity=None if eval_loss is None else perplexity(eval_loss),
+            eval_loss=held_out.loss if held_out else None,
+            eval_perplexity=perplexity(held_out.loss) if held_out else None,
+            eval_loss_by_position=held_out.by_position if held_out else {},
             attention_kernels=self._attention_kernels(),
         )
 
@@ -267,12 +268,12 @@ class Trainer(TrainingLoop):
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
 
-    def _evaluate(self, number: int) -> float | None:
-        """Return the loss on the held-out data, if it is evaluated after this step."""
+    def _evaluate(self, number: int) -> HeldOutLoss | None:
+        """Return the losses on the held-out data, if it is evaluated after this step."""
         held_out, every = self.prepared.held_out, self.config.eval_every or self.config.checkpoint_every
         if held_out is None or (number != self.config.steps and (not every or number % every)):
             return None
-        loss = held_out_loss(
+        found = held_out_loss(
             self.engine,
             self.mesh,
             held_out,
@@ -280,9 +281,9 @@ class Trainer(TrainingLoop):
             self.device,
             progress=lambda: self.watchdog.progress(number, "evaluation", long=True),
         )
-        self.evaluations.losses[number] = loss
+        self.evaluations.losses[number] = found.loss
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
-        return loss
+        return found
 
     def _attention_sent(self) -> int:
         """Return the bytes that attention has sent, and recurrent layers."""

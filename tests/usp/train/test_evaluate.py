@@ -24,7 +24,7 @@ from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.train.evaluate import Evaluations, perplexity
+from usp.train.evaluate import Evaluations, HeldOutLoss, perplexity
 from usp.train.prepare import prepare
 from usp.train.trainer import Trainer, train
 
@@ -49,8 +49,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The loss
 
 
-def eval_losses(configs: list[TrainConfig], folder: str) -> list[float]:
-    """The losses on held-out data after a step that changes nothing."""
+def eval_losses(configs: list[TrainConfig], folder: str) -> list[dict[int, float]]:
+    """The losses on held-out data by position, that of all targets under 0, after a step that changes nothing."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does, for DeepSpeed
     losses = []
     for config in configs:
@@ -58,7 +58,7 @@ def eval_losses(configs: list[TrainConfig], folder: str) -> list[float]:
         record = Trainer(prepare(still, launch_of_pool())).step(1)
         assert record.eval_loss is not None and record.printed and "eval loss" in record.line()
         assert record.eval_perplexity == perplexity(record.eval_loss)
-        losses.append(record.eval_loss)
+        losses.append({0: record.eval_loss, **record.eval_loss_by_position})
     return losses
 
 
@@ -66,6 +66,7 @@ DENSE: list[dict[str, Any]] = [
     {"sp_ulysses": 2, "sp_ring": 2},
     {"sp_ring": 2, "batch_size": 3, "sp_layout": "striped", "zero": 2},
     {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "zero": 1, "ac": "full"},
+    {"tp": 2, "sp_ring": 2, "sp_layout": "contiguous"},
     {"pp": 2, "sp_ring": 2, "batch_size": 4, "micro_batches": 4},
     {"pp": 2, "dp_shard": 2, "batch_size": 4, "micro_batches": 2, "pp_schedule": "interleaved-1f1b"},
 ]
@@ -75,31 +76,31 @@ EXPERTS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_loss_is_that_of_plain_transformers_on_every_layout(
+def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
     ranks: RankPool, tmp_path: Path, held_out: Path
 ) -> None:
-    """The load-balancing loss of experts is no part of it."""
+    """The load-balancing loss of experts is no part of them."""
     deep = load_model_config("tiny")
     deep.num_hidden_layers = 4
     save_weights(dict(drawn_model(deep).named_parameters()), tmp_path / "deep", config=deep)
     config = replace(SMALL, eval_data=str(held_out), tokenizer="bytes")
     for model, layouts in ((str(tmp_path / "deep"), DENSE), ("qwen3-moe-tiny", EXPERTS)):
         configs = [replace(config, model=model, **layout) for layout in layouts]
-        expected = [plain_loss(model)] * len(layouts)
+        expected = pytest.approx(plain_losses(model), rel=1e-6)
         for found in ranks.run(eval_losses, 4, configs, str(tmp_path), timeout=240):
-            assert found == pytest.approx(expected, rel=1e-6)
+            assert len(found) == len(layouts) and all(losses == expected for losses in found)
 
 
 def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
     pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
     config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)
     for found in run_ranks(eval_losses, 2, [config], str(tmp_path), timeout=240):
-        assert found == pytest.approx([plain_loss("tiny")], rel=1e-6)
+        assert found == [pytest.approx(plain_losses("tiny"), rel=1e-6)]
 
 
-def plain_loss(name: str) -> float:
-    """Return the mean loss of all targets, each part of a document in a row alone through a transformers model."""
-    model, total, targets = drawn_model(load_model_config(name)), 0.0, 0
+def plain_losses(name: str) -> dict[int, float]:
+    """Return `eval_losses`, each part of a document in a row alone through a transformers model."""
+    model, losses = drawn_model(load_model_config(name)), dict[int, list[float]]()
     ids = [[byte + 3 for byte in text.encode()] + [1] for text in DOCUMENTS]
     stream, ends = torch.tensor([*chain(*ids)]), list(accumulate(map(len, ids)))
     cuts = sorted({*range(0, ends[-1], SMALL.seq_len), *ends})
@@ -107,9 +108,11 @@ def plain_loss(name: str) -> float:
         part = stream[begin:end]
         with torch.no_grad():
             logits = model(input_ids=part[None]).logits[0, :-1].double()
-        total += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
-        targets += end - begin - 1
-    return total / targets
+        found = torch.nn.functional.cross_entropy(logits, part[1:], reduction="none").tolist()
+        for position, loss in enumerate(found, start=1):
+            for last in (0, next(last for last in (16, 32, 64) if position <= last)):
+                losses.setdefault(last, []).append(loss)
+    return {last: sum(found) / len(found) for last, found in losses.items()}
 
 
 TRAINED: list[dict[str, Any]] = [
@@ -143,9 +146,10 @@ class Scripted:
     def __init__(self, losses: list[float]) -> None:
         self.losses, self.weights = iter(losses), list[torch.Tensor]()
 
-    def __call__(self, engine: Any, *_: Any, **__: Any) -> float:
+    def __call__(self, engine: Any, *_: Any, **__: Any) -> HeldOutLoss:
         self.weights.append(engine.state()["model.lm_head.weight"].full_tensor().clone())
-        return next(self.losses)
+        loss = next(self.losses)
+        return HeldOutLoss(loss, {16: loss, 2048: loss + 1})
 
 
 def kept(run: Path) -> list[int]:
@@ -174,6 +178,8 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert "eval data:" in shown and "step 2/7  loss" in shown  # although log lines are ten steps apart
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["eval_loss"] for record in records] == [3.0, 1.5, 2.0, 1.0, 2.0, 1.0, 4.0]
+    assert records[1]["eval_loss_by_position/2048"] == 2.5
+    assert "eval loss by position: to 16 1.5000  to 2K 2.5000" in shown
 
     again = Scripted([1.1, 1.2])
     monkeypatch.setattr(usp.train.trainer, "held_out_loss", again)

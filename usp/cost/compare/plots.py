@@ -10,6 +10,7 @@ from usp.config import TrainConfig
 from usp.cost.grid import GIB
 from usp.cost.methods import Batch, Method
 from usp.hf.models import ModelConfig
+from usp.run.metrics import short
 
 from .comparison import Compared, compare
 
@@ -68,11 +69,3 @@ def _panel(axes: Any, found: dict[int, list[Compared]], names: list[str], what: 
     axes.set_xlabel(what)
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
-
-
-def short(number: int) -> str:
-    """Return `128K` for 131072."""
-    for unit, name in ((2**20, "M"), (2**10, "K")):
-        if number >= unit and number % unit == 0:
-            return f"{number // unit}{name}"
-    return str(number)

@@ -1,0 +1,4 @@
+"""What a trained model does with a long context. Each file imports only earlier ones:
+
+curves.
+"""

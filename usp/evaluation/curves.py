@@ -1,0 +1,94 @@
+"""Held-out loss by position, of one run while it trains or of several runs: a table and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from usp.cost.grid import Grid
+from usp.run.metrics import BY_POSITION, METRICS_FILE, short
+
+MOST = 6  # curves of one run
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`)."""
+
+    run: str
+    step: int
+    loss: float
+    by_position: dict[int, float]
+
+
+def read_curves(run: Path) -> list[Curve]:
+    """Return the evaluations that a run recorded, from the first on.
+
+    Raises:
+        ValueError: if `run` is no folder of a run, or recorded none.
+    """
+    file = run / METRICS_FILE
+    if not file.is_file():
+        raise ValueError(f"{run} has no {METRICS_FILE}: give the output folder of a run of train.py")
+    curves = []
+    for line in file.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a run that is writing it
+            break
+        found = {int(name.partition("/")[2]): record[name] for name in record if name.startswith(f"{BY_POSITION}/")}
+        if found:
+            curves.append(Curve(run.resolve().name, record["step"], record["eval_loss"], found))
+    if not curves:
+        raise ValueError(f"{file} records no evaluation: train with --eval-data")
+    return curves
+
+
+def chosen_curves(runs: Sequence[Path]) -> list[Curve]:
+    """Return the last evaluation of each of several runs, or of one run at most `MOST`: first, last and between."""
+    if len(runs) > 1:
+        return [read_curves(run)[-1] for run in runs]
+    curves = read_curves(runs[0])
+    shown = min(MOST, len(curves))
+    return [curves[round(index * (len(curves) - 1) / max(1, shown - 1))] for index in range(shown)]
+
+
+def position_table(curves: Sequence[Curve]) -> Grid:
+    """Return a table with a line for each evaluation and a column for each range of positions."""
+    lasts = sorted({last for curve in curves for last in curve.by_position})
+    rows = []
+    for curve in curves:
+        cells = (f"{curve.by_position[last]:.4f}" if last in curve.by_position else "" for last in lasts)
+        rows.append((curve.run, str(curve.step), f"{curve.loss:.4f}", *cells))
+    columns = ("run", "step", "all", *(f"to {short(last)}" for last in lasts))
+    return Grid("Held-out loss by position in the document", columns, tuple(rows))
+
+
+def plot_positions(curves: Sequence[Curve]) -> Any:
+    """Return a matplotlib figure with a line for each evaluation, from dark (the first) to light."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    colours = colormaps["viridis"]
+    several = len({curve.run for curve in curves}) > 1
+    for number, curve in enumerate(curves):
+        label = f"{curve.run}, step {curve.step}" if several else f"step {curve.step}"
+        colour = colours(0.85 * number / max(1, len(curves) - 1))
+        lasts = sorted(curve.by_position)
+        axes.plot(lasts, [curve.by_position[last] for last in lasts], "o-", markersize=4, color=colour, label=label)
+    ticks = sorted({last for curve in curves for last in curve.by_position})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [short(last) for last in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("position in the document, up to")
+    axes.set_ylabel("held-out loss")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    if not several:
+        axes.set_title(curves[0].run, fontsize="medium")
+    return figure
