@@ -16,7 +16,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
-    package_data={"parallel.cluster": ["nodes/*.json"]},
+    package_data={"parallel.cluster": ["nodes/*.json"], "usp.cost.compare": ["page.html"]},
     install_requires=[
         "torch>=2.13",
         "transformers>=5.17",

@@ -1,4 +1,4 @@
-"""python -m usp cost: communication and memory of parallelization methods, side by side."""
+"""python -m usp cost: time, communication and memory of parallelization methods, side by side."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
+from parallel import load_hardware, node_names
 from usp.config import AC_MODES, TOKENS, TrainConfig, flag, one_of
 from usp.run.failures import nearest
 
@@ -25,7 +26,7 @@ CONVENTIONS = (
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Compare the communication and memory of parallelization methods.
+    """Compare the time, communication and memory of parallelization methods.
 
     For example: python -m usp cost --model llama3-8b --seq-len 128K --devices 16 --methods usp+zero1,tp-sp8+ring2
     """
@@ -44,6 +45,9 @@ class CostConfig:
     """Methods to compare, such as usp+zero1,tp-sp8+ring2."""
     ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing mode."""
+    hardware: Annotated[
+        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
+    ] = "h100"
     json: bool = False
     """Print JSON, with sizes in bytes."""
     markdown: bool = False
@@ -51,7 +55,7 @@ class CostConfig:
     plot: Annotated[Path | None, arg(metavar="FILE.png", help_behavior_hint="(optional)")] = None
     """Also plot against the number of devices and the sequence length."""
     html: Annotated[Path | None, arg(metavar="FILE.html", help_behavior_hint="(optional)")] = None
-    """Also write an HTML page of the tables and plots."""
+    """Also write an HTML page to decide from: bars of time and memory, what does not fit, tables and plots."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
@@ -59,11 +63,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
     if problems := _problems(asked):
         raise ValueError("; ".join(problems))
+    from usp.cost.compare.chart import charts
     from usp.cost.compare.comparison import compare
+    from usp.cost.compare.decision import judge, verdict_json, verdict_table
     from usp.cost.compare.page import page
     from usp.cost.compare.plots import plot, short, sweep
     from usp.cost.compare.tables import comparison_json, comparison_tables
     from usp.cost.methods import DEFAULT, Batch, Method
+    from usp.cost.planner.choice import USABLE
     from usp.hf.models import formula_violation, load_model_config
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
@@ -72,24 +79,31 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if violation := formula_violation(asked.model, model_config):
         raise ValueError(violation)
     batch = Batch(asked.batch, asked.micro_batch)
+    hardware = load_hardware(asked.hardware)
     found = compare(methods, base, model_config, asked.devices, batch)
+    verdicts = judge(found, model_config, hardware)
+    tables = comparison_tables(found)
+    shown = [verdict_table(verdicts, hardware), *tables] if verdicts else tables
     if asked.json:
-        print(json.dumps(comparison_json(found), indent=1))
+        steps = {verdict.found.method: verdict_json(verdict) for verdict in verdicts}
+        print(json.dumps([line | steps.get(line["method"], {}) for line in comparison_json(found)], indent=1))
     elif asked.markdown:
-        print("\n".join(table.markdown() for table in comparison_tables(found)), end="")
+        print("\n".join(table.markdown() for table in shown), end="")
     else:
-        Console().print(*(table.table() for table in comparison_tables(found)), sep="\n")
+        Console().print(*(table.table() for table in shown), sep="\n")
     if asked.plot is None and asked.html is None:
         return
-    title = f"{asked.model}, {asked.devices} devices, {short(asked.seq_len)} tokens, batch {asked.batch}"
-    drawn = plot(*sweep(methods, base, model_config, asked.devices, batch))
+    title = f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.batch}, {asked.devices} x {hardware.name}"
+    swept = sweep(methods, base, model_config, asked.devices, batch)
     if asked.plot is not None:
+        drawn = plot(*swept)
         drawn.suptitle(title)
         drawn.savefig(asked.plot)
     if asked.html is not None:
-        drawn.suptitle("")
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        asked.html.write_text(page(title, facts, comparison_tables(found), drawn))
+        lines = charts(*swept, USABLE * hardware.memory_bytes)
+        bytes_ = comparison_tables([one for one in found if not one.problem])
+        asked.html.write_text(page(title, facts, found, verdicts, bytes_, lines))
 
 
 def _problems(asked: CostConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,4 +68,4 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         Console().print(render(report))
     if asked.plot:
         plot(report).savefig(Path(asked.plot).expanduser(), dpi=150)
-        print(f"written: {asked.plot}")
+        print(f"written: {asked.plot}", file=sys.stderr)

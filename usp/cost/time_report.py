@@ -59,6 +59,15 @@ class StepReport:
         """Bytes of a device that a run can use."""
         return USABLE * self.hardware.memory_bytes
 
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak.total <= self.limit
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that a device processes per second."""
+        return self.tokens / self.time.total / self.job.world_size
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -109,7 +118,7 @@ def render(report: StepReport) -> Group:
         f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
         f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}"
     )
-    fits = "fits into" if memory.peak.total <= report.limit else "does not fit into"
+    fits = "fits into" if report.fits else "does not fit into"
     usable = f"{report.limit / GIB:.1f} GiB, the usable part of {report.hardware.memory_bytes / GIB:.1f} GiB"
     compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
     return Group(asked, _times(report).table(), _memory(memory).table(), f"the step {fits} {usable}", *compared)
@@ -126,7 +135,7 @@ def report_json(report: StepReport) -> dict[str, Any]:
         "mfu": report.time.mfu,
         "unmasked_mfu": report.unmasked_mfu,
         "memory_bytes": peak.total,
-        "memory_parts": _by_category(report.memory),
+        "memory_parts": memory_parts(report.memory),
         "host_bytes": report.memory.host,
         "memory_limit_bytes": report.limit,
         "measured": None if report.measured is None else vars(report.measured),
@@ -142,15 +151,15 @@ def _times(report: StepReport) -> Grid:
     ]
     rows += [
         ("step", seconds(total), "100%"),
-        ("tokens/s per device", f"{report.tokens / total / report.job.world_size:,.0f}", ""),
+        ("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""),
         ("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""),
         ("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""),
     ]
     return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
 
 
-def _by_category(memory: Footprint) -> dict[str, int]:
-    """Return the bytes at the peak."""
+def memory_parts(memory: Footprint) -> dict[str, int]:
+    """Return the bytes at the peak by what takes them."""
     peak = memory.peak
     return {
         "parameters": peak.parameters,
@@ -163,7 +172,7 @@ def _by_category(memory: Footprint) -> dict[str, int]:
 
 
 def _memory(memory: Footprint) -> Grid:
-    sizes = {**_by_category(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
+    sizes = {**memory_parts(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
     if memory.host:
         sizes["host memory"] = memory.host
     rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
@@ -198,7 +207,7 @@ def plot(report: StepReport) -> Any:
     if report.measured is not None:
         times.bar("measured", 1e3 * report.measured.seconds, color="0.6")
     times.set_ylabel("ms per step")
-    _stack(memory, {name: nbytes / GIB for name, nbytes in _by_category(report.memory).items() if nbytes > 0}, "peak")
+    _stack(memory, {name: nbytes / GIB for name, nbytes in memory_parts(report.memory).items() if nbytes > 0}, "peak")
     memory.axhline(report.limit / GIB, color="black", linestyle="--", linewidth=1, label="usable")
     memory.set_ylabel("GiB per device")
     for axes in (times, memory):

@@ -28,7 +28,7 @@ ASKED = [
 
 def report(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     assert main([*ASKED, "--json", *more]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.partition("written")[0])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 

@@ -45,6 +45,7 @@ class Compared:
         sender: the one that sends most in a step; step: what it sends.
         block_parameters, block_activations: sent by the sender's first layer in a step.
         paper: None for methods that Table 2 does not have.
+        job: the step of the method.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Compared:
     step: tuple[Sent, ...] = ()
     memory: Footprint | None = None
     paper: PaperCost | None = None
+    job: Job | None = None
 
     @property
     def sent(self) -> int:
@@ -96,6 +98,7 @@ def _compared(method: Method, job: Job, batch: int) -> Compared:
         step=sent[sender],
         memory=memory,
         paper=_paper_cost(method.name, job, batch),
+        job=job,
     )
 
 

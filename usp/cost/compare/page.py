@@ -1,48 +1,136 @@
-"""A comparison as one self-contained HTML page: tables, and plots as inline SVG."""
+"""A comparison as one self-contained HTML page, from which a person decides: bars of time and memory of each method,
+whether it fits and why not, and the tables. `page.html` is its template."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
-from io import StringIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from usp.cost.grid import AND, Grid
+from usp.cost.planner.advice import degrees, memory_options, parts, seconds
+from usp.cost.time_report import memory_parts
+from usp.run.metrics import size
 
-STYLE = """
-:root { color-scheme: light; --line: #d5d9e0; --quiet: #5b6472; --band: #f5f7fa; --ink: #1b2330; --link: #1f5fbf }
-* { box-sizing: border-box }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 0 auto; padding: 2rem; max-width: 90rem }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-p { margin: .3rem 0; color: var(--quiet); max-width: 60rem }
-.wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .35rem .7rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
-th { background: var(--band); white-space: nowrap } tr:last-child td { border-bottom: 0 }
-tbody tr:hover { background: var(--band) } td:first-child { font-weight: 600; white-space: nowrap }
-figure { margin: 0 } svg { width: 100%; height: auto }
-"""
+from .chart import Chart
+from .comparison import Compared
+from .decision import Verdict
 
-
-def page(title: str, facts: Sequence[str], tables: Sequence[Grid], figure: Any) -> str:
-    """Return the page: the title, one line per fact, a matplotlib figure, and the tables."""
-    drawn = StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    svg = drawn.getvalue()
-    svg = svg[svg.index("<svg") :]  # the XML declaration is not valid inside an HTML body
-    body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in facts)]
-    body += ["<h2>By number of devices and by sequence length</h2>", f"<figure>{svg}</figure>", *map(_table, tables)]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    head += f"<style>{STYLE}</style>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
+SHOWN = 5  # methods that are selected at first
+# The classes of the page's bars, in their order: words of the names of a step's parts, then of the memory's.
+KINDS = (
+    *("attention", "products", "operators", "exposed", "offload", "bubble"),
+    *("parameters", "gradients", "gathered", "optimizer", "activations", "temporary"),
+)
 
 
-def _table(grid: Grid) -> str:
-    heads = "".join(f"<th>{escape(column)}</th>" for column in grid.columns)
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in grid.rows)
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table>"
-    return f'<h2>{escape(grid.title)}</h2><div class="wide">{table}</div>\n'
+def page(
+    title: str,
+    facts: Sequence[str],
+    found: Sequence[Compared],
+    verdicts: Sequence[Verdict],
+    tables: Sequence[Grid],
+    charts: Sequence[Chart],
+) -> str:
+    """Return the page.
+
+    Args:
+        facts: one line each, below the tables.
+        verdicts: from `judge`; the first ones are selected.
+        charts: from `usp.cost.compare.chart`.
+    """
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template("page.html")
+    bars = [_bars(verdict) for verdict in verdicts]
+    names = [verdict.found.method for verdict in verdicts]
+    return template.render(
+        title=title,
+        headline=_headline(verdicts),
+        facts=facts,
+        methods=bars,
+        infeasible=[(one.method, one.problem) for one in found if one.problem],
+        shown=SHOWN,
+        kinds=KINDS,
+        legends=[("Step", _legend(bars, "time")), ("Memory", _legend(bars, "memory"))],
+        longest=max((sum(part[1] for part in one["time"]) for one in bars), default=1),
+        largest=max((sum(part[1] for part in one["memory"]) for one in bars), default=1),
+        limit=verdicts[0].step.limit if verdicts else 0,
+        limit_text=size(verdicts[0].step.limit) if verdicts else "",
+        tables=[(grid, [[cell.split(AND) for cell in row] for row in grid.rows]) for grid in tables],
+        charts=charts,
+        number={name: index for index, name in enumerate(names)},
+    )
 
 
-def _cell(text: str) -> str:
-    return f"<td>{escape(text).replace(AND, '<br>')}</td>"
+def _headline(verdicts: Sequence[Verdict]) -> str:
+    """Return the decision in a sentence or two."""
+    fitting = [one for one in verdicts if one.fits]
+    if fitting:
+        step = fitting[0].step
+        words = (
+            f"{fitting[0].found.method} is the fastest that fits: {seconds(step.time.total)} per step, "
+            f"{step.time.mfu:.0%} MFU, {size(step.memory.peak.total)} of {size(step.limit)}."
+        )
+        if len(fitting) > 1:
+            second = fitting[1]
+            words += f" {second.found.method} takes {second.step.time.total / step.time.total - 1:.0%} longer."
+        return words
+    if not verdicts:
+        return "None of the methods can run as asked; the reasons are below."
+    if (remedy := verdicts[0].remedy) is None:
+        return "None of the methods fits, whatever saves memory: use more devices or shorter sequences."
+    flags, step = remedy
+    return (
+        f"None of the methods fits as asked. {verdicts[0].found.method} does with {flags}: "
+        f"{size(step.memory.peak.total)} of {size(step.limit)}, {seconds(step.time.total)} per step."
+    )
+
+
+def _bars(verdict: Verdict) -> dict[str, Any]:
+    step, config = verdict.step, verdict.step.job.config
+    return {
+        "name": verdict.found.method,
+        "degrees": f"{degrees(config)}, {memory_options(config)}",
+        "fits": verdict.fits,
+        "reason": verdict.reason,
+        "time": _parts(parts(step.time), seconds),
+        "memory": _parts(memory_parts(step.memory), size),
+        "sent": verdict.found.sent,
+        "sent_text": size(verdict.found.sent),
+        "step": seconds(step.time.total),
+        "seconds": step.time.total,
+        "peak": size(step.memory.peak.total),
+        "bytes": step.memory.peak.total,
+        "moment": step.memory.peak.name,
+        "host": size(step.memory.host) if step.memory.host else "",
+        "rate": f"{step.tokens_per_second:,.0f}",
+        "mfu": f"{step.time.mfu:.1%}",
+        "kernels": ", ".join(step.time.kernels),
+    }
+
+
+def _parts(found: Mapping[str, float], text: Callable[[float], str]) -> list[tuple[str, float, str, str]]:
+    """Return (name, value, text, class) of each part that is not 0, alike ones side by side."""
+    each = [(name, value, text(value), _kind(name)) for name, value in found.items() if value > 0]
+    return sorted(each, key=lambda part: KINDS.index(part[3]))
+
+
+def _kind(name: str) -> str:
+    """Return the class of a part: the word that stands first in its name."""
+    return min((kind for kind in KINDS if kind in name), key=name.index, default="operators")
+
+
+def _legend(bars: Iterable[dict[str, Any]], what: str) -> list[tuple[str, str]]:
+    """Return (class, name) of what the bars show; kinds with several parts by what these have in common."""
+    names: dict[str, set[str]] = {}
+    for one in bars:
+        for name, _, _, kind in one[what]:
+            names.setdefault(kind, set()).add(name)
+    return [
+        (kind, next(iter(names[kind])) if len(names[kind]) == 1 else f"{kind} communication")
+        for kind in KINDS
+        if kind in names
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from usp.cost.grid import AND, GIB, Grid
@@ -75,11 +75,11 @@ def comparison_json(found: Sequence[Compared]) -> list[dict[str, Any]]:
     """Return everything as JSON values, sizes in bytes."""
     lines: list[dict[str, Any]] = []
     for one in found:
-        line = asdict(one)
+        line = asdict(replace(one, job=None))
         if one.memory is None:
             line = {"method": one.method, "problem": line["problem"]}
         else:
-            del line["problem"]
+            del line["problem"], line["job"]
             line |= {"sent": one.sent, "memory": line["memory"] | {"peak": one.memory.peak.total}}
         lines.append(line)
     return lines

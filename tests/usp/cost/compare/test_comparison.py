@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -113,6 +114,9 @@ def test_the_bytes_are_those_of_the_busiest_rank() -> None:
     assert found.sent == max(by_rank) > 1.9 * by_rank[0] and found.sender not in (0, 7) and found.rank == 0
 
 
+VOID = ("meta", "br", "input")
+
+
 class Reader(HTMLParser):
     """The texts by element, and the external references of a page; elements must be well nested."""
 
@@ -125,7 +129,7 @@ class Reader(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "br"):
+        if tag not in VOID:
             self.open.append(tag)
         links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
         self.outside += [link for link in links if not link.startswith("#")]
@@ -135,7 +139,7 @@ class Reader(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
-        if tag not in ("meta", "br"):
+        if tag not in VOID:
             self.open.pop()
 
     def handle_data(self, data: str) -> None:
@@ -143,7 +147,7 @@ class Reader(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
 
-def test_the_page_has_tables_and_plots_and_no_external_references(
+def test_the_page_has_tables_and_charts_and_no_external_references(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, image = tmp_path / "cost.html", tmp_path / "cost.png"
@@ -152,15 +156,46 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
     assert image.read_bytes().startswith(b"\x89PNG")
     found = Reader(path.read_text())
     assert found.outside == []
-    assert found.texts["h1"] == ["tiny, 4 devices, 1K tokens, batch 4"]
+    assert found.texts["h1"] == ["tiny, 1K tokens, batch 4, 4 x H100"]
     assert {
         "Memory of the rank that needs most, MiB",
         "Sent in a step by the busiest rank, on the wire",
-        "Not feasible",
+        "Cannot run as asked",
     } <= set(found.texts["h2"])
     (usp,) = compared("usp+zero1")
-    assert {usp.degrees, size(usp.sent), "usp+zero1", "ep"} <= set(found.texts["td"])
-    assert path.read_text().count("<svg") == 1 and "peak memory per rank" in path.read_text()
+    assert {usp.degrees, size(usp.sent)} <= set(found.texts["td"]) and {"usp+zero1", "ep"} <= set(found.texts["th"])
+    assert path.read_text().count("<figure") == 4 and "GiB that the busiest rank sends" in path.read_text()
+
+
+def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.html"
+    asked = ["cost", "--seq-len", "128K", "--methods", "ring,usp+zero3,usp+zero1", "--hardware", "h100"]
+    assert main([*asked, "--html", str(path), "--json"]) == 0
+    lines = {line["method"]: line for line in json.loads(capsys.readouterr().out)}
+    assert {name: line["fits"] for name, line in lines.items()} == {
+        "ring": False,
+        "usp+zero3": True,
+        "usp+zero1": False,
+    }
+    for line in lines.values():
+        assert sum(line["parts"].values()) == pytest.approx(line["seconds"])
+        assert line["fits"] == (line["memory"]["peak"] <= line["memory_limit_bytes"]) == (line["reason"] == "")
+    assert (
+        "most for optimizer states" in lines["ring"]["reason"] and "It fits with --zero 3:" in lines["ring"]["reason"]
+    )
+    text = path.read_text()
+    found = Reader(text)
+    (headline,) = [words for words in found.texts["p"] if "fastest that fits" in words]
+    assert headline.startswith("usp+zero3 is the fastest that fits: ")
+    assert [words.strip() for words in found.texts["h3"] if words.strip()] == ["usp+zero3", "usp+zero1", "ring"]
+    bars = re.findall(r'aria-label="(Step|Memory) ([^:"]*):([^"]*)"', text)
+    assert len(bars) == 6 and all("attention" in parts for what, _, parts in bars if what == "Step")
+    widths = [float(value) for value in re.findall(r'<i class="\w+" style="--v: ([\d.e-]+)"', text)]
+    assert sum(widths) == pytest.approx(
+        sum(line["seconds"] + line["memory"]["peak"] for line in lines.values()), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,6 +203,7 @@ def test_the_page_has_tables_and_plots_and_no_external_references(
     [
         (["--devices", "0", "--batch", "-1"], "--batch -1 must be at least 1; --devices 0 must be at least 1"),
         (["--model", "llama9"], "is neither a preset"),
+        (["--hardware", "h900"], "hardware 'h900' must be a file or one of"),
         (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
         (["--plot", "a.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: no is not a directory"),
