@@ -24,7 +24,7 @@ from usp.run.failures import nearest
 C = TypeVar("C")
 
 ENGINES = ("fsdp2", "deepspeed")
-AC_MODES = ("none", "attention-saved", "full")
+AC_MODES = ("none", "selective", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -127,7 +127,8 @@ class MemoryConfig:
     """Memory of activations, shared by train.py and rlhf.py."""
 
     ac: Annotated[str, one_of(AC_MODES)] = "none"
-    """Activation checkpointing. full: recompute each layer; attention-saved: recompute all but attention."""
+    """Activation checkpointing. full: recompute each layer; attention-saved: all but attention; selective: neither
+    attention nor matrix products."""
     ac_offload: bool = False
     """Offload checkpointed activations to host memory."""
     loss_chunk: int = 2048

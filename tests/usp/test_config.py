@@ -129,6 +129,11 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             2,
             ["--compile makes the backward of a layer one graph", "use --pp-schedule interleaved-1f1b"],
         ),
+        (
+            {"ac": "selective", "mlp_tile": 64, "compile": True},
+            1,
+            ["--mlp-tile = 64 keeps no matrix products of MLPs", "--ac selective has no effect with --compile"],
+        ),
         ({"engine": "deepspeed", "compile": True}, 1, ["--compile is not supported by --engine deepspeed"]),
         ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf disables clipping"]),
     ],

@@ -1,8 +1,10 @@
 """Activation checkpointing and tiled MLPs for decoder layers.
 
     none                saves all activations
-    attention-saved     selective: saves the layer's input, attention's results and what recurrent layers receive from
-                        other ranks; recomputes the rest
+    selective           saves the layer's input, and the results of attention and of matrix products; recomputes norms,
+                        rotations, activation functions and other element-wise operators
+    attention-saved     saves the layer's input, attention's results and what recurrent layers receive from other ranks;
+                        recomputes the rest
     full                saves the layer's input; recomputes everything, including attention's communication
 
 Only a layer's `forward` is replaced: no module is wrapped, so parameters keep their names, and hooks (of FSDP2 or
@@ -11,13 +13,14 @@ tensor parallelism) stay outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import Keep, KeepResults
@@ -39,7 +42,8 @@ def apply_activation_checkpointing(
     offload: bool = False,
     order: SequenceOrder | None = None,
 ) -> None:
-    """Apply activation checkpointing (arXiv 1604.06174) to decoder layers, in place. Call it before FSDP2.
+    """Apply activation checkpointing (arXiv 1604.06174) to decoder layers, in place. Call it before FSDP2, and do not
+    compile layers with `selective`: their graphs could not be divided at their products.
 
     `full` saves the input of each layer, one hidden state per token. `attention-saved` additionally saves the tensors
     that are expensive to recompute, so that no kernel, all-to-all or ring hop of `attention` runs twice. Per token of
@@ -49,6 +53,9 @@ def apply_activation_checkpointing(
     - ulysses > 1: also q, k, v after their all-to-all (N * H + K * (H + V), more if KV heads are replicated) and the
       output after its own (N * V).
 
+    `selective` saves what `attention-saved` saves, and the output of every linear and of every product of experts; but
+    not that of the layer's last linear, which usually nothing needs (and which otherwise is recomputed).
+
     Recurrent layers and convolutions are recomputed, but their messages are not sent again: incoming states and halos
     are saved, which are small, and with striped tokens on a ring their layers' inputs and outputs.
 
@@ -56,27 +63,30 @@ def apply_activation_checkpointing(
     recomputes. Forward hooks inside a layer run again in its backward.
 
     Args:
-        attention: the attention layer that all `layers` share; required by `attention-saved`.
+        attention: the attention layer that all `layers` share; required by `selective` and `attention-saved`.
         offload: store saved tensors in host memory, pinned if the layer runs on CUDA.
         order: what recurrent layers and convolutions run through, if `layers` have any.
 
     Raises:
-        ValueError: for an unknown mode, missing `attention`, offloading without checkpointing, or layers that are
-            already checkpointed.
+        ValueError: for an unknown mode, missing `attention`, offloading without checkpointing, tiled MLPs whose
+            products would be saved, or layers that are already checkpointed.
     """
     layers = [layer for layer in layers if _has_parameters(layer)]
     violations = []
     if mode not in AC_MODES:
         violations.append(f"mode={mode!r} must be one of {', '.join(AC_MODES)}")
-    if mode == "attention-saved" and attention is None:
-        violations.append("mode='attention-saved' needs attention, the layer that all layers share")
+    if mode in ("selective", "attention-saved") and attention is None:
+        violations.append(f"mode={mode!r} needs attention, the layer that all layers share")
+    if mode == "selective" and any(getattr(getattr(layer, "mlp", None), "tiled", False) for layer in layers):
+        violations.append("mode='selective' saves the products of the MLPs, which are tiled: use 'attention-saved'")
     if mode == "none" and offload:
         violations.append("offload=True requires activation checkpointing, but mode='none' disables it: use 'full'")
     if any(getattr(layer.forward, "recomputes", False) for layer in layers):
         violations.append("a layer's forward is already replaced: apply activation checkpointing only once")
     if violations:
         raise ValueError("; ".join(violations))
-    kept = [part for part in (attention, order) if part is not None] if mode == "attention-saved" else []
+    saved = {"selective": (attention, order, Products()), "attention-saved": (attention, order)}.get(mode, ())
+    kept: list[Keeping] = [part for part in saved if part is not None]
     if mode != "none":
         for layer in layers:
             layer.forward = _checkpointed(layer.forward, kept, offload)
@@ -113,6 +123,41 @@ class _During:
         self.stack.close()
 
 
+class Products:
+    """The matrix products of a layer, as steps of a `Keep`: those of linears and of experts."""
+
+    @contextmanager
+    def keeping(self, keep: Keep) -> Iterator[None]:
+        with _Products(keep):
+            yield
+        if isinstance(keep, KeepResults):
+            # What a layer computes last is added to its input, so that no backward reads it.
+            keep.forget_last(_LINEAR)
+
+
+_LINEAR = "linear"
+_PRODUCTS = {torch.ops.aten.mm: _LINEAR, torch.ops.aten.addmm: _LINEAR, torch.ops.aten._grouped_mm: "experts"}
+
+
+class _Products(TorchDispatchMode):
+    """Passes products to `keep` below autograd, so that their backward is that of a layer that saves everything."""
+
+    def __init__(self, keep: Keep) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        def compute() -> tuple[Any]:
+            return (func(*args, **(kwargs or {})),)
+
+        if func.overloadpacket not in _PRODUCTS:
+            return compute()[0]
+        shapes = tuple(tuple(x.shape) for x in args if isinstance(x, Tensor))
+        # Without this key, a detached result would not share its version, which tells of changes in place.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return self.keep((_PRODUCTS[func.overloadpacket], *shapes), compute)[0]
+
+
 def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str = "") -> None:
     """Run each layer's `mlp` on tiles of `tile_tokens` tokens per row, in place, so that only one tile's intermediate
     activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
@@ -138,7 +183,7 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str 
         raise ValueError("; ".join(violations))
     for mlp in mlps:
         forward = torch.compile(mlp.forward, backend=backend) if backend else mlp.forward
-        mlp.forward = _tiled(forward, tile_tokens)
+        mlp.forward, mlp.tiled = _tiled(forward, tile_tokens), True
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[Tensor], Tensor]:

@@ -18,9 +18,9 @@ from usp.train.validate import (
     RANGES,
     RATE,
     Range,
+    memory_violations,
     schedule_violations,
     unused_lora_flags,
-    unused_memory_flags,
     value_violations,
 )
 
@@ -60,7 +60,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     if config.data == STDLIB and config.long_prompts != LONG_PROMPTS[0]:
         yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
     yield from unused_lora_flags(config)
-    yield from unused_memory_flags(config)
+    yield from memory_violations(config)
     yield from schedule_violations(config, config.steps)
     algorithm = algorithms.get(config.algorithm)
     if (config.stop or config.stop_ids) and algorithm and algorithm.data != "prompts":

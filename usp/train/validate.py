@@ -262,16 +262,26 @@ def _switches(config: TrainConfig, world_size: int) -> Iterator[str]:
     yield from unused_lora_flags(config)
     if config.eval_every and not config.eval_data:
         yield f"--eval-every = {config.eval_every} needs data to evaluate on: give --eval-data, or remove it"
-    yield from unused_memory_flags(config)
+    yield from memory_violations(config)
+    if config.compile and config.ac == "selective":
+        yield (
+            "--ac selective has no effect with --compile, whose graphs keep the matrix products and recompute the rest "
+            "by themselves: use --ac none"
+        )
     yield from schedule_violations(config, config.steps)
     if config.tp_sequence_parallel and config.tp == 1:
         yield "--tp-sequence-parallel shards tokens over tensor-parallel ranks, but --tp is 1: set --tp, or remove it"
 
 
-def unused_memory_flags(config: MemoryConfig) -> Iterator[str]:
-    """Yield which flags need activation checkpointing, and there is none."""
+def memory_violations(config: MemoryConfig) -> Iterator[str]:
+    """Yield which flags contradict the activation checkpointing, or need it and there is none."""
     if config.ac_offload and config.ac == "none":
         yield "--ac-offload offloads what activation checkpointing saves, but --ac is none: use --ac full"
+    if config.mlp_tile and config.ac == "selective":
+        yield (
+            f"--mlp-tile = {config.mlp_tile} keeps no matrix products of MLPs, and --ac selective keeps all: use --ac "
+            f"attention-saved, or remove --mlp-tile"
+        )
 
 
 def schedule_violations(config: ScheduleConfig, steps: int) -> Iterator[str]:
@@ -387,7 +397,7 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_train_tokens, ("train_tokens", "steps")),
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
-    (_switches, ("ac", "tp", "plan", "lora_rank")),
+    (_switches, ("ac", "mlp_tile", "tp", "plan", "lora_rank")),
     (_engine, (*_DEGREES, "engine", "lora_rank")),
 )
 MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (

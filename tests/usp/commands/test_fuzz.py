@@ -38,7 +38,7 @@ VALUES: dict[str, list[str]] = {
     "--seq-len": ["64", "128", "1000", "256", "0"],
     "--batch-size": ["1", "2", "4", "8", "0"],
     "--micro-batches": ["1", "2", "4", "8", "3", "0"],
-    "--ac": ["none", "attention-saved", "full", "some"],
+    "--ac": ["none", "selective", "attention-saved", "full", "some"],
     "--loss-chunk": ["16", "100000", "0"],
     "--mlp-tile": ["0", "7", "-1"],
     "--router-aux-loss-coef": ["-1", "0", "0.1", "-3", "nan"],

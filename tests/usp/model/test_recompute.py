@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import KeepResults
+from attention import KeepResults, compute_now
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.tiny import packed_batch, tiny_model
@@ -20,6 +23,7 @@ from usp.losses import NextTokenLoss
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
+CASES += [("selective", False, 0), ("selective", True, 0)]
 CASES += [("full", True, 3), ("none", False, 3), ("attention-saved", False, 3)]
 TOKENS = 100
 
@@ -64,7 +68,7 @@ def compare_modes() -> list[float]:
 def test_gradients_match_saving_everything(ranks: RankPool) -> None:
     for differences in ranks.run(compare_modes, 4, timeout=300):
         assert torch.tensor(differences).amax() <= 1e-6
-        assert differences[:4] == [0.0] * 4  # nothing is even summed in another order
+        assert differences[:6] == [0.0] * 6  # nothing is even summed in another order
 
 
 def sent(mode: str) -> tuple[int, int, list[str]]:
@@ -162,6 +166,40 @@ def test_replay_in_another_order_raises() -> None:
         keep.replay()(("b", 2), never)
 
 
+def test_products_are_kept_but_the_last_and_not_changed_in_place() -> None:
+    """Check which products run in both passes, and that a result may not change after it is kept."""
+    ran: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.in_place = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.up(x)
+            if self.in_place:
+                wide.mul_(2)
+            return x + self.down(wide.sin())
+
+    layer, attention, x = Layer(), UnifiedSPAttention.__new__(UnifiedSPAttention), torch.randn(2, 3, 4)
+    nn.Module.__init__(attention)
+    attention._keep = compute_now
+    wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    apply_activation_checkpointing([layer], "selective", attention)
+    with Counted():
+        found = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    assert all(map(torch.equal, found, wanted))
+    assert (ran.count("addmm"), ran.count("mm")) == (1, 1 + 3)
+    layer.in_place = True
+    with pytest.raises(RuntimeError, match="was changed in place after it had been saved"):
+        layer(x).sum().backward()
+
+
 def wrong_order() -> str:
     """Return the error of a layer whose attention calls change their order in the recomputation."""
     attention = UnifiedSPAttention(ParallelMesh.create(ParallelDims(ulysses=2)))
@@ -191,7 +229,7 @@ def test_layers_that_change_their_order_fail_on_every_rank(ranks: RankPool) -> N
 
 def test_unsupported_arguments_raise() -> None:
     layer = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=r"mode='some' must be one of none, attention-saved, full"):
+    with pytest.raises(ValueError, match=r"mode='some' must be one of none, selective, attention-saved, full"):
         apply_activation_checkpointing([layer], "some")
     with pytest.raises(ValueError, match="needs attention, the layer"):
         apply_activation_checkpointing([layer], "attention-saved")
@@ -200,6 +238,11 @@ def test_unsupported_arguments_raise() -> None:
     apply_activation_checkpointing([layer, nn.Identity()], "full")
     with pytest.raises(ValueError, match="only once"):
         apply_activation_checkpointing([layer], "full")
+    tiled = nn.Module()
+    tiled.mlp = nn.Linear(1, 1)
+    apply_tiled_mlp([tiled], 1)
+    with pytest.raises(ValueError, match=r"'selective' needs attention, .* which are tiled: use 'attention-saved'"):
+        apply_activation_checkpointing([tiled], "selective")
     moe = nn.Module()
     moe.mlp = nn.Linear(1, 1)
     moe.mlp.experts = nn.Linear(1, 1)

@@ -93,6 +93,17 @@ MATRIX = [
     # long sequences in little memory
     row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", ac="attention-saved", mlp_tile=5, **U2_R2),
     row("pp2 tp2 u2, all recomputed, offloaded", pp=2, tp=2, sp_ulysses=2, ac="full", ac_offload=True, micro_batches=2),
+    also("tp2 u2 r2, tokens shared, products saved", "qwen3", ac="selective", tp=2, tp_sequence_parallel=True, **U2_R2),
+    also(
+        "pp2 tp2 u2, products saved, offloaded",
+        pp=2,
+        tp=2,
+        sp_ulysses=2,
+        ac="selective",
+        ac_offload=True,
+        micro_batches=2,
+    ),
+    also("ep4 u4 r2, products saved", "qwen3_moe", ep=4, **U4_R2, ac="selective"),
     also("u4 r2, accumulation 2", sp_ulysses=4, sp_ring=2, micro_batches=2),
 ]
 

@@ -43,13 +43,17 @@ def layer_activations(job: Job, layer: LayerShape) -> LayerActivations:
     results = _attention_results(job)
     mlp, mlp_extra = _experts(job) if layer.experts else _dense(job)
     saved = 2 * region + results + _attention_inputs(job, layer) + mlp
-    kept = saved
+    kept = again = saved  # of what is kept, `again` is what the operators of the layer save
     if job.config.ac != "none":
-        kept = entering + (results + _kept_calls(job) if job.config.ac == "attention-saved" else 0)
+        kept = again = entering + (results + _kept_calls(job) if job.config.ac != "full" else 0)
         saved += entering if size < FLOAT32 else 0
+    if job.config.ac == "selective":
+        products = _products(job, layer)
+        kept, again = kept + products.total, again + products.saved + products.saved_in_mlp
+        mlp -= products.saved_in_mlp
     # The norm's backward is in float32: its gradient, that of the mean square with two factors, and their sum.
     norm = entering + job.outer_tokens * hidden * 4 * FLOAT32
-    added = saved - kept  # by recomputation
+    added = saved - again  # by recomputation
     return LayerActivations(
         kept=kept,
         mlp=added + mlp_extra + entering,
@@ -186,6 +190,40 @@ def _kept_calls(job: Job) -> int:
     """Return the bytes of q, k and v that `attention-saved` keeps because they come from an exchange."""
     sizes = _sizes(job)
     return (sizes.queries + sizes.keys + sizes.values) * job.dtype.itemsize if job.dims.ulysses > 1 else 0
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The results of the matrix products that `selective` keeps, in bytes.
+
+    Attributes:
+        saved, saved_in_mlp: those that the operator behind a product saves as well, outside and inside of the MLP.
+    """
+
+    total: int
+    saved: int
+    saved_in_mlp: int
+
+
+def _products(job: Job, layer: LayerShape) -> _Products:
+    size, facts = job.dtype.itemsize, job.model.facts
+    linears = [p for p in layer.parameters if len(p.shape) == 2]
+    outputs = [  # a linear that tp does not shard has only this rank's share of the tokens
+        (job.outer_tokens if p.tp_dim is None else job.tokens) * p.local(job.dims.tp)[0] for p in linears
+    ]
+    saved = 0
+    if job.dims.ulysses == 1:
+        saved += job.tokens * facts.num_kv_heads // job.dims.tp * facts.value_dim  # v; q and k are rotated
+    if _has_head_norms(layer) and size == FLOAT32:  # these norms save their input itself
+        saved += job.tokens * (facts.num_heads + facts.num_kv_heads) // job.dims.tp * facts.head_dim
+    if layer.experts:
+        rows = job.outer_tokens * job.model.experts_per_token
+        in_mlp = rows * 2 * job.model.expert_size
+        total = sum(outputs) + in_mlp + rows * job.model.hidden_size
+    else:
+        in_mlp = job.tokens * 2 * (facts.intermediate_size // job.dims.tp)
+        total = sum(outputs[:-1])
+    return _Products(total * size, saved * size, in_mlp * size)
 
 
 def _attention_inputs(job: Job, layer: LayerShape) -> int:

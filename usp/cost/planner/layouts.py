@@ -8,11 +8,11 @@ from itertools import product
 
 from parallel import PP_SCHEDULES, Hardware, divisors, micro_batch_violation
 from parallel.cluster.hardware import KINDS
-from usp.config import TrainConfig
+from usp.config import AC_MODES, TrainConfig
 from usp.model.facts import ModelFacts
 from usp.train.validate import violations
 
-AC = (("none", False), ("attention-saved", False), ("attention-saved", True), ("full", False), ("full", True))
+AC = (("none", False), *((ac, offload) for ac in AC_MODES if ac != "none" for offload in (False, True)))
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 

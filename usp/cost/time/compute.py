@@ -96,13 +96,13 @@ def _in_mlp(parameter: ParameterShape) -> bool:
 def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
     """Return (products of one micro-batch's forward, products that its backward recomputes).
 
-    Recomputation skips a layer's last product, because nothing needs its result.
+    Recomputation skips a layer's last product, because nothing needs its result; `selective` repeats none.
     """
     linears = [p for p in layer.parameters if is_matrix(p)]
     forward = [_linear(job, p) for p in linears]
     rows = job.outer_tokens * job.model.experts_per_token
     forward += [_of_experts(job, p, rows) for p in layer.experts]
-    again = forward[:-1] if job.config.ac != "none" else []
+    again = forward[:-1] if job.config.ac not in ("none", "selective") else []
     if job.config.mlp_tile and not layer.experts:
         mlp = [_linear(job, p) for p in linears if _in_mlp(p)]
         if job.config.ac != "none":  # the recomputation of the layer skips the last tile

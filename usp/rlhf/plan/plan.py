@@ -188,6 +188,8 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         yield "ac and ac_offload keep less for a backward, which only a train_step call has: remove them"
     elif layout.ac_offload and layout.ac == "none":
         yield "ac_offload offloads what activation checkpointing saves, but ac is none: use ac: full"
+    if layout.mlp_tile and layout.ac == "selective":
+        yield "mlp_tile keeps no matrix products of MLPs, and ac: selective keeps all: use ac: attention-saved"
     if layout.tp_sequence_parallel and dims.tp == 1:
         yield f"tp_sequence_parallel requires tp >= 2, got tp={dims.tp}"
     if kind == "compute" and (dims.pp, dims.sp, dims.tp, dims.ep) != (1, 1, 1, 1):

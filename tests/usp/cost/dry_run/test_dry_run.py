@@ -106,6 +106,7 @@ MEMORY: list[tuple[int, dict[str, Any]]] = [
     (1, {"dtype": "bfloat16"}),
     (1, {"ac": "full"}),
     (1, {"ac": "attention-saved", "mlp_tile": 256}),
+    (2, {"sp_ulysses": 2, "ac": "selective"}),
     (2, {"sp_ulysses": 2}),
     (2, {"sp_ring": 2, "zero": 1, "batch_size": 2, "micro_batches": 2}),
     (2, {"tp": 2, "tp_sequence_parallel": True}),

@@ -27,6 +27,7 @@ def job(world_size: int, **flags: Any) -> Job:
     [
         (8, {"sp_ulysses": 4, "sp_ring": 2, "seq_len": 32768}),
         (4, {"tp": 2, "sp_ulysses": 2, "seq_len": 16384, "zero": 1, "ac": "attention-saved", "model": "qwen3-tiny"}),
+        (4, {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "seq_len": 16384, "ac": "selective"}),
         (4, {"seq_len": 16384, "zero": 2, "micro_batches": 2, "batch_size": 2}),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),

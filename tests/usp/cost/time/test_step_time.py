@@ -37,6 +37,8 @@ def llama(world_size: int = 16, **flags: object) -> Job:
         (2, {"tp": 2, "tp_sequence_parallel": True}),
         (1, {"ac": "full"}),
         (1, {"ac": "attention-saved"}),
+        (1, {"ac": "selective"}),
+        (2, {"model": "qwen3-moe-tiny", "ep": 2, "ac": "selective"}),
         (1, {"mlp_tile": 256}),
         (1, {"mlp_tile": 300, "ac": "full"}),
         (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),

@@ -49,6 +49,7 @@ MIXTURES: list[Flags] = [
     {"model": "qwen2", "tp": 2, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 5, "dtype": "float32"},
     {"model": "qwen3", "tp": 2, "zero": 1, "micro_batches": 2, "batch_size": 2, "loss_chunk": 24},
     {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "full"},
+    {"model": "qwen3_moe", "ep": 4, "tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "ac": "selective"},
     {"model": "mixtral", "ep": 2, "pp": 2, "sp_ring": 2, "micro_batches": 4, "batch_size": 4},
     {"model": "qwen3_moe", "ep": 4, "sp_ulysses": 2, "sp_ring": 2, "micro_batches": 2, "batch_size": 2, "ac": "full"},
     {"model": "mixtral", "sp_ring": 4, "zero": 1, "micro_batches": 2, "batch_size": 2},

@@ -55,6 +55,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "ac": "attention-saved",
         "ac_offload": True,
     },
+    "u2 r2 striped, products saved": {
+        "sp_ulysses": 2,
+        "sp_ring": 2,
+        "sp_layout": "striped",
+        "batch_size": 4,
+        "ac": "selective",
+    },
     "pp2 u2, split backwards": {
         "pp": 2,
         "sp_ulysses": 2,
