@@ -24,6 +24,7 @@ from usp.run.failures import nearest
 C = TypeVar("C")
 
 ENGINES = ("fsdp2", "deepspeed")
+OPTIMIZERS = ("adamw", "muon")
 AC_MODES = ("none", "selective", "attention-saved", "full")
 PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -230,11 +231,15 @@ class _Training:
     learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
+    """Optimizer. muon: for the matrices of the layers, at the same learning rate; AdamW for the rest."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon (Nesterov's)."""
     warmup_steps: int = 10
     """Linear warmup steps."""
     weight_decay: float = 0.1
-    """AdamW weight decay, for matrices only."""
+    """Decoupled weight decay, for matrices only."""
     adam_beta1: float = 0.9
     """AdamW beta1."""
     adam_beta2: float = 0.95

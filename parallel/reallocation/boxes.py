@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.local import local_tensor
@@ -95,6 +99,20 @@ def local_box(tensor: Tensor) -> Box:
     _check(tensor)
     sizes, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(sizes) == tuple(tensor.to_local().shape), f"{tensor.placements} hold {sizes}"
+    return Box(tuple(offset), tuple(sizes))
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """Return the box of a DTensor that the rank at `coordinate` of its mesh holds.
+
+    Raises:
+        ValueError: as `local_box`.
+    """
+    _check(tensor)
+    mesh = tensor.device_mesh
+    sizes, offset = _compute_local_shape_and_global_offset(
+        tensor.shape, mesh.shape, list(coordinate), tensor.placements
+    )
     return Box(tuple(offset), tuple(sizes))
 
 

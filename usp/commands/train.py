@@ -24,9 +24,10 @@ def prepare_run(config: TrainConfig, launch: Launch) -> PreparedRun:
     from usp.train.prepare import prepare
 
     prepared = prepare(planned(config, launch), launch)
-    if prepared.config.engine == "deepspeed" or prepared.config.lora_rank:  # their communication is not modeled
+    config = prepared.config
+    if config.engine == "deepspeed" or config.lora_rank or config.optimizer != "adamw":  # their messages: not modeled
         return prepared
-    job = job_of(prepared.config, prepared.model_config, launch.world_size, prepared.shape)
+    job = job_of(config, prepared.model_config, launch.world_size, prepared.shape)
     return replace(prepared, predicted_fsdp_bytes=fsdp_sent_bytes(job, launch.rank))
 
 

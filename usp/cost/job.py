@@ -165,11 +165,16 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, mode
     model: the shapes of `model_config`, if the caller has them.
 
     Raises:
-        ConfigurationError: for configurations that train.py refuses, for DeepSpeed, and for LoRA.
+        ConfigurationError: for configurations that train.py refuses, for DeepSpeed, Muon and LoRA.
     """
     refused = []
     if config.engine == "deepspeed":
         refused.append(f"--engine = {config.engine} is not modelled: use --engine fsdp2")
+    if config.optimizer != "adamw":
+        refused.append(
+            f"--optimizer = {config.optimizer} is not modelled, only AdamW: measure a layout with python -m usp "
+            f"dry-run, which knows Muon, or plan without it"
+        )
     if config.lora_rank:
         refused.append(
             f"--lora-rank = {config.lora_rank} is not modelled, only the training of all weights: measure a layout "

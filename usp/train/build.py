@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -40,6 +41,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .engines.base import AdamW, Engine
 from .engines.deepspeed import DeepSpeedEngine
 from .engines.fsdp2 import Fsdp2Engine
+from .engines.muon import Muon
 from .resolve import lora_of
 
 
@@ -88,7 +90,7 @@ class EngineRecipe:
         return EngineRecipe(
             model=model,
             dtype=dtype,
-            optimizer=AdamW(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
+            optimizer=_optimizer(config),
             kernel=config.attention_kernel,
             loss_chunk=config.loss_chunk,
             balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
@@ -180,6 +182,11 @@ def resumed_weights(stage: CausalLMStage, source: str) -> None:
 def export_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
     """Return the dtype of the weights that a run which computes in `computed` exports."""
     return computed if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
+
+
+def _optimizer(config: TrainConfig) -> AdamW:
+    rule = partial(Muon, momentum=config.muon_momentum) if config.optimizer == "muon" else AdamW
+    return rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
 
 
 def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:

@@ -83,6 +83,8 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
+    if (before := saved.config.get("optimizer", "adamw")) != config.optimizer:
+        found.append(f"{flag('optimizer')} = {config.optimizer} (checkpoint: {before}) has other states: use the same")
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
 
 

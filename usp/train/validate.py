@@ -22,6 +22,7 @@ from usp.config import (
     DTYPES,
     ENGINES,
     LR_SCHEDULES,
+    OPTIMIZERS,
     PACKINGS,
     PLANS,
     PP_SCHEDULES,
@@ -126,6 +127,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "export_dtype": DTYPES,
     "rope_scaling": ROPE_SCALINGS,
     "lr_schedule": LR_SCHEDULES,
+    "optimizer": OPTIMIZERS,
     "router_balance": ROUTER_BALANCES,
     "packing": PACKINGS,
 }
@@ -139,7 +141,7 @@ RANGES: Mapping[str, Range] = {
     "lr_final": Range(lambda value: 0 <= value <= 1, "from 0 to 1"),
     "lr_decay_steps": Range(lambda value: value >= -1, "at least 0, or -1 for a tenth of --steps"),
     "adam_eps": POSITIVE,
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), FRACTION),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "muon_momentum"), FRACTION),
     "seq_len": Range(lambda value: value >= 2, "at least 2: a token and the next one"),
     "dp_shard": Range(lambda value: value == -1 or value >= 1, "at least 1, or -1 for the remaining ranks"),
     "weight_decay": Range(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
@@ -322,6 +324,23 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
             )
 
 
+def _optimizer(config: TrainConfig, world_size: int) -> Iterator[str]:
+    if config.optimizer != "muon":
+        if config.muon_momentum != TrainConfig.muon_momentum:
+            yield f"--muon-momentum = {config.muon_momentum:g} is an option of --optimizer muon: remove it"
+        return
+    if config.engine == "deepspeed":
+        yield (
+            "--optimizer muon is not supported by --engine deepspeed, whose shards are not parts of matrices: use "
+            "--engine fsdp2"
+        )
+    if config.tp > 1 and config.ep > 1:
+        yield (
+            f"--optimizer muon gathers each matrix from the ranks that share it, which --tp {config.tp} with --ep "
+            f"{config.ep} does not group: use --tp 1 or --ep 1, or --optimizer adamw"
+        )
+
+
 def _tensor(config: TrainConfig, facts: ModelFacts) -> Iterator[str]:
     if config.tp > 1:  # `_switches` refuses tp_sequence_parallel without tp
         yield from tp_violations(facts, config.tp, config.tp_sequence_parallel)
@@ -399,6 +418,7 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
     (_switches, ("ac", "mlp_tile", "tp", "plan", "lora_rank")),
     (_engine, (*_DEGREES, "engine", "lora_rank")),
+    (_optimizer, ("optimizer", "muon_momentum", "engine", "tp", "ep")),
 )
 MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (
     (_heads, (*_SP, "tp")),

@@ -41,9 +41,9 @@ class Engine(Protocol):
     def state(self) -> dict[str, Tensor]:
         """Return weights and optimizer state under names that depend on neither layout nor engine.
 
-        "model.<name>" and "optimizer.<name>.exp_avg", ".exp_avg_sq", ".step", with transformers' names; of
-        persistent buffers and frozen parameters only "model.<name>", unless adapters are trained. DTensors of the
-        global shape, or plain tensors that are the same on every rank.
+        "model.<name>" and "optimizer.<name>.exp_avg", ".exp_avg_sq", ".step" (Muon: ".momentum_buffer"), with
+        transformers' names; of persistent buffers and frozen parameters only "model.<name>", unless adapters are
+        trained. DTensors of the global shape, or plain tensors that are the same on every rank.
         """
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

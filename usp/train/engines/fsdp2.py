@@ -18,6 +18,7 @@ from usp.losses.output_heads import Head
 
 from .base import AdamW, MicroBatch
 from .forward_only import count_choices, loss_share
+from .muon import Muon, MuonAdamW, hidden_matrices
 
 if TYPE_CHECKING:  # it takes seconds to import
     from .pipeline_runner import PipelineRunner
@@ -48,7 +49,13 @@ class Fsdp2Engine:
             for model in (stage.model for stage in stages):
                 stored = stored_tensors(model).items()
                 self.untrained |= {name: x for name, x in stored if name not in self.parameters}
-        self.optimizer = optimizer.over(self.parameters.values())
+        trained = self.parameters.values()
+        self.optimizer: torch.optim.AdamW | MuonAdamW
+        if isinstance(optimizer, Muon):
+            self.optimizer = MuonAdamW(optimizer, trained, hidden_matrices(stages), mesh)
+            self._first_state = self.optimizer.first_state
+        else:
+            self.optimizer, self._first_state = optimizer.over(trained), AdamW.first_state
         # Of the parameter that the first and the last stage both have: {its name here: the name it is stored under}.
         ends = {name: stored for stage in stages for name, stored in tied_ends(stage.model).items()}
         self._tied = {name: stored for name, stored in ends.items() if name in self.parameters}
@@ -92,7 +99,7 @@ class Fsdp2Engine:
         for name, parameter in self.parameters.items():
             kept = self.optimizer.state[parameter]
             if not kept:
-                kept.update(AdamW.first_state(parameter))
+                kept.update(self._first_state(parameter))
             stored = self._copies.get(name, name)
             if stored != name and stored in self.parameters:  # this rank has both stages
                 continue

@@ -1,0 +1,177 @@
+"""Muon on sharded matrices is torch's on whole ones, and sends each matrix once there and once back.
+
+Newton-Schulz in bfloat16 makes much of the smallest singular values, so updates are compared for equal gradients. How
+far trainings drift apart in three steps says only whether the gradients are those of one process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from parallel import ParallelMesh
+from parallel.reallocation.boxes import local_box
+from parallel.testing import RankPool, count_sent_bytes
+from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, packed_batch, tiny_model, whole_loss
+from usp import shard_batch
+from usp.config import TrainConfig
+from usp.cost.job import job_of
+from usp.hf.weights import load_weights
+from usp.run.failures import ConfigurationError
+from usp.train.build import EngineRecipe, build_engine
+from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engines.muon import MuonAdamW
+from usp.train.resolve import resolve
+from usp.train.step import train_step
+
+STEPS, RATE = 3, 3e-3
+LAYOUTS: dict[str, list[dict[str, Any]]] = {  # those with the bytes that all ranks send in 2 bytes of every matrix
+    "llama": [
+        {"dp_shard": 2, "sp_ulysses": 2, "sp_ring": 2},
+        {"tp": 2, "sp_ulysses": 2, "dp_replicate": 2, "zero": 1},
+        {"sp_ring": 2, "pp": 2, "tp": 2, "micro_batches": 2, "zero": 2},
+        {"sp_ulysses": 4, "sp_ring": 2, "zero": 0},
+    ],
+    "qwen3_moe": [{"sp_ulysses": 2, "sp_ring": 2, "ep": 2}, {"sp_ring": 2, "tp": 2, "tp_sequence_parallel": True}],
+}
+SENT = {"llama": [2 * 7 / 8, 2 * 2 * 3 / 4, 2 * 3 / 4, 0], "qwen3_moe": [2 * 7 / 8, None]}
+
+
+def config_of(folder: Path, **flags: Any) -> TrainConfig:
+    return TrainConfig(
+        model=str(folder),
+        seq_len=SEQ_LEN,
+        adam_eps=ADAM_EPS,
+        dtype="float32",
+        learning_rate=RATE,
+        router_aux_loss_coef=0.0,
+        optimizer="muon",
+        **{"batch_size": ROWS} | flags,
+    )
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + step))
+
+
+class Alone:
+    """One process with torch's optimizers; of experts, each is a matrix of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        named = dict(self.model.named_parameters())
+        matrices = [p for name, p in named.items() if "layers" in name and p.ndim >= 2]
+        rest = [p for name, p in named.items() if "layers" not in name or p.ndim < 2]
+        self.views = [(m, i) for m in matrices for i in (range(len(m)) if m.ndim == 3 else [...])]
+        self.parts = [nn.Parameter(matrix.data[index]) for matrix, index in self.views]
+        groups = [{"params": [p for p in rest if p.ndim == n], "weight_decay": 0.1 * (n == 2)} for n in (1, 2)]
+        self.muon = torch.optim.Muon(self.parts, RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
+
+    def update(self) -> None:
+        for part, (matrix, index) in zip(self.parts, self.views, strict=True):
+            part.grad = matrix.grad[index]
+        self.muon.step()
+        self.adamw.step()
+
+    def updated(self) -> dict[str, Tensor]:
+        for step in range(STEPS):
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = gradient(name, parameter.shape, step)
+            self.update()
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def trained(self) -> list[float]:
+        losses = []
+        for step in range(STEPS):
+            self.model.zero_grad()
+            loss = loss_alone(self.model, packed_batch(step))
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.update()
+            losses.append(loss.item())
+        return losses
+
+
+def built(config: TrainConfig) -> tuple[Fsdp2Engine, ParallelMesh, TrainConfig]:
+    config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
+    mesh, folder = ParallelMesh.create(dims), Path(config.model)
+    recipe = EngineRecipe.of(config, model_config)
+    engine = build_engine(recipe, mesh, torch.device("cpu"), lambda stage: load_weights(stage.model, folder))
+    return cast(Fsdp2Engine, engine), mesh, config
+
+
+def updated(config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
+    """Return the weights after three updates, the bytes that the last one sent, and those of the shared matrices."""
+    engine, _, _ = built(config)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = RATE
+    for step in range(STEPS):
+        for name, parameter in engine.parameters.items():
+            assert isinstance(parameter, DTensor)
+            part = gradient(name, parameter.shape, step)[local_box(parameter).slices()].contiguous()
+            shape, stride = parameter.shape, parameter.stride()
+            placed = parameter.device_mesh, parameter.placements
+            parameter.grad = DTensor.from_local(part, *placed, run_check=False, shape=shape, stride=stride)
+        with count_sent_bytes() as sent:
+            engine.optimizer.step()
+    optimizer = cast(MuonAdamW, engine.optimizer)
+    shared = (m.shape for ranks, found in optimizer._shared.items() if len(ranks) > 1 for m in found)
+    weights = {name: cast(DTensor, p.detach()).full_tensor() for name, p in engine.parameters.items()}
+    return weights, sent.total, sum(2 * rows * columns for rows, columns in shared)
+
+
+def trained(config: TrainConfig) -> list[float]:
+    engine, mesh, config = built(config)
+    share, losses = ROWS // mesh.size("batch"), []
+    rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
+    for step in range(STEPS):
+        local = shard_batch({key: value[rows] for key, value in packed_batch(step).items()}, mesh, config.sp_layout)
+        losses.append(train_step(engine, mesh, local, config, RATE, before_update=whole_loss(mesh))[0])
+    return losses
+
+
+def each(configs: list[TrainConfig]) -> list[tuple[dict[str, Tensor], int, int, list[float]]]:
+    return [(*updated(config), trained(config)) for config in configs]
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_three_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    wanted, losses = Alone(tmp_path).updated(), torch.tensor(Alone(tmp_path).trained(), dtype=torch.float64)
+    found = ranks.run(each, 8, [config_of(tmp_path, **flags) for flags in LAYOUTS[family]], timeout=240)
+    for number, (flags, times) in enumerate(zip(LAYOUTS[family], SENT[family], strict=True)):
+        weights: Mapping[str, Tensor] = {name: x for of_rank in found for name, x in of_rank[number][0].items()}
+        assert weights.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert (weights[name] - value).abs().max() <= 1e-5 * value.abs().max(), (flags, name)
+        if times is not None:  # a router that tp ranks share is orthogonalised by each of them
+            stages = {rank[number][2] for rank in found}
+            assert sum(rank[number][1] for rank in found) == times * sum(stages) * flags.get("pp", 1), flags
+        assert (torch.tensor(found[0][number][3]) / losses - 1).abs().max() <= 1e-4, flags
+
+
+def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    for changes, said in (
+        ({"engine": "deepspeed"}, "--optimizer muon is not supported by --engine deepspeed"),
+        ({"tp": 2, "ep": 2, "tp_sequence_parallel": True}, "use --tp 1 or --ep 1, or --optimizer adamw"),
+        ({"optimizer": "adamw", "muon_momentum": 0.9}, "--muon-momentum = 0.9 is an option of --optimizer muon"),
+        ({"optimizer": "Muon"}, "--optimizer = 'Muon' must be one of adamw, muon"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            resolve(replace(config, **changes), 2).valid()
+    _, model_config, _, _ = resolve(config, 2).valid()
+    with pytest.raises(ConfigurationError, match="--optimizer = muon is not modelled, only AdamW"):
+        job_of(config, model_config, 2)
