@@ -41,6 +41,9 @@ class OptionSpace:
         recompute: activation checkpointing of train steps: (--ac, --ac-offload).
         train_within_host: keep dp x tp of a train step within a host, as ReaL does.
         limits: by role; a role that is missing has none.
+
+    Raises:
+        ValueError: for ranks that are not whole hosts.
     """
 
     world_size: int
@@ -53,6 +56,10 @@ class OptionSpace:
     recompute: tuple[tuple[str, bool], ...] = (("none", False),)
     train_within_host: bool = False
     limits: dict[str, ModelLimits] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size > self.ranks_per_host and self.world_size % self.ranks_per_host:
+            raise ValueError(f"{self.world_size} ranks must be whole hosts of {self.ranks_per_host}")
 
     @staticmethod
     def real(world_size: int, samples: int, smallest: int = 4) -> OptionSpace:
@@ -104,11 +111,14 @@ def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
         return
     for ranks in rank_sets(space):
         for dims in degrees(len(ranks), space):
-            if _fits(call, dims, space):
+            if allows(call, dims, space):
                 yield from _with_memory(call, ranks, dims, space)
 
 
-def _fits(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
+def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
+    """Return whether the model and the batch of a call allow degrees."""
+    if call.kind == "compute":
+        return True
     limit = space.limits.get(call.role)
     if limit and (limit.heads % dims.tp or dims.tp * dims.ulysses > limit.heads or dims.pp > limit.layers):
         return False

@@ -1,0 +1,90 @@
+"""Chosen plans beside the named ones, and what is said about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.usp.cost.rlhf.estimates import Simple
+from tests.usp.rlhf.toy import ppo
+from usp.cost.rlhf.baselines import baselines
+from usp.cost.rlhf.estimates import Remembered
+from usp.cost.rlhf.options import ModelLimits, OptionSpace
+from usp.cost.rlhf.plan_choice import RlhfChoice, choose_plan, problem_of, suppose
+from usp.cost.rlhf.plan_choice_report import render_choice
+from usp.cost.rlhf.plan_search import Problem
+from usp.cost.rlhf.simulator import Simulator
+from usp.rlhf.plan.named_plans import Facts
+from usp.rlhf.plan.plan_text import from_mapping, to_mapping
+
+GRAPH = ppo()
+LIMITS = {role: ModelLimits(heads=8, layers=4) for role in GRAPH.roles}
+SPACE = OptionSpace(8, 4, 64, 2, max_sequence=2, zero=(0, 1), limits=LIMITS)
+FACTS = Facts(8, 4, heads=8, layers=4)
+
+
+def problem(memory: float) -> Problem:
+    estimates = Remembered(Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0}))
+    return problem_of(Simulator(GRAPH, estimates, 8), SPACE, memory, ("ref", "reward"))
+
+
+def choose(memory: float) -> RlhfChoice:
+    return choose_plan(problem(memory), SPACE, FACTS, budget=1.0, report=lambda seconds, simulated, best: None)
+
+
+@pytest.fixture(scope="module")
+def choice() -> RlhfChoice:
+    return choose(memory=24.0)
+
+
+def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: RlhfChoice) -> None:
+    assert choice.simulation
+    seconds, plan = choice.found.best[0]
+    assert choice.simulation.seconds == pytest.approx(seconds)
+    plan.check(GRAPH, 8)
+    assert from_mapping(to_mapping(plan)).calls == plan.calls
+    for one in choice.named:
+        assert one.plan
+        assert one.peak_bytes > 24.0 or one.seconds >= seconds
+    assert choice.next_best.keys() == choice.problem.options.keys()
+    assert all(other.seconds >= seconds * 0.999 for other in choice.next_best.values())
+
+
+def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
+    much, little = ({one.name: one for one in baselines(problem(memory), SPACE, FACTS)} for memory in (1e9, 14.0))
+    assert list(much) == ["heuristic", "flattening", "interleaving", "separation"]
+    assert much["heuristic"] == little["heuristic"]  # it has no choice
+    assert much["flattening"].seconds < little["flattening"].seconds
+    assert little["flattening"].peak_bytes <= 14.0
+    tight = {one.name: one for one in baselines(problem(1.0), SPACE, FACTS)}
+    assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
+
+
+def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
+    supposed = {"as it is": choice.problem, "with little memory": replace(choice.problem, memory_bytes=2.0)}
+    same, nothing = suppose(supposed, choice, budget=1.0)
+    assert same[1] is not None
+    assert same[2] < 0.01 or same[1].calls != choice.plan.calls
+    assert nothing[1:] == (None, 0.0)
+
+
+def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
+    with (console := Console(width=200)).capture() as captured:
+        console.print(render_choice(choice, [("with less memory", None, 0.0)]))
+    text = captured.get()
+    for word in (
+        *(call.name for call in GRAPH.calls),
+        "heuristic",
+        "separation",
+        "with less memory: no plan would fit",
+    ):
+        assert word in text
+
+
+def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no layout of actor_train fits into"):
+        choose(memory=2.0)
+    with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank: the nearest needs"):
+        _ = choose(memory=6.0).plan

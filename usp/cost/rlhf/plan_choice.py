@@ -1,0 +1,125 @@
+"""Choose an execution plan for RLHF, and what a person asks about it: why each call got its layout, what the named
+plans would cost, and what would change the verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from usp.rlhf.plan.named_plans import Facts
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+
+from .baselines import Baseline, baselines
+from .options import OptionSpace, options
+from .plan_search import Found, Problem, search
+from .simulator import Simulation, Simulator
+
+Report = Callable[[float, int, float], None]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan in which one call has other ranks or degrees, and all others are the same.
+
+    Attributes:
+        seconds: of a step; more than the chosen plan's.
+        alone: seconds of the call itself there.
+    """
+
+    layout: CallLayout
+    seconds: float
+    alone: float
+
+
+@dataclass(frozen=True)
+class RlhfChoice:
+    """A chosen plan.
+
+    Attributes:
+        found: of the search. simulation: of the best plan; None if none fits.
+        named: the named plans at their best.
+        next_best: by call; calls with a single layout are missing.
+    """
+
+    problem: Problem
+    found: Found
+    simulation: Simulation | None
+    named: tuple[Baseline, ...]
+    next_best: Mapping[str, Alternative]
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The best plan.
+
+        Raises:
+            ValueError: if none fits, with what it would need.
+        """
+        if self.found.best:
+            return self.found.best[0][1]
+        assert self.found.nearest
+        needed, memory = self.found.nearest[0] / 2**30, self.problem.memory_bytes / 2**30
+        raise ValueError(
+            f"no plan fits into {memory:.1f} GiB per rank: the nearest needs {needed:.1f} GiB. Use more ranks, "
+            f"offloading, activation checkpointing, shorter sequences or smaller mini-batches"
+        )
+
+
+def problem_of(simulator: Simulator, space: OptionSpace, memory_bytes: float, offload: tuple[str, ...] = ()) -> Problem:
+    """Return the problem of all options of a space, less those of calls that alone do not fit into memory."""
+    found = {call.name: list(options(call, space)) for call in simulator.graph.calls}
+    return Problem(simulator, found, memory_bytes, min(space.ranks_per_host, space.world_size), offload).that_fit()
+
+
+def choose_plan(
+    problem: Problem, space: OptionSpace, facts: Facts, *, seed: int = 0, budget: float = 60.0, report: Report
+) -> RlhfChoice:
+    """Search from the named plans, and simulate the best plan in full.
+
+    Raises:
+        ValueError: naming the calls that no layout fits into memory.
+    """
+    if homeless := [name for name, layouts in problem.options.items() if not layouts]:
+        memory = problem.memory_bytes / 2**30
+        raise ValueError(f"no layout of {', '.join(homeless)} fits into {memory:.1f} GiB per rank: use more ranks")
+    named = baselines(problem, space, facts)
+    starts = [one.plan for one in named if one.plan]
+    found = search(problem, seed=seed, budget=budget, starts=starts, progress=report)
+    if not found.best:
+        return RlhfChoice(problem, found, None, named, {})
+    seconds, plan = found.best[0]
+    simulation = problem.simulator.run(plan)
+    return RlhfChoice(problem, found, simulation, named, dict(_next_best(problem, plan, seconds)))
+
+
+def _next_best(problem: Problem, plan: ExecutionPlan, seconds: float) -> Iterator[tuple[str, Alternative]]:
+    """Yield for each call the best plan in which it has other ranks or degrees."""
+    for name, layouts in problem.options.items():
+        own = plan[name]
+        others = [o for o in layouts if (len(o.ranks), o.dims) != (len(own.ranks), own.dims)]
+        measured = []
+        for other in others:
+            took, peak = problem.simulator.measure(replace(plan, calls={**plan.calls, name: other}))
+            if peak <= problem.memory_bytes:
+                measured.append((took, other))
+        if measured:
+            took, other = min(measured, key=lambda one: one[0])
+            alone = problem.simulator.estimates.call_seconds(name, other)
+            yield name, Alternative(other, took, alone)
+
+
+def suppose(
+    suppositions: Mapping[str, Problem], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
+) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
+    """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
+
+    Plans whose gain is below 1% are the chosen one.
+    """
+    for supposed, problem in suppositions.items():
+        found = search(problem, seed=seed, budget=budget, starts=[choice.plan])
+        if not found.best:
+            yield supposed, None, 0.0
+            continue
+        best, plan = found.best[0]
+        kept, peak = problem.simulator.measure(choice.plan)
+        loss = kept / best - 1 if peak <= problem.memory_bytes else float("inf")
+        yield supposed, plan if loss > 0.01 else choice.plan, loss
