@@ -21,17 +21,17 @@ from usp.rlhf.plan.plan_text import from_mapping, to_mapping
 
 GRAPH = ppo()
 LIMITS = {role: ModelLimits(heads=8, layers=4) for role in GRAPH.roles}
-SPACE = OptionSpace(8, 4, 64, 2, max_sequence=2, zero=(0, 1), limits=LIMITS)
-FACTS = Facts(8, 4, heads=8, layers=4)
+SPACE = OptionSpace(4, 2, 64, 2, zero=(0, 1), limits=LIMITS)
+FACTS = Facts(4, 2, heads=8, layers=4)
 
 
 def problem(memory: float) -> Problem:
     estimates = Remembered(Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0}))
-    return problem_of(Simulator(GRAPH, estimates, 8), SPACE, memory, ("ref", "reward"))
+    return problem_of(Simulator(GRAPH, estimates, 4), SPACE, memory, ("ref", "reward"))
 
 
 def choose(memory: float) -> RlhfChoice:
-    return choose_plan(problem(memory), SPACE, FACTS, budget=1.0, report=lambda seconds, simulated, best: None)
+    return choose_plan(problem(memory), SPACE, FACTS, budget=0.5, report=lambda seconds, simulated, best: None)
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +43,31 @@ def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: Rlhf
     assert choice.simulation
     seconds, plan = choice.found.best[0]
     assert choice.simulation.seconds == pytest.approx(seconds)
-    plan.check(GRAPH, 8)
+    plan.check(GRAPH, 4)
     assert from_mapping(to_mapping(plan)).calls == plan.calls
     for one in choice.named:
         assert one.plan
         assert one.peak_bytes > 24.0 or one.seconds >= seconds
     assert choice.next_best.keys() == choice.problem.options.keys()
-    assert all(other.seconds >= seconds * 0.999 for other in choice.next_best.values())
+    for name, other in choice.next_best.items():
+        changed = replace(plan, calls={**plan.calls, name: other.layout})
+        assert choice.problem.simulator.measure(changed)[0] == other.seconds
+        assert (other.layout.dims, len(other.layout.ranks)) != (plan[name].dims, len(plan[name].ranks))
 
 
 def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
-    much, little = ({one.name: one for one in baselines(problem(memory), SPACE, FACTS)} for memory in (1e9, 14.0))
+    much, little = ({one.name: one for one in baselines(problem(memory), SPACE, FACTS)} for memory in (1e9, 20.0))
     assert list(much) == ["heuristic", "flattening", "interleaving", "separation"]
     assert much["heuristic"] == little["heuristic"]  # it has no choice
     assert much["flattening"].seconds < little["flattening"].seconds
-    assert little["flattening"].peak_bytes <= 14.0
+    assert little["flattening"].peak_bytes <= 20.0
     tight = {one.name: one for one in baselines(problem(1.0), SPACE, FACTS)}
     assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
 
 
 def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
     supposed = {"as it is": choice.problem, "with little memory": replace(choice.problem, memory_bytes=2.0)}
-    same, nothing = suppose(supposed, choice, budget=1.0)
+    same, nothing = suppose(supposed, choice, budget=0.5)
     assert same[1] is not None
     assert same[2] < 0.01 or same[1].calls != choice.plan.calls
     assert nothing[1:] == (None, 0.0)
@@ -84,7 +87,7 @@ def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
 
 
 def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
-    with pytest.raises(ValueError, match="no layout of actor_train fits into"):
+    with pytest.raises(ValueError, match="no layout of actor_train"):
         choose(memory=2.0)
     with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank: the nearest needs"):
-        _ = choose(memory=6.0).plan
+        _ = choose(memory=12.0).plan
