@@ -12,6 +12,7 @@ from .checkpoint.checkpointer import Checkpointer, complete_checkpoints, latest,
 from .checkpoint.safetensors_storage import DamagedCheckpoint, read_extra
 from .cluster.hardware import Hardware, Link, Tier, load_hardware, node_names, node_of, peak_flops
 from .cluster.links import overlap_of, transfer_seconds
+from .cluster.realloc_seconds import ReallocSeconds, message_seconds, realloc_seconds
 from .dims import SP_ORDERS, ParallelDims, divisors
 from .fsdp import ZERO_STAGES, apply_fsdp, before_micro_batch
 from .grad_norm import clip_grad_norm

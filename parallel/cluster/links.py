@@ -63,6 +63,15 @@ def overlap_of(hardware: Hardware, ranks: Sequence[int]) -> float:
     return hardware.tiers[_Tree.of(hardware).level(min(ranks), max(ranks))].overlap if len(ranks) > 1 else 1.0
 
 
+def level_between(hardware: Hardware, a: int, b: int) -> int:
+    """Return the index of the innermost tier that connects two ranks.
+
+    Raises:
+        ValueError: if the last tier connects too few devices.
+    """
+    return _Tree.of(hardware).level(a, b)
+
+
 @dataclass(frozen=True)
 class _Tree:
     """The numbers of devices of the tiers, innermost first; 0 for any number."""

@@ -27,6 +27,7 @@ __all__ = ["PASSES", "Job", "LayerShape", "ModelShape", "ParameterShape", "Pass"
 
 Pass = Literal["count", "forward", "recompute", "backward", "update"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
+Output = Literal["loss", "logprobs", "values", "cache"]
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
@@ -40,6 +41,8 @@ class Job:
         dims: resolved.
         balance: whether routers have a load-balancing loss.
         trained: False for forwards alone, without gradients and optimizer.
+        output: of the last stage: the loss of train.py; of each token the log-probability or the value, and a loss of
+            these if the job is trained; or a KV cache alone (`usp.rlhf.generation`).
         weights: the dtype in which ranks store their shards of the weights.
         placed: the global rank of each rank of the mesh; None: the same.
     """
@@ -49,6 +52,7 @@ class Job:
     dims: ParallelDims
     balance: bool = False
     trained: bool = True
+    output: Output = "loss"
     weights: torch.dtype = torch.float32
     placed: tuple[int, ...] | None = None
 
@@ -58,6 +62,8 @@ class Job:
             violations.append(f"placed={self.placed} must be {self.world_size} different ranks")
         if not self.trained and (self.balance or self.config.ac != "none"):
             violations.append(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
+        if self.trained and self.output == "cache":
+            violations.append("output=cache is that of forwards alone: set trained=False")
         if violations:
             raise ValueError("; ".join(violations))
 
@@ -95,6 +101,12 @@ class Job:
     def outer_tokens(self) -> int:
         """Tokens of one micro-batch on one rank outside of attention and MLP, which tp ranks may share."""
         return self.tokens // self.dims.tp if self.config.tp_sequence_parallel else self.tokens
+
+    def labelled_tokens(self, rank: int) -> int:
+        """Return the tokens of one micro-batch on `rank` that have a next token in their sequence."""
+        last = self.layout.ring_spans(self.place("ring", rank))[-1]
+        holds_end = last.start + (last.length - 1) * last.step == self.config.seq_len - 1
+        return self.tokens - (self.rows if holds_end and self.place("ulysses", rank) == self.dims.ulysses - 1 else 0)
 
     @property
     def splits_backwards(self) -> bool:

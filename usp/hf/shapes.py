@@ -7,11 +7,11 @@ import re
 from torch import nn
 from transformers import PretrainedConfig
 
-from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape
+from usp.model.facts import LayerShape, ModelFacts, ModelShape, ModuleNames, ParameterShape
 
 from .integrate import decoder_layers
 from .models import empty_model, experts_per_token
-from .prune import backbone, head_name, model_parts
+from .prune import backbone, backbone_name, model_parts
 from .structure.experts import expert_modules
 from .tensor_parallel import tp_plan
 
@@ -36,7 +36,8 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
                 found.append(ParameterShape(name, tuple(parameter.shape), "untouched" if routed else style))
         return tuple(found)
 
-    head = model.get_submodule(head_name(model))
+    parts, base = model_parts(model), backbone_name(model)
+    head = model.get_submodule(parts.head)
     known: dict[LayerShape, LayerShape] = {}
     layers = [LayerShape(shapes(layer), shapes(layer, routed=True)) for layer in decoder_layers(model)]
     return ModelShape(
@@ -44,7 +45,8 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
         hidden_size=config.hidden_size,
         embedding=shapes(model.get_input_embeddings()),
         layers=tuple(known.setdefault(layer, layer) for layer in layers),
-        norm=shapes(getattr(backbone(model), model_parts(model).norm)),
+        norm=shapes(getattr(backbone(model), parts.norm)),
         head=() if facts.tied else shapes(head),
         experts_per_token=experts_per_token(config) if facts.num_experts else 0,
+        names=ModuleNames(f"{base}.{parts.embedding}", f"{base}.{parts.layers}", f"{base}.{parts.norm}", parts.head),
     )

@@ -96,6 +96,16 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class ModuleNames:
+    """The dotted names of a model's parts."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Parameter shapes of a causal language model.
 
@@ -112,6 +122,7 @@ class ModelShape:
     norm: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
     experts_per_token: int = 0
+    names: ModuleNames = ModuleNames()
 
     def around_layers(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
         """Return the parameters of a pipeline stage besides its layers; the last one has a copy of a tied embedding."""

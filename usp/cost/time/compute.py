@@ -28,6 +28,7 @@ HIDDEN_PASSES = 2 * 8 + 2 * 3  # two norms in float32, with a cast each way; two
 HEADS_PASSES = 6  # over q and k: a rotation is two products, a copy in halves, and a sum
 MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product with the other half
 LOGIT_PASSES = 10  # in float32: maximum, difference, exponential, sum, gradient, cast
+LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient, cast
 # Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
@@ -115,11 +116,15 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     return forward, again
 
 
-def head_products(job: Job) -> list[Product]:
-    """Return the loss's products with the vocabulary: logits and both gradients, all computed in the forward."""
+def head_products(job: Job) -> tuple[list[Product], list[Product]]:
+    """Return the products with the vocabulary of one micro-batch's (forward, backward).
+
+    The loss computes logits and both gradients in the forward; log-probabilities compute the logits again.
+    """
     weights = job.model.head or job.model.embedding
     vocabulary = [(p.shape[0] / job.dims.tp, p.shape[1]) for p in weights if is_matrix(p)]
-    return [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary for _ in range(3)]
+    logits = [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary]
+    return {"loss": (3 * logits, []), "logprobs": (logits, 3 * logits)}.get(job.output, ([], []))
 
 
 def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
@@ -173,11 +178,15 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
 
 
-def head_seconds(job: Job, hardware: Hardware) -> Seconds:
-    """Return the time of the loss of one micro-batch, gradients included."""
+def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
+    """Return the time of the output head in one micro-batch's (forward, backward)."""
     logits = job.tokens * job.model.facts.vocab_size / job.dims.tp * FLOAT32
-    matmul = _matmul_seconds(job, hardware, head_products(job))
-    return Seconds(matmul, 0.0, hardware.memory_seconds(LOGIT_PASSES * logits))
+    passes = {"loss": (LOGIT_PASSES, 0), "logprobs": LOGPROB_PASSES}.get(job.output, (0, 0))
+    forward, backward = (
+        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(number * logits))
+        for products, number in zip(head_products(job), passes, strict=True)
+    )
+    return forward, backward
 
 
 def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:

@@ -40,7 +40,7 @@ class LayerCompute:
         layers = {
             index: sum(one.total for one in layer) + kernels.get(windows[index], 0.0) for index, layer in passes.items()
         }
-        return LayerCompute(passes, layers, head_seconds(job, hardware).total)
+        return LayerCompute(passes, layers, sum(part.total for part in head_seconds(job, hardware)))
 
 
 def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute) -> float:

@@ -33,5 +33,7 @@ def pass_flops(job: Job, rank: int) -> dict[Pass, float]:
         if job.counts_choices:
             found["count"] = found["forward"]
         if stage == len(job.stage_layers) - 1:
-            found["forward"] += sum(p.flops for p in head_products(job))
+            forward_head, backward_head = head_products(job)
+            found["forward"] += sum(p.flops for p in forward_head)
+            found["backward"] += sum(p.flops for p in backward_head) if job.trained else 0.0
     return {kind: job.config.micro_batches * flops for kind, flops in found.items()}

@@ -100,7 +100,9 @@ def _micro_batch(
         if job.counts_choices:
             compute["count"], ring["count"] = compute["forward"], ring["forward"]
         if stage == len(job.stage_layers) - 1:
-            compute["forward"] += head_seconds(job, hardware)
+            forward_head, backward_head = head_seconds(job, hardware)
+            compute["forward"] += forward_head
+            compute["backward"] += backward_head if job.trained else Seconds()
     if job.trained:
         compute["update"] = Seconds(memory=optimizer_seconds(job, hardware, rank))
     return compute, ring

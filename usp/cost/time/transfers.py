@@ -25,9 +25,9 @@ OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
     **dict.fromkeys(("fsdp", "efsdp", "dp_replicate", "loss"), _LAYERS),
 }
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
-    "send": ("send", 0),
+    **dict.fromkeys(("send", "broadcast_"), ("send", 0)),
     **dict.fromkeys(("alltoall_base_", "all_to_all_single"), ("exchange", 1)),
-    **dict.fromkeys(("_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
+    **dict.fromkeys(("allgather_", "_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
     **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), ("reduce", 1)),
     **dict.fromkeys(("allreduce_", "all_reduce"), ("gather", 2)),
 }

@@ -6,7 +6,7 @@
     backward    with the gathers of parameters before it, and the reductions of gradients
     update      the gradient of a tied embedding, and the gradient norm
 
-A job that is not trained has a forward alone. Attention's bytes come from its execution plan, the others mirror the
+A job that is not trained has forwards alone. Attention's bytes come from its execution plan, the others mirror the
 collectives in `parallel.tensor`, `parallel.expert`, `parallel.pipeline`, `parallel.fsdp` and `usp.losses`. A run's
 digests of the data, step records and checkpoints are not included.
 
@@ -80,8 +80,8 @@ def _stage_traffic(
     for index, number in job.kinds(stage).items():
         for kind, sent in layer_traffic(job, index, attention(job.model.facts.windows[index])).items():
             parts[kind] += [each.times(number) for each in sent]
-    # The document boundaries are compared in each forward (`parallel.agree`).
-    parts["forward"] += _sums(job, 2 * INT64, "ulysses", "ring")
+    if job.output != "cache":  # the document boundaries are compared in each forward (`parallel.agree`)
+        parts["forward"] += _sums(job, 2 * INT64, "ulysses", "ring")
     if stage == 0:  # the embedding is a sum, because each tensor-parallel rank has its own rows of the vocabulary
         parts["forward"] += _tensor_traffic(job, 0, 1)
         parts["backward"] += _tensor_traffic(job, 1, 0)
@@ -95,7 +95,9 @@ def _stage_traffic(
     if stage == len(job.stage_layers) - 1:
         last = list(_tensor_traffic(job, 1, 0))
         parts["count"] += last
-        parts["forward"] += [*last, *_loss_traffic(job)]
+        head, gradients = _head_traffic(job, rank)
+        parts["forward"] += [*(last if job.output != "cache" else ()), *head]
+        parts["backward"] += gradients
     return parts
 
 
@@ -119,18 +121,22 @@ def _tensor_traffic(job: Job, gathers: int, sums: int) -> Iterator[Sent]:
         yield all_reduce("tp", _hidden(job), tp, functional=True).times(sums)
 
 
-def _loss_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the traffic of the vocabulary-parallel loss with its gradients, and of the routers' auxiliary loss."""
-    tp, chunk = job.dims.tp, job.config.loss_chunk
-    sizes = Counter(min(chunk, job.tokens - start) for start in range(0, job.tokens, chunk))
-    for tokens, number in sizes.items():  # the maximum logit; the sum of exponentials and the target's logit
-        yield all_reduce("tp", tokens * FLOAT32, tp).times(number)
-        yield all_reduce("tp", 2 * tokens * FLOAT32, tp).times(number)
-    yield all_reduce("tp", _hidden(job), tp)
-    if job.balance and job.config.tp_sequence_parallel:
-        yield from _sums(job, FLOAT32, "tp")
-    if job.balance and not job.counts_choices:
-        yield from _choice_sums(job)
+def _head_traffic(job: Job, rank: int) -> tuple[list[Sent], list[Sent]]:
+    """Return the traffic of the output head in (forward, backward), the routers' auxiliary loss included."""
+    tp, forward = job.dims.tp, []
+    gradients = [all_reduce("tp", _hidden(job), tp)]
+    if job.output in ("loss", "logprobs"):
+        tokens = job.tokens if job.output == "loss" else job.labelled_tokens(rank)
+        sizes = Counter(min(job.config.loss_chunk, tokens - at) for at in range(0, tokens, job.config.loss_chunk))
+        sums = 2 if job.output == "loss" else 3  # the sum of exponentials, the target's logit, and that of the entropy
+        for chunk, number in sizes.items():
+            forward += [all_reduce("tp", numbers * chunk * FLOAT32, tp).times(number) for numbers in (1, sums)]
+    if job.balance:
+        forward += _sums(job, FLOAT32, "tp") if job.config.tp_sequence_parallel else []
+        forward += [] if job.counts_choices else _choice_sums(job)
+    if job.output == "loss":  # its forward computes the gradients
+        return forward + gradients, []
+    return forward, gradients if job.output == "logprobs" else []
 
 
 def _choice_sums(job: Job) -> list[Sent]:
@@ -147,8 +153,15 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
 
 
 def _expert_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients."""
-    ep, itemsize = job.dims.ep, job.dtype.itemsize
-    rows = job.outer_tokens * job.model.experts_per_token * (ep - 1) // ep
+    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
+
+    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results.
+    """
+    ep, tp, itemsize = job.dims.ep, job.dims.tp, job.dtype.itemsize
+    shared = ep > 1 and tp > 1 and not job.config.tp_sequence_parallel
+    tokens = -(-job.outer_tokens // tp) if shared else job.outer_tokens
+    rows = tokens * job.model.experts_per_token * (ep - 1) // ep
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
+    if shared:
+        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (tp - 1))

@@ -1,0 +1,339 @@
+"""The seconds and the memory of one call of an RLHF step: generation, inference or training, in any layout.
+
+    generate    prefills and decode steps of continuous batching: weights and KV cache are read once per step, at the
+                rate of the memory; stages of a pipeline decode one after another
+    inference   forwards over packed rows
+    train step  the passes of `usp.cost.passes` over packed rows, for every mini-batch and epoch
+
+The data-parallel rank with most tokens sets the pace. Nothing is measured: rates are those of the hardware file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from attention import SequenceLayout
+from parallel import Hardware, bubble_fraction
+from usp.config import TrainConfig
+from usp.cost.job import Job, Output, Pass
+from usp.cost.memory.footprint import footprint
+from usp.cost.memory.forward_memory import forward_memory
+from usp.cost.time.compute import FLOAT32, LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
+from usp.cost.time.pass_seconds import pass_seconds
+from usp.cost.time.transfers import sent_seconds
+from usp.cost.traffic.call_traffic import decode_traffic, sampling_traffic
+from usp.model.facts import NO_ATTENTION, ModelShape
+from usp.rlhf.data.partition import balance
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.rows import pack
+
+from .batching_steps import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, batching
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a run sets for all calls of a role.
+
+    Attributes:
+        dtype: of forward and backward, and of weights that a call does not train.
+        slots: sequences that a data-parallel rank decodes at a time.
+        loss_chunk: tokens whose logits exist at a time, where the layout says nothing.
+        kernel: --attention-kernel.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    slots: int = 64
+    loss_chunk: int = 2048
+    kernel: str = "auto"
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """What a call takes on the rank that needs most.
+
+    Attributes:
+        seconds: by part.
+        weight_bytes, state_bytes: of the copy of the weights, and of a trained one's optimizer states.
+        work_bytes: what the call takes besides these at its peak, KV cache included.
+        cache_bytes: of the KV cache.
+    """
+
+    seconds: Mapping[str, float] = field(hash=False)
+    weight_bytes: int
+    work_bytes: int
+    state_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def call_cost(
+    call: ModelCall,
+    layout: CallLayout,
+    model: ModelShape,
+    workload: Workload,
+    hardware: Hardware,
+    options: CallOptions = CallOptions(),
+) -> CallCost:
+    """Return what a call takes.
+
+    Raises:
+        ValueError: for a function, which has no model; if the hardware has no peak for the dtype, or connects too few
+            devices.
+    """
+    if isinstance(call.work, Generate):
+        return _generate(layout, model, workload, hardware, options)
+    if isinstance(call.work, Inference):
+        return _inference(call.work, layout, model, workload, hardware, options)
+    if isinstance(call.work, TrainStep):
+        return _train_step(call.work, layout, model, workload, hardware, options)
+    raise ValueError(f"{call.name} is a function, which has no model: its time is not predicted")
+
+
+def _job(
+    layout: CallLayout,
+    model: ModelShape,
+    options: CallOptions,
+    output: Output,
+    *,
+    tokens: int,
+    rows: int,
+    micro_batches: int,
+    trained: bool = False,
+) -> Job:
+    config = TrainConfig(
+        seq_len=tokens,
+        batch_size=rows,
+        micro_batches=micro_batches,
+        zero=layout.zero,
+        sp_layout=layout.sp_layout,
+        tp_sequence_parallel=layout.tp_sequence_parallel,
+        ac=layout.ac,
+        ac_offload=layout.ac_offload,
+        mlp_tile=layout.mlp_tile,
+        loss_chunk=layout.loss_chunk or options.loss_chunk,
+        dtype=dtype_name(options.dtype),
+        attention_kernel=options.kernel,
+    )
+    weights = torch.float32 if trained else options.dtype
+    return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Micro-batches of packed sequences.
+
+    Attributes:
+        visible: the part of a causal row's attention that is inside sequences.
+    """
+
+    number: int
+    tokens: int
+    visible: float
+
+
+def _packed(lengths: Sequence[int], layout: CallLayout, unit: int = 1) -> _Rows:
+    """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
+    parts = balance(range(len(lengths)), lengths, layout.dims.batch, unit)
+    packed = []
+    for part in parts:
+        tokens = [torch.empty(lengths[index], device="meta") for index in part]
+        samples = Samples(tuple(range(len(part))), {"tokens": tokens})
+        rows = pack(samples, unit=unit, budget=layout.token_budget, at_least=layout.dims.pp)
+        packed.append([[len(tokens[index]) for index in row] for row in rows])
+    longest = max(sum(row) for rows in packed for row in rows)
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
+    row_len = -(-longest // (multiple * layout.dims.tp)) * multiple * layout.dims.tp
+    pairs = max(sum(length**2 for row in rows for length in row) for rows in packed)
+    number = max(map(len, packed))
+    return _Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+
+
+def _inference(
+    work: Inference, layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
+) -> CallCost:
+    output: Output = "logprobs" if work.head == "logprobs" else "values"
+    rows = _packed(workload.sequences, layout)
+    job = _job(layout, model, options, output, tokens=rows.tokens, rows=rows.number, micro_batches=rows.number)
+    memory = max((forward_memory(job, rank) for rank in job.ranks("pp", 0)), key=lambda moment: moment.total)
+    return CallCost(
+        _passes(job, hardware, rows.visible),
+        weight_bytes=memory.parameters,
+        work_bytes=memory.total - memory.parameters,
+    )
+
+
+def _train_step(
+    work: TrainStep, layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
+) -> CallCost:
+    unit, lengths = work.objective.unit, workload.sequences
+    each = -(-len(lengths) // unit // work.mini_batches) * unit
+    mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
+    jobs = [
+        (
+            _job(
+                layout, model, options, work.objective.head,
+                tokens=rows.tokens, rows=rows.number, micro_batches=rows.number, trained=True,
+            ),
+            rows,
+        )
+        for rows in (_packed(mini_batch, layout, unit) for mini_batch in mini_batches)
+    ]  # fmt: skip
+    seconds: dict[str, float] = {}
+    for job, rows in jobs:
+        for part, found in _passes(job, hardware, rows.visible).items():
+            seconds[part] = seconds.get(part, 0.0) + work.epochs * found
+    memory = max(
+        (footprint(job, rank) for job, _ in jobs for rank in {*job.ranks("pp", 0)}), key=lambda found: found.peak.total
+    )
+    kept = memory.parameters + memory.optimizer
+    return CallCost(seconds, memory.parameters, memory.peak.total - kept, state_bytes=memory.optimizer)
+
+
+def _passes(job: Job, hardware: Hardware, visible: float) -> dict[str, float]:
+    """Return the seconds of a job's passes on the slowest stage, and those in which other stages are waited for."""
+
+    def of(rank: int) -> dict[str, float]:
+        found: dict[Pass, float] = {}
+        for kind, passed in pass_seconds(job, hardware, rank).items():
+            attention = passed.compute.attention
+            found[kind] = passed.total - (1 - visible) * attention
+        return {kind: value for kind, value in found.items() if value}
+
+    slowest = max((of(rank) for rank in job.slowest_ranks), key=lambda found: sum(found.values()))
+    update = slowest.get("update", 0.0)
+    busy, fraction = sum(slowest.values()) - update, bubble_fraction("1f1b", job.dims.pp, job.config.micro_batches)
+    return {**slowest, "bubble": busy * fraction / (1 - fraction)} if fraction else slowest
+
+
+def _generate(
+    layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
+) -> CallCost:
+    dims, size = layout.dims, workload.group_size
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, dims.ring, dims.ulysses)
+    multiple *= -(-ROW_MULTIPLE // multiple)
+    samples = [
+        Sample(index // size, prompt, response)
+        for index, (prompt, response) in enumerate(zip(workload.prompts, workload.responses, strict=True))
+    ]
+    parts = balance(range(len(samples)), workload.prompts, dims.batch, size)
+    runs = [
+        batching(
+            [samples[index] for index in part], workload.limit, slots=options.slots, ranks=dims.sp, multiple=multiple
+        )
+        for part in parts
+        if part
+    ]
+    shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
+    prefills = {shape: _prefill(layout, model, options, hardware, *shape) for shape in shapes}
+    job = _prefill_job(layout, model, options, 1, multiple)
+    step = cache(lambda slots: decode_step(job, hardware, slots))
+
+    def seconds(run: Batching) -> tuple[float, float]:
+        prefill = sum(prefills[shape] for stretch in run.stretches for shape in stretch.prefills)
+        decode = step(run.slots)
+        return prefill, sum(each.steps * decode.seconds(each.length, run.places) for each in run.stretches)
+
+    prefill, steps = max(map(seconds, runs), key=sum)
+    cache_bytes = max(run.slots * run.places for run in runs) * bytes_per_place(job)
+    work = max((_prefill_bytes(layout, model, options, *shape) for shape in shapes), default=0)
+    return CallCost(
+        {"prefill": prefill, "decode": steps},
+        weight_bytes=max(held_elements(job, rank) for rank in job.ranks("pp", 0)) * job.weights.itemsize,
+        work_bytes=cache_bytes + work,
+        cache_bytes=cache_bytes,
+    )
+
+
+def _prefill_job(layout: CallLayout, model: ModelShape, options: CallOptions, rows: int, tokens: int) -> Job:
+    return _job(layout, model, options, "cache", tokens=tokens, rows=rows, micro_batches=1)
+
+
+def _prefill(
+    layout: CallLayout, model: ModelShape, options: CallOptions, hardware: Hardware, rows: int, tokens: int
+) -> float:
+    """Return the time of one forward over prompts: the stages work one after another."""
+    job = _prefill_job(layout, model, options, rows, tokens)
+    return sum(pass_seconds(job, hardware, rank)["forward"].total for rank in job.slowest_ranks)
+
+
+def _prefill_bytes(layout: CallLayout, model: ModelShape, options: CallOptions, rows: int, tokens: int) -> int:
+    moment = forward_memory(_prefill_job(layout, model, options, rows, tokens), 0)
+    return moment.total - moment.parameters
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The time of a decode step of all slots, the stages one after another.
+
+    Attributes:
+        fixed: seconds of products, which read the weights, of communication and of sampling.
+        per_place: seconds to read one place of the cache of every slot.
+    """
+
+    fixed: float
+    per_place: float
+
+    def seconds(self, length: float, places: int) -> float:
+        """Return the time with `length` of `places` in use, up to a multiple of which the cache is read."""
+        return self.fixed + self.per_place * min(-(-length // READ_MULTIPLE) * READ_MULTIPLE, places)
+
+
+def decode_step(job: Job, hardware: Hardware, slots: int) -> DecodeStep:
+    """Return the time of a decode step. job: with output="cache"."""
+    # Where the cache is sharded, attention is computed in float32 copies of it.
+    passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
+    read = sum(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
+    fixed = sum(_stage_seconds(job, hardware, rank, slots) for rank in job.ranks("pp", 0))
+    return DecodeStep(fixed, hardware.memory_seconds(slots * read * passes))
+
+
+def bytes_per_place(job: Job) -> int:
+    """Return the bytes of one token's keys and values on the pipeline rank that has most."""
+    return max(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
+
+
+def _bytes_per_place(job: Job, stage: int) -> int:
+    facts = job.model.facts
+    each = facts.num_kv_heads // job.dims.tp * (facts.head_dim + facts.value_dim) * job.dtype.itemsize
+    return _attending(job, stage) * each
+
+
+def _attending(job: Job, stage: int) -> int:
+    windows = job.model.facts.windows
+    return sum(windows[index] != NO_ATTENTION for index in job.stage_layers[stage])
+
+
+def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float:
+    """Return the time of one stage's decode step without attention: products, traffic, and sampling on the last."""
+    (stage,), tp, dtype = job.stages(rank), job.dims.tp, dtype_name(job.dtype)
+    total = 0.0
+    for index, number in job.kinds(stage).items():
+        layer = job.model.layers[index]
+        products = [
+            Product.of(slots, p.local(tp)[1], p.local(tp)[0], job.dtype.itemsize)
+            for p in layer.parameters
+            if is_matrix(p)
+        ]
+        rows = slots * job.model.experts_per_token
+        for p in layer.experts:
+            chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
+            products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen * job.dtype.itemsize))
+        total += number * sum(product.seconds(hardware, dtype) for product in products)
+    traffic = decode_traffic(job, rank, slots) + sampling_traffic(job, rank, slots)
+    total += sum(sent_seconds(job, hardware, sent, rank) for sent in traffic)
+    if stage == len(job.stage_layers) - 1:
+        weights = [p for p in job.model.head or job.model.embedding if is_matrix(p)]
+        for p in weights:
+            total += Product.of(slots, p.shape[1], p.shape[0] / tp, job.dtype.itemsize).seconds(hardware, dtype)
+            total += hardware.memory_seconds(sum(LOGPROB_PASSES) * slots * p.shape[0] * FLOAT32)
+    return total
