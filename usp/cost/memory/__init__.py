@@ -1,4 +1,4 @@
 """The peak memory of a step, by formula. Each file imports only earlier ones:
 
-activations, stage_memory, split_backward, footprint.
+activations, stage_memory, split_backward, footprint, host_memory.
 """

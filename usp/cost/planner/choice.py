@@ -24,6 +24,7 @@ from usp.cost.grid import GIB
 from usp.cost.job import Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
+from usp.cost.memory.host_memory import host_bytes
 from usp.cost.time.least_time import LayerCompute, least_seconds
 from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import formula_violation
@@ -35,9 +36,10 @@ from usp.train.validate import parallel_dims, with_flags
 
 from .advice import broken_tips, degrees, memory_options, seconds, why_slower
 from .layouts import MLP_TILE, Question, layouts, suppositions
-from .search import Candidate, Found, Predictor, search, tightest
+from .search import Candidate, Found, Memory, Predictor, search, tightest
 
 USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers
+USABLE_HOST = 0.9  # of a host's memory: the rest is for the system, processes and the page cache
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
@@ -51,7 +53,7 @@ class Choice:
 
     Attributes:
         job: of an arbitrary layout, for its model.
-        memory_bytes: usable bytes per device.
+        memory: usable bytes.
     """
 
     question: Question
@@ -59,7 +61,7 @@ class Choice:
     job: Job
     hardware: Hardware
     predictor: Predictor
-    memory_bytes: float
+    memory: Memory
     found: Found
 
     @property
@@ -100,12 +102,17 @@ def choose(
             f"(--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
         )
     job = job_of(first, model_config, world_size)
-    memory, predictor = USABLE * hardware.memory_bytes, predictor_for(job, hardware)
+    memory, predictor = usable(hardware), predictor_for(job, hardware)
     found = search(question, facts, predictor, memory, report=report)
     choice = Choice(question, facts, job, hardware, predictor, memory, found)
     if not choice.found.best:
         raise ConfigurationError(_nothing_fits(choice))
     return choice
+
+
+def usable(hardware: Hardware) -> Memory:
+    """Return the bytes that a run can use."""
+    return Memory(USABLE * hardware.memory_bytes, USABLE_HOST * hardware.host_memory_bytes)
 
 
 def predictor_for(job: Job, hardware: Hardware) -> Predictor:
@@ -158,7 +165,11 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
             working[key] = least_layer_bytes(made, MLP_TILE)
         return least_saved_bytes(made, working[key])
 
-    return Predictor(cache(step_time), cache(least_time), peak_bytes, least_peak, least_saved)
+    @cache
+    def on_host(config: TrainConfig) -> int:
+        return host_bytes(job_like(config), hardware.host_devices) if config.ac_offload else 0
+
+    return Predictor(cache(step_time), cache(least_time), peak_bytes, least_peak, least_saved, on_host)
 
 
 def _refused(asked: TrainConfig, world_size: int) -> list[str]:
@@ -180,13 +191,14 @@ def _refused(asked: TrainConfig, world_size: int) -> list[str]:
 
 def _nothing_fits(choice: Choice) -> str:
     base, devices = choice.question.base, choice.question.world_size
-    smallest, enough = tightest(choice.question, choice.facts, choice.predictor), _enough_devices(choice)
+    smallest = tightest(choice.question, choice.facts, choice.predictor, choice.memory.host)
+    enough = _enough_devices(choice)
     assert smallest is not None
     return (
         f"{base.model} at {base.seq_len} tokens does not fit {devices} x {choice.hardware.name} in any of "
         f"{choice.found.layouts} layouts. The smallest is {degrees(smallest.config)} "
         f"({memory_options(smallest.config)}) with {smallest.peak_bytes / GIB:.1f} GiB per device, of which "
-        f"{choice.memory_bytes / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer tokens"
+        f"{choice.memory.device / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer tokens"
     )
 
 
@@ -197,7 +209,7 @@ def _enough_devices(choice: Choice) -> int | None:
         job = replace(choice.job, dims=ParallelDims(dp_shard=question.world_size))
         try:
             predictor = predictor_for(job, choice.hardware)
-            if search(question, choice.facts, predictor, choice.memory_bytes, keep=1).best:
+            if search(question, choice.facts, predictor, choice.memory, keep=1).best:
                 return question.world_size
         except ValueError:  # the hardware connects fewer devices
             return None
@@ -212,7 +224,8 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
         if other is not choice.hardware:  # memory does not depend on it
             seconds = predictor_for(choice.job, other)
             predictor = replace(predictor, seconds=seconds.seconds, least_seconds=seconds.least_seconds)
-        best = search(choice.question, choice.facts, predictor, times * choice.memory_bytes, keep=1).best
+        memory = replace(choice.memory, device=times * choice.memory.device)
+        best = search(choice.question, choice.facts, predictor, memory, keep=1).best
         found.append((words, best[0] if best else None))
     return found
 
@@ -220,7 +233,7 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
     for tip in broken_tips(choice.best.config, choice.facts):
-        found = search(choice.question, choice.facts, choice.predictor, choice.memory_bytes, keep=1, only=tip.followed)
+        found = search(choice.question, choice.facts, choice.predictor, choice.memory, keep=1, only=tip.followed)
         if found.best:
             other = found.best[0]
             yield (
@@ -268,10 +281,12 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     except ValueError as error:
         return {"problem": str(error)}
     best = choice.best
+    on_host = f"({best.host_bytes / GIB:.1f} GiB of a host's memory) " if best.host_bytes else ""
     if launch.rank == 0:
         print(
             f"plan: {degrees(best.config)} ({memory_options(best.config)}), the fastest of {choice.found.layouts} "
-            f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB predicted on "
+            f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB "
+            f"{on_host}predicted on "
             f"{hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
     return {name: getattr(best.config, name) for name in CHOSEN}

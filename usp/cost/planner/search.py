@@ -15,6 +15,7 @@ Pure: the predictor is an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -39,6 +40,7 @@ class Predictor:
         peak_bytes: the peak memory of the rank that needs most.
         least_bytes: a lower bound of it.
         least_saved_bytes: a lower bound of it for a layout, with any option that saves memory.
+        host_bytes: what the ranks of one host keep in its memory, on the host that keeps most.
     """
 
     seconds: Callable[[TrainConfig], StepTime]
@@ -46,6 +48,18 @@ class Predictor:
     peak_bytes: Callable[[TrainConfig], int]
     least_bytes: Callable[[TrainConfig], int]
     least_saved_bytes: Callable[[TrainConfig], int]
+    host_bytes: Callable[[TrainConfig], int]
+
+    def candidate(self, config: TrainConfig) -> Candidate:
+        return Candidate(config, self.seconds(config), self.peak_bytes(config), self.host_bytes(config))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Usable bytes: of a device, and of a host, whose devices share them."""
+
+    device: float
+    host: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class Candidate:
     config: TrainConfig
     time: StepTime
     peak_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,13 +94,13 @@ def search(
     question: Question,
     facts: ModelFacts,
     predictor: Predictor,
-    memory_bytes: float,
+    memory: Memory,
     *,
     keep: int = FAMILIES,
     only: Callable[[TrainConfig], bool] = lambda layout: True,
     report: Callable[[int, int], None] = lambda tried, layouts: None,
 ) -> Found:
-    """Search the fastest configurations, of `keep` families, that need at most `memory_bytes` on every rank.
+    """Search the fastest configurations, of `keep` families, that need at most `memory` on every rank and host.
 
     only: the layouts to search. report: is told now and then how many of them were tried, and how many there are.
     """
@@ -107,21 +122,22 @@ def search(
         elif state == "bounded":
             report(tried, len(every))
             tried += 1
-            if predictor.least_saved_bytes(config) <= memory_bytes:
+            if predictor.least_saved_bytes(config) <= memory.device:
                 heappush(queue, (predictor.seconds(config).total, next(order), "timed", config))
         elif state == "timed":
             for option in savings(config, question, facts):
-                if predictor.least_bytes(option) > memory_bytes:
+                if predictor.least_bytes(option) > memory.device:
                     continue
                 heappush(queue, (max(least, predictor.least_seconds(option)), next(order), "opened", option))
-        elif (peak := predictor.peak_bytes(config)) <= memory_bytes:
-            time = predictor.seconds(config)
-            heappush(queue, (time.total, next(order), "checked", Candidate(config, time, peak)))
+        elif predictor.peak_bytes(config) <= memory.device and predictor.host_bytes(config) <= memory.host:
+            candidate = predictor.candidate(config)
+            heappush(queue, (candidate.time.total, next(order), "checked", candidate))
     return Found(tuple(best.values()), len(every), tried)
 
 
-def tightest(question: Question, facts: ModelFacts, predictor: Predictor) -> Candidate | None:
-    """Return the configuration that needs least memory; None if there is no layout."""
+def tightest(question: Question, facts: ModelFacts, predictor: Predictor, host: float = math.inf) -> Candidate | None:
+    """Return the configuration that needs least memory of a device, and at most `host` bytes of a host; None if there
+    is no layout."""
     least: tuple[int, TrainConfig] | None = None
     bounds = [(predictor.least_saved_bytes(config), config) for config in layouts(question, facts)]
     for bound, config in sorted(bounds, key=lambda pair: pair[0]):
@@ -130,6 +146,8 @@ def tightest(question: Question, facts: ModelFacts, predictor: Predictor) -> Can
         for option in savings(config, question, facts):
             if least is not None and least[0] <= predictor.least_bytes(option):
                 continue
+            if predictor.host_bytes(option) > host:
+                continue
             peak = predictor.peak_bytes(option)
             least = (peak, option) if least is None or peak < least[0] else least
-    return None if least is None else Candidate(least[1], predictor.seconds(least[1]), least[0])
+    return None if least is None else predictor.candidate(least[1])

@@ -34,21 +34,27 @@ OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of compute, by what bounds it."""
+    """The time of compute, by what bounds it; `launch` is the waiting for a host that launches kernels too slowly."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
+    launch: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory
+        return self.matmul + self.attention + self.memory + self.launch
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory)
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.launch + other.launch,
+        )
 
     def times(self, number: float) -> Seconds:
-        return Seconds(number * self.matmul, number * self.attention, number * self.memory)
+        return Seconds(number * self.matmul, number * self.attention, number * self.memory, number * self.launch)
 
 
 @dataclass(frozen=True)
