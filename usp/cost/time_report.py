@@ -189,7 +189,7 @@ def _verdict(report: StepReport) -> str:
     hardware = report.hardware
     words = f"{report.limit / GIB:.1f} GiB, the usable part of {hardware.memory_bytes / GIB:.1f} GiB"
     if report.on_host and math.isfinite(report.host_limit):
-        words += f", and {report.host_limit / GIB:.0f} GiB of a host, the usable part of {hardware.host_memory_bytes / GIB:.0f}"
+        words += f", and {report.host_limit / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
     return f"the step {'fits' if report.fits else 'does not fit'} into {words}"
 
 
