@@ -21,7 +21,7 @@ import torch
 from parallel import Hardware, ParallelDims, load_hardware, node_of
 from usp.config import TrainConfig, flag
 from usp.cost.grid import GIB
-from usp.cost.job import Job, job_of
+from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
 from usp.cost.memory.host_memory import host_bytes
@@ -90,10 +90,11 @@ def choose(
     world_size: int,
     hardware: Hardware,
     report: Callable[[int, int], None] = lambda tried, layouts: None,
+    data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
     """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
 
-    report: as in `search`.
+    report: as in `search`. data: what to assume of the data of a model.
 
     Raises:
         ConfigurationError: for invalid values, for values that the planner chooses, and if no configuration fits; the
@@ -109,6 +110,7 @@ def choose(
     _, model_config, facts, _ = resolved.valid()
     if violation := formula_violation(asked.model, model_config):
         raise ConfigurationError(with_flags(violation))
+    assumed = data(facts)
     question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)
     every = tuple(layouts(question, facts))
     if not every:
@@ -117,7 +119,7 @@ def choose(
             f"{base.model}: the data-parallel degree must divide --global-batch-size, and ring x ulysses "
             f"(--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
         )
-    job, known = job_of(every[0], model_config, world_size), Known()
+    job, known = job_of(every[0], model_config, world_size, data=assumed), Known()
     memory, predictor = usable(hardware), predictor_for(job, hardware, known)
     found = search(question, facts, predictor, memory, every=every, report=report)
     choice = Choice(question, facts, job, hardware, predictor, memory, found, every, known)

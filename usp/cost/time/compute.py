@@ -106,7 +106,7 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     """
     linears = [p for p in layer.parameters if is_matrix(p)]
     forward = [_linear(job, p) for p in linears]
-    rows = job.outer_tokens * job.model.experts_per_token
+    rows = job.expert_rows
     forward += [_of_experts(job, p, rows) for p in layer.experts]
     again = forward[:-1] if job.config.ac not in ("none", "selective") else []
     if job.config.mlp_tile and not layer.experts:
@@ -172,7 +172,7 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
     head_dim = (facts.head_dim + facts.value_dim) / 2
     yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
-        rows = job.outer_tokens * job.model.experts_per_token
+        rows = job.expert_rows
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
         yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
     else:

@@ -147,8 +147,11 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
 
 
 def _expert_traffic(job: Job) -> Iterator[Sent]:
-    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients."""
+    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
+
+    If routers are uneven, they are those of the busiest rank, which receives as many rows as it sends back.
+    """
     ep, itemsize = job.dims.ep, job.dtype.itemsize
-    rows = job.outer_tokens * job.model.experts_per_token * (ep - 1) // ep
+    rows = job.expert_rows * (ep - 1) // ep
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
