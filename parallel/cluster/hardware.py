@@ -193,9 +193,12 @@ class Hardware:
         """Return the time in which each of `devices` that share a host reads and writes `nbytes` of its memory."""
         return devices * nbytes / (self.host_memory_bytes_per_second * self.memory_efficiency)
 
-    def host_copy_seconds(self, nbytes: float, devices: int) -> float:
-        """Return the time in which each of `devices` that share a host copies `nbytes` to its memory, or from it."""
-        return max(nbytes / self.host_link_bytes_per_second, self.host_memory_seconds(nbytes, devices))
+    def host_copy_seconds(self, out: float, back: float, devices: int) -> float:
+        """Return the time in which each of `devices` that share a host copies `out` bytes to its memory and `back` from
+        it at once; 0 on a CPU."""
+        if math.isinf(self.host_link_bytes_per_second):
+            return 0.0
+        return max(max(out, back) / self.host_link_bytes_per_second, self.host_memory_seconds(out + back, devices))
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -16,7 +16,7 @@ from parallel import load_hardware, node_names
 from usp.config import AC_MODES, TOKENS, TrainConfig, flag, one_of
 from usp.run.failures import nearest
 
-from .flags import output_problem
+from .flags import DataFlags, data_of, output_problem
 
 CONVENTIONS = (
     "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
@@ -25,7 +25,7 @@ CONVENTIONS = (
 
 
 @dataclass(frozen=True)
-class CostConfig:
+class CostConfig(DataFlags):
     """Compare the time, communication and memory of parallelization methods.
 
     For example: python -m usp cost --model llama3-8b --seq-len 128K --devices 16 --methods usp+zero1,tp-sp8+ring2
@@ -71,7 +71,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.cost.compare.tables import comparison_json, comparison_tables
     from usp.cost.methods import DEFAULT, Batch, Method
     from usp.cost.planner.choice import USABLE
-    from usp.hf.models import formula_violation, load_model_config
+    from usp.hf.models import formula_violation, load_model_config, model_facts
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
     base = TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16")
@@ -80,7 +80,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         raise ValueError(violation)
     batch = Batch(asked.batch, asked.micro_batch)
     hardware = load_hardware(asked.hardware)
-    found = compare(methods, base, model_config, asked.devices, batch)
+    data = data_of(asked, model_facts(asked.model, model_config))
+    found = compare(methods, base, model_config, asked.devices, batch, data)
     verdicts = judge(found, model_config, hardware)
     tables = comparison_tables(found)
     shown = [verdict_table(verdicts, hardware), *tables] if verdicts else tables
@@ -94,7 +95,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if asked.plot is None and asked.html is None:
         return
     title = f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.batch}, {asked.devices} x {hardware.name}"
-    swept = sweep(methods, base, model_config, asked.devices, batch)
+    swept = sweep(methods, base, model_config, asked.devices, batch, data)
     if asked.plot is not None:
         drawn = plot(*swept)
         drawn.suptitle(title)

@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 import yaml
 from tyro.conf import arg
 
-from usp.config import config_from_mapping
+from usp.config import config_from_mapping, token_count
+from usp.model.facts import ModelFacts
 from usp.run.failures import ConfigurationError
 from usp.run.launch import leave
+
+if TYPE_CHECKING:
+    from usp.cost.job import Data
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +40,36 @@ class ConfigFile:
 
     config: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """YAML or TOML file with these keys, such as the config.yaml of a run. Flags override it."""
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Flags of predictions: what they assume of the data."""
+
+    document_tokens: Annotated[str, arg(metavar="N|N,N,...", help_behavior_hint="(default: one document)")] = ""
+    """Tokens of the documents of a sequence, repeated until it is full, such as 4K or 512,2K,16K."""
+    router_imbalance: float = 1.0
+    """Tokens of the busiest expert-parallel rank relative to the mean, for models with experts."""
+
+
+def data_of(asked: DataFlags, facts: ModelFacts) -> Data:
+    """Return what the flags say of the data.
+
+    Raises:
+        ConfigurationError: for wrong values, and an imbalance of a model without experts.
+    """
+    from usp.cost.job import Data  # takes seconds
+
+    if asked.router_imbalance != 1 and not facts.num_experts:
+        raise ConfigurationError(
+            f"--router-imbalance = {asked.router_imbalance:g} has no effect on {facts.name}, which has no experts: "
+            "remove it"
+        )
+    try:
+        lengths = tuple(token_count(word) for word in asked.document_tokens.split(",") if word.strip())
+        return Data(lengths, asked.router_imbalance)
+    except ValueError as error:
+        raise ConfigurationError(f"--document-tokens or --router-imbalance: {error}") from None
 
 
 def parse(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,11 @@ from parallel import load_hardware, node_names
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 
-from .flags import as_kind, output_problem, parse
+from .flags import DataFlags, as_kind, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
-class PlanConfig(TrainConfig):
+class PlanConfig(DataFlags, TrainConfig):
     """Find the fastest parallel configuration for a model, a sequence length and a number of devices.
 
     The plan sets the parallel degrees, ZeRO stage, activation checkpointing and micro-batches. A configuration file may
@@ -55,7 +56,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
             if tried % 100 == 0:
                 status.update(f"planning: {tried} of {layouts} layouts tried; most are ruled out by their bounds")
 
-        choice = choose(as_kind(asked, TrainConfig), asked.world_size, load_hardware(asked.hardware), report)
+        hardware, data = load_hardware(asked.hardware), partial(data_of, asked)
+        choice = choose(as_kind(asked, TrainConfig), asked.world_size, hardware, report, data)
         status.update("planning: with other memory and links")
         shown = render_plan(choice, suppose(choice))
     Console().print(shown)

@@ -16,11 +16,11 @@ from parallel import load_hardware, node_names
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 
-from .flags import as_kind, output_problem, parse
+from .flags import DataFlags, as_kind, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
-class TimeConfig(TrainConfig):
+class TimeConfig(DataFlags, TrainConfig):
     """Predict the time of a step by its parts, its MFU and its memory, without devices.
 
     A configuration file may be given as the first argument, without --config.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     from usp.cost.job import job_of
     from usp.cost.time_report import StepReport, measured, plot, render, report_json
-    from usp.hf.models import formula_violation
+    from usp.hf.models import formula_violation, model_facts
     from usp.train.resolve import trained_model
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware)
@@ -61,7 +61,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if violation := formula_violation(config.model, model):
         raise ConfigurationError(violation)
     run = measured(Path(asked.against).expanduser()) if asked.against else None
-    report = StepReport(job_of(config, model, asked.world_size), load_hardware(asked.hardware), run)
+    data = data_of(asked, model_facts(config.model, model))
+    report = StepReport(job_of(config, model, asked.world_size, data=data), load_hardware(asked.hardware), run)
     if asked.json:
         print(json.dumps(report_json(report), indent=2))
     else:

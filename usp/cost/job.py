@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, cycle, takewhile
 from typing import Literal, get_args
 
 import torch
@@ -23,16 +24,44 @@ from usp.hf.models import ModelConfig
 from usp.model.facts import LayerShape, ModelShape, ParameterShape
 from usp.train.resolve import resolve
 
-__all__ = ["PASSES", "Job", "LayerShape", "ModelShape", "ParameterShape", "Pass", "job_of"]
+__all__ = ["ONE_DOCUMENT", "PASSES", "Data", "Job", "LayerShape", "ModelShape", "ParameterShape", "Pass", "job_of"]
 
 Pass = Literal["count", "forward", "recompute", "backward", "update"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 Output = Literal["loss", "logprobs", "values", "cache"]
 
 
+@dataclass(frozen=True)
+class Data:
+    """What a prediction assumes of the data, where bytes and time depend on it.
+
+    Attributes:
+        documents: tokens of the documents of every sequence, repeated until it is full; empty: one document.
+        router_imbalance: tokens that the busiest expert-parallel rank computes, relative to the mean.
+    """
+
+    documents: tuple[int, ...] = ()
+    router_imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = [f"documents={each} must be at least 1" for each in self.documents if each < 1]
+        if not 1 <= self.router_imbalance < math.inf:
+            problems.append(f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def boundaries(self, seq_len: int) -> tuple[int, ...]:
+        """Return the `cu_seqlens` of a sequence, whose last document is cut."""
+        ends = takewhile(lambda end: end < seq_len, accumulate(cycle(self.documents)))
+        return (0, *ends, seq_len)
+
+
+ONE_DOCUMENT = Data()  # in each sequence, and routers that choose experts evenly
+
+
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
-    """One optimizer step of `Fsdp2Engine`, or the forwards of one. Sequences are one document each.
+    """One optimizer step of `Fsdp2Engine`, or the forwards of one.
 
     Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks.
 
@@ -45,6 +74,7 @@ class Job:
             these if the job is trained; or a KV cache alone (`usp.rlhf.generation`).
         weights: the dtype in which ranks store their shards of the weights.
         placed: the global rank of each rank of the mesh; None: the same.
+        data: the documents of every sequence, and how unevenly routers choose experts.
     """
 
     config: TrainConfig
@@ -55,6 +85,7 @@ class Job:
     output: Output = "loss"
     weights: torch.dtype = torch.float32
     placed: tuple[int, ...] | None = None
+    data: Data = ONE_DOCUMENT
 
     def __post_init__(self) -> None:
         violations = []
@@ -107,6 +138,25 @@ class Job:
         last = self.layout.ring_spans(self.place("ring", rank))[-1]
         holds_end = last.start + (last.length - 1) * last.step == self.config.seq_len - 1
         return self.tokens - (self.rows if holds_end and self.place("ulysses", rank) == self.dims.ulysses - 1 else 0)
+
+    @cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """The `cu_seqlens` of each sequence."""
+        return self.data.boundaries(self.config.seq_len)
+
+    @property
+    def routed_rows(self) -> int:
+        """Rows that one rank sends to experts in a micro-batch."""
+        return self.outer_tokens * self.model.experts_per_token
+
+    @cached_property
+    def expert_rows(self) -> int:
+        """Rows that the experts of the busiest rank compute in a micro-batch."""
+        return self.busiest_rows(self.outer_tokens)
+
+    def busiest_rows(self, tokens: int) -> int:
+        """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
+        return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
 
     @property
     def splits_backwards(self) -> bool:
@@ -171,7 +221,13 @@ class Job:
         return found
 
 
-def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, model: ModelShape | None = None) -> Job:
+def job_of(
+    config: TrainConfig,
+    model_config: ModelConfig,
+    world_size: int,
+    model: ModelShape | None = None,
+    data: Data = ONE_DOCUMENT,
+) -> Job:
     """Return the step that `config` asks for.
 
     model: the shapes of `model_config`, if the caller has them.
@@ -195,4 +251,4 @@ def job_of(config: TrainConfig, model_config: ModelConfig, world_size: int, mode
     resolved = resolve(config, world_size, model_config)
     config, model_config, facts, dims = resolved.valid(refused)
     balance = bool(facts.num_experts and aux_loss_coefficient(model_config, config.router_aux_loss_coef))
-    return Job(config, model or resolved.shape, dims, balance)
+    return Job(config, model or resolved.shape, dims, balance, data=data)

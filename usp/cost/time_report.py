@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,9 @@ from usp.run.metrics import METRICS_FILE
 from .grid import GIB, Grid
 from .job import Job
 from .memory.footprint import Footprint, largest_footprint
+from .memory.host_memory import host_bytes
 from .planner.advice import parts, seconds
-from .planner.choice import USABLE
+from .planner.choice import usable
 from .time.model_flops import model_flops
 from .time.step_time import StepTime, step_seconds
 
@@ -54,14 +56,24 @@ class StepReport:
         flops = model_flops(self.job, masked=True) / self.job.world_size
         return flops / self.time.total / self.time.peak
 
+    @cached_property
+    def on_host(self) -> int:
+        """Bytes that the ranks of a host keep in its memory."""
+        return host_bytes(self.job, self.hardware.host_devices)
+
     @property
     def limit(self) -> float:
         """Bytes of a device that a run can use."""
-        return USABLE * self.hardware.memory_bytes
+        return usable(self.hardware).device
+
+    @property
+    def host_limit(self) -> float:
+        """Bytes of a host that a run can use."""
+        return usable(self.hardware).host
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak.total <= self.limit
+        return self.memory.peak.total <= self.limit and self.on_host <= self.host_limit
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,15 +125,13 @@ def measured(folder: Path) -> Measured:
 
 def render(report: StepReport) -> Group:
     """Return the tables of a report for rich to print."""
-    config, memory = report.job.config, report.memory
+    config = report.job.config
     asked = (
         f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
         f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}"
     )
-    fits = "fits into" if report.fits else "does not fit into"
-    usable = f"{report.limit / GIB:.1f} GiB, the usable part of {report.hardware.memory_bytes / GIB:.1f} GiB"
     compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
-    return Group(asked, _times(report).table(), _memory(memory).table(), f"the step {fits} {usable}", *compared)
+    return Group(asked, _times(report).table(), _memory(report).table(), _verdict(report), *compared)
 
 
 def report_json(report: StepReport) -> dict[str, Any]:
@@ -138,6 +148,9 @@ def report_json(report: StepReport) -> dict[str, Any]:
         "memory_parts": memory_parts(report.memory),
         "host_bytes": report.memory.host,
         "memory_limit_bytes": report.limit,
+        "bytes_of_a_host": report.on_host,
+        "host_limit_bytes": report.host_limit if math.isfinite(report.host_limit) else None,
+        "fits": report.fits,
         "measured": None if report.measured is None else vars(report.measured),
     }
 
@@ -171,10 +184,21 @@ def memory_parts(memory: Footprint) -> dict[str, int]:
     }
 
 
-def _memory(memory: Footprint) -> Grid:
+def _verdict(report: StepReport) -> str:
+    """Return whether the step fits, and into what."""
+    hardware = report.hardware
+    words = f"{report.limit / GIB:.1f} GiB, the usable part of {hardware.memory_bytes / GIB:.1f} GiB"
+    if report.on_host and math.isfinite(report.host_limit):
+        words += f", and {report.host_limit / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
+    return f"the step {'fits' if report.fits else 'does not fit'} into {words}"
+
+
+def _memory(report: StepReport) -> Grid:
+    memory = report.memory
     sizes = {**memory_parts(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
     if memory.host:
-        sizes["host memory"] = memory.host
+        sizes["in host memory"] = memory.host
+        sizes["in host memory, all ranks of a host"] = report.on_host
     rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
     return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
 

@@ -63,11 +63,11 @@ def test_a_file_may_override_a_known_node(tmp_path: Path) -> None:
 def test_a_host_is_described_or_assumed() -> None:
     described = {"host_devices": 2, "host_memory_bytes": 4000, "host_memory_bytes_per_second": 300.0}
     small = hardware_from_mapping({**SMALL, **described, "host_link_bytes_per_second": 200.0}, "")
-    assert small.host_copy_seconds(600.0, 1) == 3.0 and small.host_copy_seconds(600.0, 2) == 4.0
+    assert small.host_copy_seconds(600.0, 200.0, 1) == 3.0 and small.host_copy_seconds(600.0, 0.0, 2) == 4.0
     assert small.host_memory_seconds(600.0, 2) == 4.0 and small.launch_seconds == 0.0
     old, cpu = hardware_from_mapping(SMALL, ""), hardware_from_mapping({**SMALL, "device": "CPU"}, "")
-    assert (old.host_devices, old.host_memory_bytes, old.host_copy_seconds(25e9, 4)) == (4, math.inf, 1.0)
-    assert cpu.host_link_bytes_per_second == math.inf
+    assert (old.host_devices, old.host_memory_bytes, old.host_copy_seconds(25e9, 0.0, 4)) == (4, math.inf, 1.0)
+    assert cpu.host_copy_seconds(25e9, 25e9, 4) == 0.0
     with pytest.raises(ValueError, match=r"host_memory_bytes=0 must be positive; launch_seconds=-1 must be 0 or more"):
         hardware_from_mapping({**SMALL, "host_memory_bytes": 0, "launch_seconds": -1}, "")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from usp.config import TrainConfig
-from usp.cost.job import Job, job_of
+from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.footprint import Footprint, largest_footprint
 from usp.cost.methods import Batch, Method, config_for
 from usp.cost.traffic.sent import Sent
@@ -67,7 +67,12 @@ class Compared:
 
 
 def compare(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
+    methods: Sequence[Method],
+    base: TrainConfig,
+    model_config: ModelConfig,
+    devices: int,
+    batch: Batch,
+    data: Data = ONE_DOCUMENT,
 ) -> list[Compared]:
     """Compare methods on `devices` ranks with `batch`, sequences of base.seq_len tokens, per step."""
     facts = model_facts(base.model, model_config)
@@ -76,7 +81,7 @@ def compare(
     for method in methods:
         try:
             config = config_for(method, base, facts, devices, batch)
-            found.append(_compared(method, job_of(config, model_config, devices, shape), batch.sequences))
+            found.append(_compared(method, job_of(config, model_config, devices, shape, data), batch.sequences))
         except ValueError as error:
             found.append(Compared(method.name, problem=str(error)))
     return found

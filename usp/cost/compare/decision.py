@@ -87,7 +87,7 @@ def _verdict(found: Compared, job: Job, model_config: ModelConfig, hardware: Har
     for changes in _savings(job.config):
         try:
             config = replace(job.config, **changes)
-            other = StepReport(job_of(config, model_config, job.world_size, job.model), hardware)
+            other = StepReport(job_of(config, model_config, job.world_size, job.model, job.data), hardware)
         except ValueError:  # zero-bubble has neither ZeRO-2 nor 3
             continue
         if other.fits:

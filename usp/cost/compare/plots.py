@@ -8,6 +8,7 @@ from typing import Any
 
 from usp.config import TrainConfig
 from usp.cost.grid import GIB
+from usp.cost.job import ONE_DOCUMENT, Data
 from usp.cost.methods import Batch, Method
 from usp.hf.models import ModelConfig
 from usp.run.metrics import short
@@ -18,14 +19,20 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def sweep(
-    methods: Sequence[Method], base: TrainConfig, model_config: ModelConfig, devices: int, batch: Batch
+    methods: Sequence[Method],
+    base: TrainConfig,
+    model_config: ModelConfig,
+    devices: int,
+    batch: Batch,
+    data: Data = ONE_DOCUMENT,
 ) -> tuple[dict[int, list[Compared]], dict[int, list[Compared]]]:
     """Return comparisons (by devices: powers of two up to `devices`, by sequence length: 1/8 to 8 times the base's)."""
     degrees = [2**power for power in range(1, devices.bit_length())]
     lengths = [max(1, base.seq_len // 8) * 2**power for power in range(7)]
-    by_degree = {degree: compare(methods, base, model_config, degree, batch) for degree in degrees}
+    by_degree = {degree: compare(methods, base, model_config, degree, batch, data) for degree in degrees}
     by_length = {
-        length: compare(methods, replace(base, seq_len=length), model_config, devices, batch) for length in lengths
+        length: compare(methods, replace(base, seq_len=length), model_config, devices, batch, data)
+        for length in lengths
     }
     return by_degree, by_length
 

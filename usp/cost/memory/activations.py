@@ -217,7 +217,7 @@ def _products(job: Job, layer: LayerShape) -> _Products:
     if _has_head_norms(layer) and size == FLOAT32:  # these norms save their input itself
         saved += job.tokens * (facts.num_heads + facts.num_kv_heads) // job.dims.tp * facts.head_dim
     if layer.experts:
-        rows = job.outer_tokens * job.model.experts_per_token
+        rows = job.expert_rows
         in_mlp = rows * 2 * job.model.expert_size
         total = sum(outputs) + in_mlp + rows * job.model.hidden_size
     else:
@@ -263,13 +263,13 @@ def _dense(job: Job) -> tuple[int, int]:
 
 
 def _experts(job: Job) -> tuple[int, int]:
-    """Return (saved bytes, bytes added at the peak) of experts chosen evenly: rows sorted by expert, gate and up,
+    """Return (saved bytes, bytes added at the peak) of the busiest rank's experts: rows sorted by expert, gate and up,
     activation, product, and returned rows; the router's logits and weights are neglected."""
-    size, rows = job.dtype.itemsize, job.outer_tokens * job.model.experts_per_token
+    size, rows, own = job.dtype.itemsize, job.expert_rows, job.routed_rows
     columns, hidden = job.model.expert_size, job.model.hidden_size
-    saved = rows * (2 * hidden + 4 * columns) * size
+    saved = (rows * (hidden + 4 * columns) + own * hidden) * size
     # The peak has the float32 gradient of the weighted sum, and that of the rows in transit to the experts.
-    return saved, rows * hidden * (FLOAT32 + 2 * size)
+    return saved, own * hidden * FLOAT32 + 2 * rows * hidden * size
 
 
 def _split_dense(job: Job) -> tuple[int, int, int]:
@@ -280,6 +280,6 @@ def _split_dense(job: Job) -> tuple[int, int, int]:
 
 def _split_experts(job: Job) -> tuple[int, int, int]:
     """Return the bytes of (the gradients of results, gate and up; the rows and the input of down; the peak)."""
-    rows = job.outer_tokens * job.model.experts_per_token * job.dtype.itemsize
+    rows = job.expert_rows * job.dtype.itemsize
     results, columns = rows * job.model.hidden_size, rows * job.model.expert_size
     return results + 2 * columns, results + columns, results + 4 * columns

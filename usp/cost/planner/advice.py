@@ -18,6 +18,7 @@ _COMMUNICATION = {
     "tp": "tensor parallelism",
     "pp": "pipeline messages",
     "ep": "expert all-to-alls",
+    "host": "copies to and from the host",
 }
 
 
@@ -28,6 +29,7 @@ def parts(time: StepTime) -> dict[str, float]:
         "matrix products": time.compute.matmul,
         "attention": time.compute.attention,
         "memory-bound operators": time.compute.memory,
+        "kernel launches": time.compute.launch,
         "optimizer": time.optimizer,
         "pipeline bubble": time.bubble,
         **{f"exposed {_COMMUNICATION.get(axis, f'{axis} traffic')}": found for axis, found in exposed.items()},

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch
 from parallel import Hardware, ParallelDims, load_hardware, node_of
 from usp.config import TrainConfig, flag
 from usp.cost.grid import GIB
-from usp.cost.job import Job, job_of
+from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
-from usp.cost.time.least_time import LayerCompute, least_seconds
+from usp.cost.memory.host_memory import host_bytes
+from usp.cost.time.least_time import LayerCompute, least_exposed, least_seconds, least_sharded_seconds
 from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import formula_violation
 from usp.model.facts import ModelFacts
@@ -35,14 +36,28 @@ from usp.train.validate import parallel_dims, with_flags
 
 from .advice import broken_tips, degrees, memory_options, seconds, why_slower
 from .layouts import MLP_TILE, Question, layouts, suppositions
-from .search import Candidate, Found, Predictor, search, tightest
+from .search import Candidate, Found, Memory, Predictor, search, tightest
 
 USABLE = 0.9  # of a device's memory: the rest is for fragmentation, the CUDA context and NCCL's buffers
+USABLE_HOST = 0.9  # of a host's memory: the rest is for the system, processes and the page cache
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
     *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
 )
+
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What predictions of several configurations share, whatever the links between devices."""
+
+    jobs: dict[TrainConfig, Job] = field(default_factory=dict)
+    compute: dict[Key, LayerCompute] = field(default_factory=dict)
+    working: dict[Key, int] = field(default_factory=dict)
+    activations: dict[Key, dict[int, LayerActivations]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,8 @@ class Choice:
 
     Attributes:
         job: of an arbitrary layout, for its model.
-        memory_bytes: usable bytes per device.
+        memory: usable bytes.
+        every: what `layouts` yields; known: what `predictor` computed so far.
     """
 
     question: Question
@@ -59,8 +75,10 @@ class Choice:
     job: Job
     hardware: Hardware
     predictor: Predictor
-    memory_bytes: float
+    memory: Memory
     found: Found
+    every: tuple[TrainConfig, ...]
+    known: Known
 
     @property
     def best(self) -> Candidate:
@@ -72,10 +90,11 @@ def choose(
     world_size: int,
     hardware: Hardware,
     report: Callable[[int, int], None] = lambda tried, layouts: None,
+    data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
 ) -> Choice:
     """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
 
-    report: as in `search`.
+    report: as in `search`. data: what to assume of the data of a model.
 
     Raises:
         ConfigurationError: for invalid values, for values that the planner chooses, and if no configuration fits; the
@@ -91,46 +110,65 @@ def choose(
     _, model_config, facts, _ = resolved.valid()
     if violation := formula_violation(asked.model, model_config):
         raise ConfigurationError(with_flags(violation))
+    assumed = data(facts)
     question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)
-    first = next(layouts(question, facts), None)
-    if first is None:
+    every = tuple(layouts(question, facts))
+    if not every:
         raise ConfigurationError(
             f"no layout of {world_size} devices fits --global-batch-size {sequences} and --seq-len {base.seq_len} for "
             f"{base.model}: the data-parallel degree must divide --global-batch-size, and ring x ulysses "
             f"(--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
         )
-    job = job_of(first, model_config, world_size)
-    memory, predictor = USABLE * hardware.memory_bytes, predictor_for(job, hardware)
-    found = search(question, facts, predictor, memory, report=report)
-    choice = Choice(question, facts, job, hardware, predictor, memory, found)
+    job, known = job_of(every[0], model_config, world_size, data=assumed), Known()
+    memory, predictor = usable(hardware), predictor_for(job, hardware, known)
+    found = search(question, facts, predictor, memory, every=every, report=report)
+    choice = Choice(question, facts, job, hardware, predictor, memory, found, every, known)
     if not choice.found.best:
         raise ConfigurationError(_nothing_fits(choice))
     return choice
 
 
-def predictor_for(job: Job, hardware: Hardware) -> Predictor:
-    """Return a predictor for configurations that differ from `job` in what the planner chooses, on as many ranks."""
+def usable(hardware: Hardware) -> Memory:
+    """Return the bytes that a run can use."""
+    return Memory(USABLE * hardware.memory_bytes, USABLE_HOST * hardware.host_memory_bytes)
 
-    @cache
+
+def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> Predictor:
+    """Return a predictor for configurations that differ from `job` in what the planner chooses, on as many ranks.
+
+    known: of a predictor for the same job, on hardware that differs in the links between devices alone.
+    """
+    known = known or Known()
+    exposed: dict[Key, dict[int, float]] = {}
+
     def job_like(config: TrainConfig) -> Job:
-        return replace(job, config=config, dims=parallel_dims(config, config.ep).resolve(job.world_size))
-
-    compute: dict[tuple[object, ...], LayerCompute] = {}
-    working: dict[tuple[object, ...], int] = {}
-    activations: dict[tuple[object, ...], dict[int, LayerActivations]] = {}
+        if config not in known.jobs:
+            dims = parallel_dims(config, config.ep).resolve(job.world_size)
+            known.jobs[config] = replace(job, config=config, dims=dims)
+        return known.jobs[config]
 
     def micro_batch(made: Job) -> tuple[object, ...]:
         return made.rows, made.dims.ring, made.dims.ulysses, made.dims.tp, made.dims.ep
 
     def compute_of(made: Job) -> LayerCompute:
         key = (*micro_batch(made), made.config.ac, made.config.mlp_tile)
-        if key not in compute:
-            compute[key] = LayerCompute.of(made, hardware)
-        return compute[key]
+        if key not in known.compute:
+            known.compute[key] = LayerCompute.of(made, hardware)
+        return known.compute[key]
+
+    def exposed_of(made: Job) -> dict[int, float]:
+        key = (*micro_batch(made), made.config.ac)
+        if key not in exposed:
+            exposed[key] = least_exposed(made, hardware)
+        return exposed[key]
 
     def least_time(config: TrainConfig) -> float:
         made = job_like(config)
-        return least_seconds(made, hardware, compute_of(made))
+        return least_seconds(made, hardware, compute_of(made), exposed_of(made))
+
+    def least_sharded_time(config: TrainConfig) -> float:
+        made = job_like(config)
+        return least_sharded_seconds(made, hardware, compute_of(made), exposed_of(made))
 
     def step_time(config: TrainConfig) -> StepTime:
         made = job_like(config)
@@ -146,19 +184,31 @@ def predictor_for(job: Job, hardware: Hardware) -> Predictor:
     def least_peak(config: TrainConfig) -> int:
         made = job_like(config)
         key = (*micro_batch(made), config.ac, config.mlp_tile)
-        if key not in activations:
-            activations[key] = different_activations(made)
-        return least_bytes(made, activations[key])
+        if key not in known.activations:
+            known.activations[key] = different_activations(made)
+        return least_bytes(made, known.activations[key])
 
     @cache
     def least_saved(config: TrainConfig) -> int:
         made = job_like(config)
         key = micro_batch(made)
-        if key not in working:
-            working[key] = least_layer_bytes(made, MLP_TILE)
-        return least_saved_bytes(made, working[key])
+        if key not in known.working:
+            known.working[key] = least_layer_bytes(made, MLP_TILE)
+        return least_saved_bytes(made, known.working[key])
 
-    return Predictor(cache(step_time), cache(least_time), peak_bytes, least_peak, least_saved)
+    @cache
+    def on_host(config: TrainConfig) -> int:
+        return host_bytes(job_like(config), hardware.host_devices) if config.ac_offload else 0
+
+    return Predictor(
+        seconds=cache(step_time),
+        least_seconds=cache(least_time),
+        least_sharded_seconds=cache(least_sharded_time),
+        peak_bytes=peak_bytes,
+        least_bytes=least_peak,
+        least_saved_bytes=least_saved,
+        host_bytes=on_host,
+    )
 
 
 def _refused(asked: TrainConfig, world_size: int) -> list[str]:
@@ -180,13 +230,14 @@ def _refused(asked: TrainConfig, world_size: int) -> list[str]:
 
 def _nothing_fits(choice: Choice) -> str:
     base, devices = choice.question.base, choice.question.world_size
-    smallest, enough = tightest(choice.question, choice.facts, choice.predictor), _enough_devices(choice)
+    smallest = tightest(choice.question, choice.facts, choice.predictor, choice.memory.host)
+    enough = _enough_devices(choice)
     assert smallest is not None
     return (
         f"{base.model} at {base.seq_len} tokens does not fit {devices} x {choice.hardware.name} in any of "
         f"{choice.found.layouts} layouts. The smallest is {degrees(smallest.config)} "
         f"({memory_options(smallest.config)}) with {smallest.peak_bytes / GIB:.1f} GiB per device, of which "
-        f"{choice.memory_bytes / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer tokens"
+        f"{choice.memory.device / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer tokens"
     )
 
 
@@ -197,7 +248,7 @@ def _enough_devices(choice: Choice) -> int | None:
         job = replace(choice.job, dims=ParallelDims(dp_shard=question.world_size))
         try:
             predictor = predictor_for(job, choice.hardware)
-            if search(question, choice.facts, predictor, choice.memory_bytes, keep=1).best:
+            if search(question, choice.facts, predictor, choice.memory, keep=1).best:
                 return question.world_size
         except ValueError:  # the hardware connects fewer devices
             return None
@@ -210,9 +261,15 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
     for words, other, times in suppositions(choice.hardware):
         predictor = choice.predictor
         if other is not choice.hardware:  # memory does not depend on it
-            seconds = predictor_for(choice.job, other)
-            predictor = replace(predictor, seconds=seconds.seconds, least_seconds=seconds.least_seconds)
-        best = search(choice.question, choice.facts, predictor, times * choice.memory_bytes, keep=1).best
+            timed = predictor_for(choice.job, other, choice.known)
+            predictor = replace(
+                predictor,
+                seconds=timed.seconds,
+                least_seconds=timed.least_seconds,
+                least_sharded_seconds=timed.least_sharded_seconds,
+            )
+        memory = replace(choice.memory, device=times * choice.memory.device)
+        best = search(choice.question, choice.facts, predictor, memory, every=choice.every, keep=1).best
         found.append((words, best[0] if best else None))
     return found
 
@@ -220,7 +277,8 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
     for tip in broken_tips(choice.best.config, choice.facts):
-        found = search(choice.question, choice.facts, choice.predictor, choice.memory_bytes, keep=1, only=tip.followed)
+        following = [layout for layout in choice.every if tip.followed(layout)]
+        found = search(choice.question, choice.facts, choice.predictor, choice.memory, every=following, keep=1)
         if found.best:
             other = found.best[0]
             yield (
@@ -268,10 +326,12 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     except ValueError as error:
         return {"problem": str(error)}
     best = choice.best
+    on_host = f"({best.host_bytes / GIB:.1f} GiB of a host's memory) " if best.host_bytes else ""
     if launch.rank == 0:
         print(
             f"plan: {degrees(best.config)} ({memory_options(best.config)}), the fastest of {choice.found.layouts} "
-            f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB predicted on "
+            f"layouts, {seconds(best.time.total)} per step and {best.peak_bytes / GIB:.1f} GiB "
+            f"{on_host}predicted on "
             f"{hardware.name} with attention by {', '.join(best.time.kernels)}"
         )
     return {name: getattr(best.config, name) for name in CHOSEN}

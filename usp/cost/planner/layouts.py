@@ -34,7 +34,8 @@ class Question:
 
 
 def layouts(question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Yield every valid choice of degrees, micro-batches and schedule, with ZeRO-1 and all activations saved.
+    """Yield every valid choice of degrees, micro-batches and schedule, with all activations saved and ZeRO-1 over all
+    data-parallel ranks.
 
     tp stays inside a host and always includes Megatron's sequence parallelism; the heads bound tp x ulysses.
     """
@@ -66,20 +67,13 @@ def _degrees(question: Question, tp: int, pp: int, dp: int, ulysses: int, ring: 
 
 
 def _completed(question: Question, facts: ModelFacts, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield the configuration with every schedule, number of micro-batches, expert degree and number of replicas."""
+    """Yield the configuration with every schedule, number of micro-batches and expert degree."""
     regrouped = config.dp_shard * config.sp_ring * config.sp_ulysses * config.tp
     experts = [ep for ep in divisors(facts.num_experts) if regrouped % ep == 0] if facts.num_experts else [1]
     schedules = PP_SCHEDULES if config.pp > 1 else ("1f1b",)
-    for ep, replicas, schedule in product(experts, dict.fromkeys((1, config.dp_shard)), schedules):
+    for ep, schedule in product(experts, schedules):
         for micro_batches in _micro_batches(config, schedule):
-            found = replace(
-                config,
-                ep=ep,
-                dp_replicate=replicas,
-                dp_shard=config.dp_shard // replicas,
-                pp_schedule=schedule,
-                micro_batches=micro_batches,
-            )
+            found = replace(config, ep=ep, pp_schedule=schedule, micro_batches=micro_batches)
             if not violations(found, question.world_size, facts):
                 yield found
 
@@ -95,16 +89,37 @@ def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
 
 
 def savings(config: TrainConfig, question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Yield a layout with every valid combination of ZeRO stage (1 to 3) and activation checkpointing."""
+    """Yield a layout with every valid combination of activation checkpointing and sharding."""
+    for saving in recomputations(config, facts):
+        for found in shardings(saving):
+            if not violations(found, question.world_size, facts):
+                yield found
+
+
+def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
+    """Yield a layout with every way to save activations, and the sharding that saves most; maybe not valid."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     tiles = (0, MLP_TILE) if local > MLP_TILE and not facts.num_experts else (0,)
-    shards = config.dp_shard * config.sp_ring * config.sp_ulysses
-    for zero, (ac, offload), tile in product((1, 2, 3) if shards > 1 else (1,), AC, tiles):
-        if tile and ac == "none":
+    zero = max(_stages(config))
+    for (ac, offload), tile in product(AC, tiles):
+        if not tile or ac != "none":
+            yield replace(config, zero=zero, ac=ac, ac_offload=offload, mlp_tile=tile)
+
+
+def shardings(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield a layout with every ZeRO stage (1 to 3) and number of replicas of the shards (HSDP) that experts allow;
+    maybe not valid."""
+    for replicas in divisors(config.dp_shard):
+        sharded = replace(config, dp_replicate=replicas, dp_shard=config.dp_shard // replicas)
+        if sharded.dp_shard * config.sp_ring * config.sp_ulysses * config.tp % config.ep:
             continue
-        found = replace(config, zero=zero, ac=ac, ac_offload=offload, mlp_tile=tile)
-        if not violations(found, question.world_size, facts):
-            yield found
+        for zero in _stages(sharded):
+            yield replace(sharded, zero=zero)
+
+
+def _stages(config: TrainConfig) -> tuple[int, ...]:
+    """Return the ZeRO stages that differ."""
+    return (1, 2, 3) if config.dp_shard * config.sp_ring * config.sp_ulysses > 1 else (1,)
 
 
 def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:

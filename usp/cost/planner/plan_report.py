@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Group
@@ -22,12 +23,13 @@ def _configurations(found: Found) -> Grid:
             seconds(candidate.time.total),
             f"{candidate.time.mfu:.2f}",
             f"{candidate.peak_bytes / GIB:.1f}",
+            f"{candidate.host_bytes / GIB:.1f}",
         )
         for number, candidate in enumerate(found.best, start=1)
     )
     kernels = ", ".join(sorted({kernel for candidate in found.best for kernel in candidate.time.kernels}))
     title = f"Fastest configurations, one for each set of axes; MFU with attention by {kernels}"
-    return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB"), tuple(rows))
+    return Grid(title, ("", "degrees", "memory options", "step", "MFU", "GiB", "host GiB"), tuple(rows))
 
 
 def _alternatives(first: Candidate, others: Sequence[tuple[str, Candidate | None]]) -> list[str]:
@@ -44,9 +46,10 @@ def _alternatives(first: Candidate, others: Sequence[tuple[str, Candidate | None
 
 def render_plan(choice: Choice, others: Sequence[tuple[str, Candidate | None]]) -> Group:
     """Return the report for rich to print; `others` is what `suppose` returns."""
-    found, memory_bytes = choice.found, choice.memory_bytes
-    lines = [f"{found.layouts} layouts, {found.tried} checked against {memory_bytes / GIB:.0f} GiB of memory"]
-    lines.append(f"1 is bound by {bound(choice.best, memory_bytes)}")
+    found, memory = choice.found, choice.memory
+    host = f" and {memory.host / GIB:.0f} GiB of a host" if math.isfinite(memory.host) else ""
+    lines = [f"{found.layouts} layouts, {found.tried} checked against {memory.device / GIB:.0f} GiB of a device{host}"]
+    lines.append(f"1 is bound by {bound(choice.best, memory.device)}")
     slower = enumerate(found.best[1:], start=2)
     lines += [f"{number} is slower by: {why_slower(candidate, choice.best)}" for number, candidate in slower]
     lines += [f"warning: {words}" for words in contradicted(choice)]

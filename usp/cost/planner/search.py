@@ -2,10 +2,10 @@
 
 Best first, through bounds that only grow. A layout is
 
-    bounded    by its compute with all activations saved, without communication
-    timed      with all activations saved: no option that saves memory is faster
-    opened     into its options, each bounded by its own compute
-    checked    an option that fits into memory is timed
+    bounded    by its time with all activations saved, without the traffic of parameters
+    saved      with an option that saves activations, bounded by the time of that
+    sharded    with a ZeRO stage and a number of replicas, bounded with the traffic of parameters
+    checked    if it fits into memory, and timed
 
 so whatever is reached next with its own time is faster than everything that has not been reached. Of each family, the
 configurations with the same axes, only the fastest is of interest; the others are dropped once it is known.
@@ -15,16 +15,18 @@ Pure: the predictor is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 
 from usp.config import TrainConfig
 from usp.cost.time.step_time import StepTime
 from usp.model.facts import ModelFacts
+from usp.train.validate import violations
 
-from .layouts import Question, layouts, savings
+from .layouts import Question, layouts, recomputations, savings, shardings
 
 FAMILIES = 6  # in a report
 
@@ -35,17 +37,34 @@ class Predictor:
 
     Attributes:
         seconds: the time of its step.
-        least_seconds: a lower bound of it.
+        least_seconds: a lower bound of it for any sharding; least_sharded_seconds: one for this sharding.
         peak_bytes: the peak memory of the rank that needs most.
-        least_bytes: a lower bound of it.
+        least_bytes: a lower bound of it, which is least for the sharding of `recomputations`.
         least_saved_bytes: a lower bound of it for a layout, with any option that saves memory.
+        host_bytes: what the ranks of one host keep in its memory, on the host that keeps most.
     """
 
     seconds: Callable[[TrainConfig], StepTime]
     least_seconds: Callable[[TrainConfig], float]
+    least_sharded_seconds: Callable[[TrainConfig], float]
     peak_bytes: Callable[[TrainConfig], int]
     least_bytes: Callable[[TrainConfig], int]
     least_saved_bytes: Callable[[TrainConfig], int]
+    host_bytes: Callable[[TrainConfig], int]
+
+    def fits(self, config: TrainConfig, memory: Memory) -> bool:
+        return self.peak_bytes(config) <= memory.device and self.host_bytes(config) <= memory.host
+
+    def candidate(self, config: TrainConfig) -> Candidate:
+        return Candidate(config, self.seconds(config), self.peak_bytes(config), self.host_bytes(config))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Usable bytes: of a device, and of a host, whose devices share them."""
+
+    device: float
+    host: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,7 @@ class Candidate:
     config: TrainConfig
     time: StepTime
     peak_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,58 +90,65 @@ class Found:
 
 
 def family(config: TrainConfig) -> tuple[str, ...]:
-    """Return the axes that a configuration uses, outermost first."""
-    names = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")
-    return tuple(name for name in names if getattr(config, name) > 1)
+    """Return the axes that a configuration uses, outermost first; dp may shard and replicate."""
+    degrees = {"pp": config.pp, "dp": config.dp_replicate * config.dp_shard}
+    degrees |= {name: getattr(config, name) for name in ("sp_ring", "sp_ulysses", "tp", "ep")}
+    return tuple(name for name, degree in degrees.items() if degree > 1)
 
 
 def search(
     question: Question,
     facts: ModelFacts,
     predictor: Predictor,
-    memory_bytes: float,
+    memory: Memory,
     *,
+    every: Sequence[TrainConfig] | None = None,
     keep: int = FAMILIES,
-    only: Callable[[TrainConfig], bool] = lambda layout: True,
     report: Callable[[int, int], None] = lambda tried, layouts: None,
 ) -> Found:
-    """Search the fastest configurations, of `keep` families, that need at most `memory_bytes` on every rank.
+    """Search the fastest configurations, of `keep` families, that need at most `memory` on every rank and host.
 
-    only: the layouts to search. report: is told now and then how many of them were tried, and how many there are.
+    every: the layouts to search, by default all. report: is told now and then how many of them were tried, and how many
+    there are.
     """
-    every = [layout for layout in layouts(question, facts) if only(layout)]
+    found = list(layouts(question, facts)) if every is None else every
     order = count()  # among equally fast ones, the first
-    queue: list[tuple[float, int, str, Candidate | TrainConfig]] = [
-        (predictor.least_seconds(config), next(order), "bounded", config) for config in every
-    ]
-    heapify(queue)
+    queue: list[tuple[float, int, str, Candidate | TrainConfig]] = []
     best: dict[tuple[str, ...], Candidate] = {}
     tried = 0
+
+    def push(least: float, state: str, item: Candidate | TrainConfig) -> None:
+        heappush(queue, (least, next(order), state, item))
+
+    for layout in found:
+        push(predictor.least_seconds(layout), "bounded", layout)
     while queue and len(best) < keep:
-        least, _, state, found = heappop(queue)
-        config = found.config if isinstance(found, Candidate) else found
+        least, _, state, item = heappop(queue)
+        config = item.config if isinstance(item, Candidate) else item
         if family(config) in best:
             continue
-        if isinstance(found, Candidate):
-            best[family(config)] = found
+        if isinstance(item, Candidate):
+            best[family(config)] = item
         elif state == "bounded":
-            report(tried, len(every))
+            report(tried, len(found))
             tried += 1
-            if predictor.least_saved_bytes(config) <= memory_bytes:
-                heappush(queue, (predictor.seconds(config).total, next(order), "timed", config))
-        elif state == "timed":
-            for option in savings(config, question, facts):
-                if predictor.least_bytes(option) > memory_bytes:
-                    continue
-                heappush(queue, (max(least, predictor.least_seconds(option)), next(order), "opened", option))
-        elif (peak := predictor.peak_bytes(config)) <= memory_bytes:
-            time = predictor.seconds(config)
-            heappush(queue, (time.total, next(order), "checked", Candidate(config, time, peak)))
-    return Found(tuple(best.values()), len(every), tried)
+            if predictor.least_saved_bytes(config) <= memory.device:
+                for option in recomputations(config, facts):
+                    if predictor.least_bytes(option) <= memory.device:
+                        push(max(least, predictor.least_seconds(option)), "saved", option)
+        elif state == "saved":
+            for option in shardings(config):
+                if predictor.least_bytes(option) <= memory.device:
+                    push(max(least, predictor.least_sharded_seconds(option)), "sharded", option)
+        elif not violations(config, question.world_size, facts) and predictor.fits(config, memory):
+            candidate = predictor.candidate(config)
+            push(candidate.time.total, "checked", candidate)
+    return Found(tuple(best.values()), len(found), tried)
 
 
-def tightest(question: Question, facts: ModelFacts, predictor: Predictor) -> Candidate | None:
-    """Return the configuration that needs least memory; None if there is no layout."""
+def tightest(question: Question, facts: ModelFacts, predictor: Predictor, host: float = math.inf) -> Candidate | None:
+    """Return the configuration that needs least memory of a device, and at most `host` bytes of a host; None if there
+    is no layout."""
     least: tuple[int, TrainConfig] | None = None
     bounds = [(predictor.least_saved_bytes(config), config) for config in layouts(question, facts)]
     for bound, config in sorted(bounds, key=lambda pair: pair[0]):
@@ -130,6 +157,8 @@ def tightest(question: Question, facts: ModelFacts, predictor: Predictor) -> Can
         for option in savings(config, question, facts):
             if least is not None and least[0] <= predictor.least_bytes(option):
                 continue
+            if predictor.host_bytes(option) > host:
+                continue
             peak = predictor.peak_bytes(option)
             least = (peak, option) if least is None or peak < least[0] else least
-    return None if least is None else Candidate(least[1], predictor.seconds(least[1]), least[0])
+    return None if least is None else predictor.candidate(least[1])

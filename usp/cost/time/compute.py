@@ -35,21 +35,27 @@ OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of compute, by what bounds it."""
+    """The time of compute, by what bounds it; `launch` is the waiting for a host that launches kernels too slowly."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
+    launch: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory
+        return self.matmul + self.attention + self.memory + self.launch
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory)
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.launch + other.launch,
+        )
 
     def times(self, number: float) -> Seconds:
-        return Seconds(number * self.matmul, number * self.attention, number * self.memory)
+        return Seconds(number * self.matmul, number * self.attention, number * self.memory, number * self.launch)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
     """
     linears = [p for p in layer.parameters if is_matrix(p)]
     forward = [_linear(job, p) for p in linears]
-    rows = job.outer_tokens * job.model.experts_per_token
+    rows = job.expert_rows
     forward += [_of_experts(job, p, rows) for p in layer.experts]
     again = forward[:-1] if job.config.ac not in ("none", "selective") else []
     if job.config.mlp_tile and not layer.experts:
@@ -171,7 +177,7 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
     head_dim = (facts.head_dim + facts.value_dim) / 2
     yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
-        rows = job.outer_tokens * job.model.experts_per_token
+        rows = job.expert_rows
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
         yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
     else:

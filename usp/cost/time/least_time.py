@@ -1,4 +1,7 @@
-"""A lower bound of a step's time, for searches: its compute, bubble and optimizer, without any communication."""
+"""Lower bounds of a step's time, for searches: without and with the traffic of parameters and gradients.
+
+Neither has pipeline messages and sums of scalars.
+"""
 
 from __future__ import annotations
 
@@ -9,61 +12,115 @@ from functools import lru_cache
 
 from parallel import Hardware, bubble_fraction, rank_stages, stage_layers, stages_per_rank
 from usp.cost.job import Job
+from usp.cost.traffic.attention_traffic import attention_traffic
+from usp.cost.traffic.pass_traffic import layer_traffic
+from usp.cost.traffic.sharding import fsdp_traffic
 
 from .attention_time import attention_passes
 from .compute import OPTIMIZER_BYTES, head_seconds
-from .pass_seconds import Layers, different_layers
-from .transfers import Overlap
+from .pass_seconds import Layers, different_layers, parameter_seconds
+from .transfers import OVERLAP, sent_seconds
 
 
 @dataclass(frozen=True)
 class LayerCompute:
-    """The compute of a micro-batch on the slowest rank.
+    """The compute of a micro-batch on the slowest rank, in seconds.
 
     Attributes:
         passes: of each different layer, without attention's kernels, for `step_seconds`.
-        layers: seconds of each different layer, attention's kernels included.
-        loss: seconds of the loss.
+        forward, backward: of each different layer, attention's kernels included; the backward with recomputation.
+        loss: of the loss.
     """
 
     passes: Layers
-    layers: Mapping[int, float]
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
     loss: float
 
     @staticmethod
     def of(job: Job, hardware: Hardware) -> LayerCompute:
+        """Compute it; links between devices have no part in it."""
+        forward, backward, passes = {}, {}, different_layers(job, hardware)
+        windows, again = job.model.facts.windows, job.config.ac == "full"
         # Where ranks share processors, those with less attention help the slowest.
-        counts = 1.0 if hardware.crowding == 1 else 0.0
-        windows = job.model.facts.windows
-        kernels = {window: counts * _kernels(job, hardware, window) for window in set(windows)} if counts else {}
-        passes = different_layers(job, hardware)
-        layers = {
-            index: sum(one.total for one in layer) + kernels.get(windows[index], 0.0) for index, layer in passes.items()
-        }
-        return LayerCompute(passes, layers, sum(part.total for part in head_seconds(job, hardware)))
+        counts = hardware.crowding == 1
+        rank = job.slowest_ranks[0]
+        attends = {w: attention_passes(job, hardware, OVERLAP, rank, w) for w in set(windows)} if counts else {}
+        for index, layer in passes.items():
+            ahead, back = (one.kernels for one in attends[windows[index]]) if counts else (0.0, 0.0)
+            forward[index] = layer.forward.total + ahead
+            backward[index] = layer.recompute.total + layer.backward.total + back + (ahead if again else 0.0)
+        return LayerCompute(passes, forward, backward, sum(part.total for part in head_seconds(job, hardware)))
 
 
-def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute) -> float:
-    """Return a lower bound of `step_seconds`.
-
-    compute: of a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
-    """
-    shards = job.dims.pp * job.degree("fsdp") * job.dims.tp
-    optimizer = hardware.memory_seconds(OPTIMIZER_BYTES * job.model.numel / shards)
+def least_exposed(job: Job, hardware: Hardware) -> dict[int, float]:
+    """Return the seconds of a micro-batch in which each different layer waits for its activations' traffic."""
     if hardware.crowding > 1:
-        every = compute.loss + sum(compute.layers[index] for index in job.model.alike)
+        return dict.fromkeys(set(job.model.alike), 0.0)
+    rank, found = job.slowest_ranks[0], {}
+    for index in set(job.model.alike):
+        window = job.model.facts.windows[index]
+        sent = layer_traffic(job, index, attention_traffic(job, rank, window))
+        found[index] = sum(
+            sent_seconds(job, hardware, part, rank)
+            for parts in sent.values()
+            for part in parts
+            if part.axis != "ring" and job.degree(part.axis) > 1
+        )
+        if job.dims.ring > 1:
+            forward, backward = attention_passes(job, hardware, OVERLAP, rank, window)
+            times = 2 if job.config.ac == "full" else 1
+            found[index] += times * forward.messages.exposed + backward.messages.exposed
+    return found
+
+
+def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute, exposed: Mapping[int, float]) -> float:
+    """Return a lower bound of `step_seconds` without the traffic of parameters and gradients.
+
+    compute, exposed: of a job with the same micro-batches, ring, ulysses, tp, ep and recomputation.
+    """
+    optimizer = _optimizer(job, hardware)
+    layers = {index: compute.forward[index] + compute.backward[index] + exposed[index] for index in exposed}
+    if hardware.crowding > 1:
+        every = compute.loss + sum(layers[index] for index in job.model.alike)
         return job.config.micro_batches * every / job.dims.pp + optimizer
     slowest = max(
-        sum(number * compute.layers[index] for index, number in layers) + (compute.loss if loss else 0.0)
-        for layers, loss in _shares(job.model.alike, job.config.pp_schedule, job.dims.pp)
+        sum(number * layers[index] for index, number in kinds) + (compute.loss if loss else 0.0)
+        for kinds, loss in _shares(job.model.alike, job.config.pp_schedule, job.dims.pp)
     )
-    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
-    return job.config.micro_batches * slowest / (1 - fraction) + optimizer
+    return job.config.micro_batches * slowest / (1 - _bubble(job)) + optimizer
 
 
-def _kernels(job: Job, hardware: Hardware, window: int) -> float:
-    forward, backward = attention_passes(job, hardware, Overlap(), job.slowest_ranks[0], window)
-    return forward.kernels * (2 if job.config.ac == "full" else 1) + backward.kernels
+def least_sharded_seconds(job: Job, hardware: Hardware, compute: LayerCompute, exposed: Mapping[int, float]) -> float:
+    """Return a lower bound of `step_seconds` with the traffic of the first stage's parameters and gradients.
+
+    compute, exposed: as for `least_seconds`.
+    """
+    least = least_seconds(job, hardware, compute, exposed)
+    if hardware.crowding > 1:
+        return least
+    rank, number = job.slowest_ranks[0], job.config.micro_batches
+    stages = job.stages(rank)
+    kinds = sum((job.kinds(stage) for stage in stages), Counter[int]())
+    loss = compute.loss if len(job.stage_layers) - 1 in stages else 0.0
+    forward = loss + sum(each * compute.forward[index] for index, each in kinds.items())
+    backward = sum(each * compute.backward[index] for index, each in kinds.items())
+    busy = number * (forward + backward + sum(each * exposed[index] for index, each in kinds.items()))
+    sent = [(kind, part) for kind, part in fsdp_traffic(job, rank) if job.degree(part.axis) > 1 and part.axis != "tp"]
+    for kind, hiding in (("forward", forward), ("backward", backward)):
+        parts = [part for each, part in sent if each == kind]
+        waits = parameter_seconds(job, hardware, parts, rank, hiding if hardware.streams else 0.0)
+        busy += sum(transfers.exposed for transfers in waits.values())
+    return max(least, busy / (1 - _bubble(job)) + _optimizer(job, hardware))
+
+
+def _optimizer(job: Job, hardware: Hardware) -> float:
+    shards = job.dims.pp * job.degree("fsdp") * job.dims.tp
+    return hardware.memory_seconds(OPTIMIZER_BYTES * job.model.numel / shards)
+
+
+def _bubble(job: Job) -> float:
+    return bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,7 @@ def model_flops(job: Job, *, masked: bool = False) -> int:
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p))
         weights += number * sum(p.numel // p.shape[0] * job.model.experts_per_token for p in layer.experts)
     facts, tokens = job.model.facts, job.config.seq_len
-    flops = _sequence_flops(facts, weights, tokens)
+    flops = _sequence_flops(facts, weights, job.boundaries)
     if masked:
         layers = sum(window != NO_ATTENTION for window in facts.windows)
         flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
@@ -32,6 +32,7 @@ def model_flops(job: Job, *, masked: bool = False) -> int:
 
 
 @lru_cache(maxsize=64)
-def _sequence_flops(facts: ModelFacts, weights: int, tokens: int) -> int:
-    """Return the model FLOPs of a sequence, which is one document."""
-    return training_flops(facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=torch.tensor([[0, tokens]]))
+def _sequence_flops(facts: ModelFacts, weights: int, boundaries: tuple[int, ...]) -> int:
+    """Return the model FLOPs of a sequence with documents between `boundaries`."""
+    documents = torch.tensor([boundaries])
+    return training_flops(facts, matmul_parameters=weights, tokens=boundaries[-1], cu_seqlens=documents)

@@ -65,7 +65,7 @@ def pass_seconds(
     found, number = {}, job.config.micro_batches
     for kind, sent in pass_traffic(job, rank).items():
         communication = {"ring": ring[kind].times(number), **_exposed(job, hardware, sent, rank)}
-        communication |= _parameters(job, hardware, kind, sent, rank, hides.get(kind, 0.0))
+        communication |= parameter_seconds(job, hardware, sent, rank, hides.get(kind, 0.0))
         found[kind] = PassSeconds(
             compute[kind].times(number) if kind != "update" else compute[kind],
             {
@@ -117,7 +117,7 @@ def _exposed(job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int) -> B
     return {axis: TransferSeconds(exposed=found) for axis, found in seconds.items()}
 
 
-def _parameters(job: Job, hardware: Hardware, kind: Pass, sent: Sequence[Sent], rank: int, compute: float) -> ByAxis:
+def parameter_seconds(job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int, compute: float) -> ByAxis:
     """Return a pass's gathers of parameters or reductions of gradients, by axis.
 
     ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in

@@ -16,6 +16,7 @@ from usp.cost.traffic.sharding import gather_counts
 
 from .attention_time import attention_kernels
 from .compute import Seconds, dtype_name
+from .host import host_copies, launch_wait
 from .model_flops import model_flops
 from .pass_seconds import Layers, PassSeconds, different_layers, pass_seconds
 from .transfers import OVERLAP, Overlap, TransferSeconds
@@ -98,8 +99,13 @@ def _rank_seconds(
 ) -> tuple[PassSeconds, float]:
     """Return (the sum of a rank's passes but the optimizer, the optimizer)."""
     passes = pass_seconds(job, hardware, rank, overlap, layers)
-    update = passes.pop("update")
-    return sum(passes.values(), PassSeconds(communication=update.communication)), update.compute.total
+    update, number = passes.pop("update"), job.config.micro_batches
+    backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
+    found = sum(passes.values(), PassSeconds(communication=update.communication))
+    found += PassSeconds(
+        communication=host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
+    )
+    return found + PassSeconds(launch_wait(job, hardware, rank, found.total)), update.compute.total
 
 
 def _different_ranks(job: Job, hardware: Hardware) -> list[int]:

@@ -7,6 +7,7 @@ What overlaps in the implementation overlaps here; `OVERLAPS_WITH` names it per 
     parameter axes   a layer's compute hides the gather of the next layer and the reduction of the previous one (FSDP2),
                      if collectives run on their own streams; the first gather and the last reduction are exposed, and
                      so are sums of scalars such as token counts
+    host             a layer's compute hides the copies of what its neighbours offload (`host`)
     the rest         Ulysses, tp, ep and pp are exposed
 """
 
@@ -22,7 +23,7 @@ from usp.cost.traffic.sent import Sent
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
     "ring": "the attention of the previous ring step",
-    **dict.fromkeys(("fsdp", "efsdp", "dp_replicate", "loss"), _LAYERS),
+    **dict.fromkeys(("fsdp", "efsdp", "dp_replicate", "loss", "host"), _LAYERS),
 }
 _KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
     **dict.fromkeys(("send", "broadcast_"), ("send", 0)),

@@ -26,7 +26,8 @@ class AttentionTraffic:
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
     facts, tp = job.model.facts, job.dims.tp
-    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1))
+    documents = (job.boundaries,) if job.data.documents else None
+    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
     layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
     ring = _ring(layout, spec, job.place("ring", rank))

@@ -155,12 +155,13 @@ def _stage_messages(job: Job) -> Iterator[Sent]:
 def _expert_traffic(job: Job) -> Iterator[Sent]:
     """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
 
-    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results.
+    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results. If routers are uneven,
+    rows are those of the busiest rank, which receives as many as it sends back.
     """
     ep, tp, itemsize = job.dims.ep, job.dims.tp, job.dtype.itemsize
     shared = ep > 1 and tp > 1 and not job.config.tp_sequence_parallel
     tokens = -(-job.outer_tokens // tp) if shared else job.outer_tokens
-    rows = tokens * job.model.experts_per_token * (ep - 1) // ep
+    rows = job.busiest_rows(tokens) * (ep - 1) // ep
     yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
     yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
     if shared:
