@@ -52,7 +52,8 @@ def host_copies(
     if not saved + shard:
         return {}
     if len(job.stage_layers) - 1 in job.stages(rank):
-        forward = max(0.0, forward - head_seconds(job, hardware).total)
+        of_head = head_seconds(job, hardware)
+        forward, backward = (max(0.0, c - head.total) for c, head in zip((forward, backward), of_head, strict=True))
     layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
     devices = sharing(job, hardware)
 
