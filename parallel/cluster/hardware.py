@@ -235,7 +235,8 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 
 _REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_KNOWN = (*_REQUIRED, "source", "device", "compute_capability", "peak_flops", "parallel_rings", "streams", "crowding")
+_NOTES = ("source", "measured")  # for people
+_KNOWN = (*_REQUIRED, *_NOTES, "device", "compute_capability", "peak_flops", "parallel_rings", "streams", "crowding")
 KINDS = ("send", "gather", "reduce", "exchange")
 _TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *KINDS)
 

@@ -1,4 +1,4 @@
 """The time of a step on given hardware, and the calibration of that hardware. Each file imports only earlier ones:
 
-kernel_flops, compute, calibrate, step_time.
+kernel_flops, compute, rounds, link_rates, calibrate, step_time.
 """
