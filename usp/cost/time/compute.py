@@ -22,11 +22,11 @@ from usp.sp.kernel_choice import kernel_on
 
 from .kernel_flops import BACKWARD, FORWARD
 
-# Memory passes of a forward, in elements of the compute dtype; a backward makes twice as many.
-HIDDEN_PASSES = 2 * 8 + 2 * 3  # two norms in float32, with a cast each way; two residual additions
-HEADS_PASSES = 6  # over q and k: a rotation is two products, a copy in halves, and a sum
+# Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
+# backward moves twice as many. Counted from their code, not measured. `_norm_bytes` and `_logit_bytes` compute in fp32.
+RESIDUAL_PASSES = 3  # two addends and a sum
+ROTARY_PASSES = 10  # over q and k: products with cos and sin (4), a negated half (1), halves joined (2), a sum (3)
 MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product with the other half
-LOGIT_PASSES = 10  # in float32: maximum, difference, exponential, sum, gradient, cast
 # Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
@@ -151,9 +151,10 @@ def _matmul_seconds(job: Job, hardware: Hardware, products: list[Product]) -> fl
 def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
     """Yield the bytes that a forward reads and writes outside of matrix products and attention."""
     facts, itemsize = job.model.facts, job.dtype.itemsize
-    yield HIDDEN_PASSES * job.outer_tokens * job.model.hidden_size * itemsize
+    hidden = 2 * (_norm_bytes(itemsize) + RESIDUAL_PASSES * itemsize)
+    yield hidden * job.outer_tokens * job.model.hidden_size
     head_dim = (facts.head_dim + facts.value_dim) / 2
-    yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
+    yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
         rows = job.outer_tokens * job.model.experts_per_token
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
@@ -162,11 +163,26 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
 
 
+def _norm_bytes(itemsize: int) -> int:
+    """Return the bytes per element of an RMSNorm: square (2), mean (1) and product (2) in fp32; the weight; casts."""
+    return 5 * FLOAT32 + 2 * itemsize + _casts(itemsize)
+
+
+def _logit_bytes(itemsize: int) -> int:
+    """Return the bytes per logit: maximum (1), difference and exponential (4), sum (1), gradient (4) in fp32; casts."""
+    return 10 * FLOAT32 + _casts(itemsize)
+
+
+def _casts(itemsize: int) -> int:
+    """Return the bytes per element of casts to fp32 and back."""
+    return 2 * (itemsize + FLOAT32) if itemsize < FLOAT32 else 0
+
+
 def head_seconds(job: Job, hardware: Hardware) -> Seconds:
     """Return the time of the loss of one micro-batch, gradients included."""
-    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp * FLOAT32
+    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp
     matmul = _matmul_seconds(job, hardware, head_products(job))
-    return Seconds(matmul, 0.0, hardware.memory_seconds(LOGIT_PASSES * logits))
+    return Seconds(matmul, 0.0, hardware.memory_seconds(_logit_bytes(job.dtype.itemsize) * logits))
 
 
 def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:

@@ -379,8 +379,9 @@ def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
     rank, window = _slowest_ranks(job)[0], job.model.facts.windows[0]
     passes = attention_passes(job, hardware, Overlap(), rank, window)
     exchanges = [sent for sent in attention_traffic(job, rank, window) if sent.axis == "ulysses"]
+    free = overlap_of(hardware, job.ranks("ring", rank))
     seconds = [
-        part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchange, rank)
+        part.kernels + part.messages.with_free_part(free).exposed + sent_seconds(job, hardware, exchange, rank)
         for part, exchange in zip(passes, exchanges, strict=True)
     ]
     return sum(seconds) if backward else seconds[0]
