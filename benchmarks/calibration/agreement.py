@@ -4,7 +4,7 @@ Each case calibrates several times, one after another, alone and beside a load t
 times. Estimates of the same turns are compared: the fastest eighth, which `python -m usp calibrate` takes, the fastest
 turn, the median and the mean.
 
-    python -m benchmarks.calibration.agreement            # some minutes
+    python -m benchmarks.calibration.agreement            # about a quarter of an hour
     python -m benchmarks.calibration.agreement --quick    # two tiny calibrations; saves nothing
 """
 
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Agreement of repeated calibrations beside other programs.")
     parser.add_argument("--quick", action="store_true", help="two tiny calibrations without load; save nothing")
     parser.add_argument("--times", type=int, default=3, help="calibrations of each case")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks that calibrate")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks that calibrate")
     parser.add_argument("--load", type=int, nargs="+", default=[0, 2], help="programs beside them")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
