@@ -1,7 +1,9 @@
 """The time model on an uneven network: predicted and measured training steps, and whether its choice is the fastest.
 
 Two emulated hosts of four ranks (benchmarks/harness/cluster.py) are calibrated, then train the same global batch under
-every combination of degrees, one step of each per round. Predictions use only the calibration.
+every combination of degrees, one step of each per round. Predictions use only the calibration. Like a calibration, a
+step is estimated from its fastest rounds, because other work only slows. The processor time of all ranks, divided by
+the cores, is what a step takes at least, and hardly depends on other work.
 
     python -m benchmarks.planner            # about half an hour on two otherwise idle cores
     python -m benchmarks.planner --quick    # two combinations on two ranks; saves nothing
@@ -10,9 +12,11 @@ every combination of degrees, one step of each per round. Predictions use only t
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,8 @@ from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import blank_batch
 from usp.cost.job import job_of
-from usp.cost.time.calibrate import Plan, calibrate
+from usp.cost.time.calibrate import Plan, calibrate, cautions
+from usp.cost.time.rounds import Estimate, OtherLoad
 from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import load_model_config
 from usp.train.build import EngineRecipe, build_engine, first_weights
@@ -89,21 +94,38 @@ def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     return step
 
 
-def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> tuple[dict[str, Any], list[list[float]]]:
-    """Return the calibration, and this rank's step seconds for each configuration, without two warm-up rounds."""
+@dataclass(frozen=True)
+class Measured:
+    """What a rank measured: the calibration, and the seconds of each configuration's steps by round.
+
+    Attributes:
+        processor: seconds that this rank's threads ran. other_load: of the processors, while all this was measured.
+    """
+
+    calibration: dict[str, Any]
+    seconds: list[list[float]]
+    processor: list[list[float]]
+    other_load: float | None
+
+
+def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> Measured:
+    """Calibrate, and time each configuration's steps after two warm-up rounds."""
+    load = OtherLoad()
     found = calibrate(Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM), "two shaped hosts")
     groups = ProcessGroups()
     steps = [step_of(config, groups) for config in configs]
     seconds: list[list[float]] = [[] for _ in configs]
+    processor: list[list[float]] = [[] for _ in configs]
     for round_ in range(2 + rounds):
-        for step, times in zip(steps, seconds, strict=True):
+        for step, times, used in zip(steps, seconds, processor, strict=True):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             step()
             dist.barrier()  # a step ends when the slowest rank finishes
             if round_ >= 2:
                 times.append(time.perf_counter() - begin)
-    return found, seconds
+                used.append(time.process_time() - busy)
+    return Measured(found, seconds, processor, load.share())
 
 
 # Over all ranks
@@ -113,28 +135,31 @@ def predicted(config: TrainConfig, hardware: Hardware, world_size: int) -> StepT
     return step_seconds(job_of(config, load_model_config(config.model), world_size), hardware)
 
 
-COLUMNS = ("mixture", "measured ms", "predicted ms", "error", "compute ms", "exposed ms", "bound by")
+COLUMNS = ("mixture", "measured ms", "spread", "processor ms", "predicted ms", "error", "compute ms", "exposed ms")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["mixture"],
         f"{row['measured'] * 1e3:.0f}",
+        f"{row['spread']:.0%}",
+        f"{row['processor'] * 1e3:.0f}",
         f"{row['predicted'] * 1e3:.0f}",
         f"{row['predicted'] / row['measured'] - 1:+.0%}",
         f"{row['compute'] * 1e3:.0f}",
         f"{row['exposed'] * 1e3:.0f}",
-        row["bound"],
     )
 
 
-def notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def notes(rows: Sequence[dict[str, Any]], other_load: float | None) -> tuple[str, ...]:
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     pick, best = min(rows, key=lambda row: row["predicted"]), min(rows, key=lambda row: row["measured"])
     return (
         f"Mean absolute error over {len(rows)} mixtures: {statistics.mean(errors):.1%}, worst {max(errors):.1%}.",
         f"The predicted fastest, {pick['mixture']}, takes {pick['measured'] / best['measured']:.2f}x the time of the "
         f"measured fastest, {best['mixture']}.",
+        f"Other programs used {'an unknown part' if other_load is None else f'{other_load:.0%}'} of the processors. "
+        f"Thirds of a step's rounds differ by up to {max(row['spread'] for row in rows):.0%}.",
         "No constant is fitted to these rows; the model's terms were chosen after earlier runs of them.",
     )
 
@@ -142,7 +167,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted and measured steps on two emulated hosts.")
     parser.add_argument("--quick", action="store_true", help="two combinations on two ranks; save nothing")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each combination")
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each combination")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     args = parser.parse_args()
     reason = unavailable()
@@ -153,15 +178,19 @@ def main() -> None:
     configs = mixtures(world_size, quick=args.quick)
     with cluster(HOSTS, RATE) as hosts:
         by_rank = hosts.call(measure, host_size, configs, host_size, args.rounds, timeout=3600.0)
-    hardware = hardware_from_mapping(by_rank[0][0], "as calibrated")
+    calibration, load = by_rank[0].calibration, by_rank[0].other_load
+    hardware = hardware_from_mapping(calibration, "as calibrated")
     rows = []
     for number, config in enumerate(configs):
         found = predicted(config, hardware, world_size)
-        times = [max(step) for step in zip(*(seconds[number] for _, seconds in by_rank), strict=True)]
+        steps = Estimate.of([max(step) for step in zip(*(rank.seconds[number] for rank in by_rank), strict=True)])
+        used = [sum(step) for step in zip(*(rank.processor[number] for rank in by_rank), strict=True)]
         rows.append(
             {
                 "mixture": name(config),
-                "measured": statistics.median(times),
+                "measured": steps.seconds,
+                "spread": steps.spread,
+                "processor": Estimate.of(used).seconds / (os.cpu_count() or 1),
                 "predicted": found.total,
                 "compute": found.compute.total,
                 "exposed": found.exposed,
@@ -173,8 +202,8 @@ def main() -> None:
         f"Training steps on two hosts of four ranks, {RATE} between them: predicted and measured",
         COLUMNS,
         map(cells, rows),
-        notes(rows),
-        [*rows, {"calibration": by_rank[0][0]}],
+        (*notes(rows, load), *cautions(calibration)),
+        [*rows, {"calibration": calibration}],
     )
     finish(record, None if args.quick else args.output, save=not args.quick)
 

@@ -264,8 +264,9 @@ def _read(name_or_path: str) -> dict[str, Any]:
 
 _REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
 _HOST = ("host_devices", "host_memory_bytes", "host_memory_bytes_per_second", "host_link_bytes_per_second")
+_NOTES = ("source", "measured")  # for people
 _KNOWN = (
-    *(*_REQUIRED, *_HOST, "source", "device", "compute_capability", "peak_flops", "parallel_rings", "streams"),
+    *(*_REQUIRED, *_HOST, *_NOTES, "device", "compute_capability", "peak_flops", "parallel_rings", "streams"),
     *("crowding", "launch_seconds"),
 )
 KINDS = ("send", "gather", "reduce", "exchange")

@@ -16,9 +16,10 @@ def test_every_mixture_trains_the_same_batch() -> None:
 
 def test_the_predicted_fastest_is_compared_with_the_measured_fastest() -> None:
     rows = [
-        {"mixture": "a", "measured": 1.0, "predicted": 1.2},
-        {"mixture": "b", "measured": 1.1, "predicted": 1.1},
+        {"mixture": "a", "measured": 1.0, "predicted": 1.2, "spread": 0.02},
+        {"mixture": "b", "measured": 1.1, "predicted": 1.1, "spread": 0.01},
     ]
-    error, pick, _ = notes(rows)
+    error, pick, load, _ = notes(rows, 0.25)
     assert "over 2 mixtures: 10.0%, worst 20.0%" in error
     assert "The predicted fastest, b, takes 1.10x the time of the measured fastest, a." in pick
+    assert load.startswith("Other programs used 25% of the processors.") and load.endswith("up to 2%.")

@@ -14,6 +14,7 @@ from tyro.conf import arg
 
 from parallel import load_hardware
 from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
+from usp.run.output import warn
 
 from .flags import output_problem
 
@@ -40,7 +41,7 @@ class CalibrateConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0."""
     asked = tyro.cli(CalibrateConfig, args=argv, prog=prog)
-    from usp.cost.time.calibrate import Plan, calibrate
+    from usp.cost.time.calibrate import Plan, calibrate, cautions
 
     if problem := output_problem("--out", asked.out):
         raise ValueError(problem)
@@ -59,4 +60,6 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
             for tier in hardware.tiers:
                 link = tier.send
                 print(f"  {tier.name}: {link.bytes_per_second / 1e9:.3f} GB/s, {link.alpha_seconds * 1e6:.0f} us")
+            for caution in cautions(found):
+                warn(f"{asked.out}: {caution}")
         dist.barrier()

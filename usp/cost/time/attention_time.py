@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attention import Message
-from parallel import Hardware, transfer_seconds
+from parallel import Hardware, overlap_of, transfer_seconds
 from usp.cost.job import Job
 from usp.cost.traffic.attention_traffic import attention_plan, attention_traffic
 from usp.cost.traffic.sharding import FLOAT32
@@ -57,8 +57,9 @@ def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
     """Return the time of the first layer's forward (or both passes) of attention and Ulysses on the slowest rank."""
     rank, window = job.slowest_ranks[0], job.model.facts.windows[0]
     traffic = attention_traffic(job, rank, window)
+    free = overlap_of(hardware, job.linked(job.ranks("ring", rank)))
     seconds = [
-        part.kernels + part.messages.exposed + sent_seconds(job, hardware, exchange, rank)
+        part.kernels + part.messages.with_free_part(free).exposed + sent_seconds(job, hardware, exchange, rank)
         for part, (exchange, *_) in zip(
             attention_passes(job, hardware, Overlap(), rank, window), (traffic.forward, traffic.backward), strict=True
         )

@@ -1,36 +1,38 @@
 """Calibration of this machine: rates of matrix products, attention and memory, and alpha-beta of its links.
 
 All ranks measure at the same time, because in training they compute at the same time: processes that share a core, a
-memory bus or a network adapter also share it here. Times are means over calls and ranks rather than medians, because
-waiting for a shared core is part of them. Two message sizes give a link's alpha and beta; one rank sending by itself
-and all ranks sending together give the bandwidth that the ranks of a host share.
+memory bus or a network adapter also share it here, and waiting for a shared core is part of a time. Everything is
+measured in turns (`rounds`), and what no machine can do is refused rather than written to a file.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from attention import AttentionSpec, Device, select_kernel
-from parallel import Link, ParallelDims, ParallelMesh
-from usp.cost.traffic.sharding import FLOAT32
+from parallel import ParallelDims, ParallelMesh, load_hardware, node_of
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .compute import dtype_name
 from .kernel_flops import BACKWARD, FORWARD
+from .link_rates import KINDS, LinkTier, link_tiers
+from .rounds import Estimate, OtherLoad, Rounds, Timed
 
-SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
 UNCACHED = 1 << 28  # bytes, more than any cache holds
-LEAST_CALLS = 4  # timed calls at least
-REPEATS = 16  # timed calls of a collective, the same number on every rank
+WIDE, USELESS = 0.15, 0.6  # relative spread of a time: warned of, refused
+TOLERANCE = 1.1  # a rate above its physical bound by less is measurement error
+OTHERS = 0.1  # of the processors' time
+ALONE, MEMORY = "product of the first rank alone", "memory"  # names of times
+AGAIN = "Measure again while the machine does nothing else"
+MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Plan:
         host_size: ranks per host; the ranks of a host are neighbours.
         heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a sequence in attention.
         stream_bytes: size of each operand in the memory bandwidth measurement.
-        seconds: duration of each measurement without communication: long enough for many turns on a shared core.
+        rounds, seconds: turns of each measurement, and their duration without communication.
     """
 
     device: torch.device
@@ -51,69 +53,200 @@ class Plan:
     sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     stream_bytes: int
-    seconds: float = 0.4
+    rounds: int = 64
+    seconds: float = 0.005
 
     @staticmethod
     def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
         """Choose sizes that take about a minute in total on this kind of device."""
         if device.type == "cuda":
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
-        return Plan(device, host_size, heads, head_dim, (64, 128, 256, 512, 1024), (256, 1024, 4096), 1 << 23)
+        # A turn is short, so that some are free of other work; but where ranks share a core, they wait for each other,
+        # and it must be long enough for many turns of the scheduler.
+        crowded = host_size * torch.get_num_threads() > (os.cpu_count() or 1)
+        rounds, seconds = (16, 0.1) if crowded else (64, 0.005)
+        sizes, lengths = (64, 128, 256, 512, 1024), (256, 1024, 4096)
+        return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes to measure; the last one is the compute dtype of training."""
         return (torch.float32, torch.bfloat16) if self.device.type == "cuda" else (torch.float32,)
 
+    @property
+    def trained(self) -> torch.dtype:
+        return self.dtypes[-1]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The seconds of every call, of these kernels and tiers.
+
+    Attributes:
+        turns: of this rank, each of which is nan where another rank was measured. times: over all ranks.
+        kernels: the --attention-kernel of each by the name that has its rates.
+        other_load: the fraction of the processors' time that other programs used; None if unknown.
+    """
+
+    turns: Mapping[str, Sequence[float]]
+    times: Mapping[str, Estimate]
+    kernels: Mapping[str, str]
+    tiers: list[LinkTier]
+    other_load: float | None
+
 
 def calibrate(plan: Plan, name: str) -> dict[str, Any]:
-    """Measure the contents of a hardware file. Collective over the default process group, if there is one."""
-    products = {dtype: [(2 * n**3, _matmul_rate(plan, n, dtype)) for n in plan.sizes] for dtype in plan.dtypes}
-    peaks = {dtype_name(dtype): max(rate for _, rate in found) for dtype, found in products.items()}
-    attention = {
-        rated: {
-            suffix: [(length, *_attention_rates(plan, name, length, causal)) for length in plan.lengths]
-            for suffix, causal in (("", True), ("_full", False))
-        }
-        for rated, name in _kernels(plan).items()
+    """Measure the contents of a hardware file. Collective over the default process group, if there is one.
+
+    Raises:
+        ValueError: as `contents`.
+    """
+    return contents(plan, name, measure(plan))
+
+
+def measure(plan: Plan) -> Measured:
+    """Time everything. Collective over the default process group, if there is one."""
+    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
+    kernels, tiers = _kernels(plan), link_tiers(_ranks(), plan.host_size)
+    local = [*_products(plan), *_attention(plan, kernels), _memory(plan)]
+    turns = rounds.turns([*local, *(one for tier in tiers for one in tier.timed(plan.device))])
+    seconds = {name: one.seconds for name, one in rounds.estimates(turns).items()}
+    n, dtype = plan.sizes[-2], plan.trained
+    product, one = _product(plan, n, dtype), seconds[_of_product(n, dtype)]
+    overlapping = [timed for tier in tiers for timed in tier.overlapping(plan.device, product, one, seconds)]
+    turns |= rounds.turns(overlapping)
+    return Measured(turns, rounds.estimates(turns), kernels, tiers, load.share())
+
+
+def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
+    """Return the contents of a hardware file.
+
+    Raises:
+        ValueError: if the times of a call differ too much between turns, or a rate is above what is possible.
+    """
+    times = measured.times
+    if useless := [f"{name} ({one.spread:.0%})" for name, one in times.items() if one.spread > USELESS]:
+        raise ValueError(
+            f"times differ by more than {USELESS:.0%} between thirds of their turns: {', '.join(useless)}. {AGAIN}"
+        )
+    found = {"name": name, **_values(plan, measured, {name: one.seconds for name, one in times.items()})}
+    if problems := _impossible(plan, found):
+        raise ValueError("; ".join(problems) + f". {AGAIN}")
+    notes = {
+        "turns": plan.rounds,
+        "other_load": None if measured.other_load is None else round(measured.other_load, 3),
+        "spread": {name: round(one.spread, 3) for name, one in times.items()},
     }
-    # Attention may be faster than any measured matrix product, so the peak includes its rates.
-    trained = dtype_name(plan.dtypes[-1])
-    measured = (found for by_mask in attention.values() for found in by_mask.values())
-    peaks[trained] = max(peaks[trained], *(max(rates) for found in measured for _, *rates in found))
-    peak = peaks[trained]
-    together = products[plan.dtypes[-1]][-2][1]
+    return {**found, "measured": notes}
+
+
+def cautions(found: Mapping[str, Any]) -> list[str]:
+    """Return what to say about the trust in a calibration: its wide spreads, and other work on the machine."""
+    measured = found["measured"]
+    wide = {name: spread for name, spread in measured["spread"].items() if spread > WIDE}
+    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in sorted(wide.items(), key=lambda x: -x[1]))
+    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if wide else []
+    if (share := measured["other_load"]) is not None and share > OTHERS:
+        said.append(f"other programs used {share:.0%} of the processors meanwhile: rates may be too low")
+    return said
+
+
+def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values of a hardware file."""
+    products = {
+        dtype: [(2 * n**3, 2 * n**3 / seconds[_of_product(n, dtype)]) for n in plan.sizes] for dtype in plan.dtypes
+    }
+    peaks = {dtype_name(dtype): max(rate for _, rate in rates) for dtype, rates in products.items()}
+    peak = peaks[dtype_name(plan.trained)]
+
+    def curve(kernel: str, backward: bool, suffix: str) -> list[list[float]]:
+        found = []
+        for length in plan.lengths:
+            rate = (
+                _attention_flops(plan, length, backward, suffix)
+                / seconds[_of_attention(kernel, backward, suffix, length)]
+            )
+            found.append([length, rate / peak])
+        return found
+
     return {
-        "name": name,
         "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
-        "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU",
+        "device": _device_name(plan),
         "compute_capability": Device.of(plan.device).capability,
         "peak_flops": peaks,
         "memory_bytes": _memory_bytes(plan),
-        "memory_bytes_per_second": _memory_rate(plan),
-        "tiers": _tiers(plan),
+        "memory_bytes_per_second": 3 * plan.stream_bytes / seconds[MEMORY],
+        # a hardware file must have a tier, and a single process sends nothing
+        "tiers": [tier.values(seconds) for tier in measured.tiers]
+        or [{"name": "none", "devices": 0, "alpha_seconds": 0.0, "bytes_per_second": 1e9}],
         "parallel_rings": plan.device.type == "cuda",
         "streams": plan.device.type == "cuda",
-        "crowding": max(1.0, _matmul_rate(plan, plan.sizes[-2], plan.dtypes[-1], alone=True) / together),
+        "crowding": max(1.0, seconds[_of_product(plan.sizes[-2], plan.trained)] / seconds[ALONE]),
         "efficiency": {
-            "matmul": [[flops, rate / peak] for flops, rate in products[plan.dtypes[-1]]],
+            "matmul": [[flops, rate / peak] for flops, rate in products[plan.trained]],
             "attention": {
                 kernel: {
-                    f"{name}{suffix}": [[length, rates[place] / peak] for length, *rates in found]
-                    for suffix, found in by_mask.items()
-                    for place, name in enumerate(("forward", "backward"))
+                    f"{'backward' if backward else 'forward'}{suffix}": curve(kernel, backward, suffix)
+                    for backward in (False, True)
+                    for suffix in MASKS
                 }
-                for kernel, by_mask in attention.items()
+                for kernel in measured.kernels
             },
         },
     }
 
 
-def _matmul_rate(plan: Plan, n: int, dtype: torch.dtype, alone: bool = False) -> float:
-    """Measure the FLOP/s of a rank while all ranks compute, or with `alone` of the first while the others wait."""
+def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
+    """Return the rates that no machine has; lower those that exceed a bound by no more than measurement error."""
+    problems = []
+    memory, peaks = found["memory_bytes_per_second"], found["peak_flops"]
+    limits = [(f"{dtype} products", peak, "the device's peak", _known(plan, dtype)) for dtype, peak in peaks.items()]
+    limits.append(("memory", memory, "the device's", _known(plan, "memory")))
+    limits += [
+        (f"{tier['name']}, {kind}", tier[kind]["bytes_per_second"], "memory", memory)
+        for tier in found["tiers"]
+        for kind in KINDS
+        if kind in tier
+    ]
+    for what, rate, bound, limit in limits:
+        if limit is not None and rate > TOLERANCE * limit:
+            problems.append(f"{what} measured at {rate:.3g} per second is faster than {bound} of {limit:.3g}")
+    for kernel, curves in found["efficiency"]["attention"].items():
+        for name, curve in curves.items():
+            for point in curve:
+                if point[1] > TOLERANCE:
+                    problems.append(f"{kernel} {name} of {point[0]} tokens is {point[1]:.1f} times the fastest product")
+                point[1] = min(point[1], 1.0)
+    return problems
+
+
+def _known(plan: Plan, what: str) -> float | None:
+    """Return the datasheet's peak of a dtype, or rate of "memory", for a device that has a node file; else None."""
+    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
+    if node is None:
+        return None
+    hardware = load_hardware(node)
+    return hardware.memory_bytes_per_second if what == "memory" else hardware.peak_flops.get(what)
+
+
+# What is timed
+
+
+def _products(plan: Plan) -> Iterator[Timed]:
+    for dtype in plan.dtypes:
+        for n in plan.sizes:
+            yield Timed(_of_product(n, dtype), _product(plan, n, dtype))
+    waits = dist.is_initialized() and dist.get_rank() > 0
+    yield Timed(ALONE, None if waits else _product(plan, plan.sizes[-2], plan.trained))
+
+
+def _of_product(n: int, dtype: torch.dtype) -> str:
+    return f"product of {n} in {dtype_name(dtype)}"
+
+
+def _product(plan: Plan, n: int, dtype: torch.dtype) -> Callable[[], object]:
     a, b = (torch.randn(n, n, device=plan.device).to(dtype) for _ in range(2))
-    waits = alone and dist.is_initialized() and dist.get_rank() > 0
-    return 2 * n**3 / _seconds(plan, None if waits else lambda: torch.mm(a, b))
+    return lambda: torch.mm(a, b)
 
 
 def _kernels(plan: Plan) -> dict[str, str]:
@@ -121,37 +254,56 @@ def _kernels(plan: Plan) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in ("flash4", "flash3", "flash2", "cudnn", "sdpa"):
         with suppress(ValueError):
-            kernel, _ = select_kernel(name, AttentionSpec(), plan.device, plan.dtypes[-1], plan.head_dim)
+            kernel, _ = select_kernel(name, AttentionSpec(), plan.device, plan.trained, plan.head_dim)
             found.setdefault(kernel.rated_as or kernel.name, name)
     return found
 
 
-def _attention_rates(plan: Plan, kernel: str, length: int, causal: bool) -> tuple[float, float]:
-    """Measure the (forward, backward) FLOP/s of `UnifiedSPAttention` on one rank, counting visible pairs only.
+def _attention(plan: Plan, kernels: Mapping[str, str]) -> Iterator[Timed]:
+    """Time `UnifiedSPAttention` on one rank.
 
     The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
     batch of short sequences keeps a device as busy as one long sequence.
     """
     mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
-    attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
-    rows = max(plan.lengths) // length
-    shape = (rows, length, plan.heads, plan.head_dim)
-    q, k, v = (torch.randn(shape, device=plan.device, dtype=plan.dtypes[-1], requires_grad=True) for _ in range(3))
-    dout = torch.randn_like(q)
+    for rated, kernel in kernels.items():
+        attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
+        for suffix, causal in MASKS.items():
+            for length in plan.lengths:
+                forward, backward = _passes(plan, attention, length, causal)
+                yield Timed(_of_attention(rated, False, suffix, length), forward)
+                yield Timed(_of_attention(rated, True, suffix, length), backward)
 
+
+def _of_attention(kernel: str, backward: bool, suffix: str, length: int) -> str:
+    return f"{kernel} {'backward' if backward else 'forward'}{suffix} of {length} tokens"
+
+
+def _passes(
+    plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return a forward, and the backward of one forward that has run. A difference of times would double the noise."""
+    shape = (max(plan.lengths) // length, length, plan.heads, plan.head_dim)
+    qkv = [torch.randn(shape, device=plan.device, dtype=plan.trained, requires_grad=True) for _ in range(3)]
+    out = attention(*qkv, causal=causal)
+    dout = torch.randn_like(out)
+
+    @torch.no_grad()
     def forward() -> torch.Tensor:
-        return attention(q, k, v, causal=causal)
+        return attention(*qkv, causal=causal)
 
-    with torch.no_grad():
-        alone = _seconds(plan, forward)
-    both = _seconds(plan, lambda: forward().backward(dout))
-    pairs = length * (length + 1) // 2 if causal else length**2
-    product = 2 * rows * plan.heads * plan.head_dim * pairs
-    return FORWARD * product / alone, BACKWARD * product / max(both - alone, 0.1 * both)
+    return forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
 
 
-def _memory_rate(plan: Plan) -> float:
-    """Measure the bytes per second of multiplying two vectors into a third, cycling over more than any cache holds.
+def _attention_flops(plan: Plan, length: int, backward: bool, suffix: str) -> float:
+    """Return the FLOPs of a pass, counting visible pairs only."""
+    pairs = length * (length + 1) // 2 if MASKS[suffix] else length**2
+    rows, products = max(plan.lengths) // length, BACKWARD if backward else FORWARD
+    return 2 * products * rows * plan.heads * plan.head_dim * pairs
+
+
+def _memory(plan: Plan) -> Timed:
+    """Time multiplying two vectors into a third, cycling over more than any cache holds.
 
     The output is preallocated, as the caching allocator's memory is after a model's first step.
     """
@@ -164,134 +316,15 @@ def _memory_rate(plan: Plan) -> float:
         x, y, product = next(turns)
         return torch.mul(x, y, out=product)
 
-    return 3 * plan.stream_bytes / _seconds(plan, multiply)
-
-
-# Links
-
-
-def _tiers(plan: Plan) -> list[dict[str, Any]]:
-    ranks, size = _ranks(), plan.host_size
-    hosts = [tuple(range(first, first + size)) for first in range(0, ranks, size)]
-    tiers: list[dict[str, Any]] = []
-    if size > 1:
-        group = _group(hosts)
-        inside = {**_kinds(plan, group, size), "overlap": _overlap(plan, group, size)}
-        tiers.append({"name": "inside a host", "devices": size, **inside})
-    if len(hosts) > 1:
-        across = [tuple(range(place, ranks, size)) for place in range(size)]
-        group = _group(across)
-        alone = _kinds(plan, group if dist.get_rank() % size == 0 else None, len(hosts))
-        together = _link(plan, group, len(hosts), "send")
-        link = Link(**alone["send"])
-        shared = max(link.bytes_per_second, size * together.bytes_per_second)
-        outside = {**alone, "shared_bytes_per_second": shared, "overlap": _overlap(plan, group, len(hosts))}
-        tiers.append({"name": "between hosts", "devices": 0, **outside})
-    if not tiers:  # a single process sends nothing, but a hardware file must have a tier
-        rate = {"alpha_seconds": 0.0, "bytes_per_second": 1e9}
-        tiers.append({"name": "none", "devices": 1 if ranks > 1 else 0, **rate})
-    return tiers
-
-
-def _group(of: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in of])
-    assert group is not None
-    return group
-
-
-def _kinds(plan: Plan, group: dist.ProcessGroup | None, ranks: int) -> dict[str, dict[str, float]]:
-    return {kind: asdict(_link(plan, group, ranks, kind)) for kind in ("send", "gather", "reduce", "exchange")}
-
-
-def _link(plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str) -> Link:
-    """Measure alpha and rate from two message sizes; a rank without a group waits and gets the others' result."""
-    steps = 1 if kind == "send" else ranks - 1
-    small, large = (_seconds(plan, _transfer(plan, group, ranks, kind, nbytes), group) for nbytes in (SMALL, LARGE))
-    rate = (LARGE - SMALL) / max(large - small, 1e-9)
-    return Link(max(0.0, small - SMALL / rate) / steps, rate)
-
-
-def _overlap(plan: Plan, group: dist.ProcessGroup, ranks: int) -> float:
-    """Measure the fraction of a message's time that overlaps with matrix products of the same duration for free."""
-    size = plan.sizes[-2]
-    a, b = (torch.randn(size, size, device=plan.device).to(plan.dtypes[-1]) for _ in range(2))
-    begin = _message(plan, group, ranks, LARGE)
-    message = _seconds(plan, lambda: _finish(begin()), group)
-    product = _seconds(plan, lambda: torch.mm(a, b))
-    number = max(1, round(message / product))
-
-    def compute() -> None:
-        for _ in range(number):
-            torch.mm(a, b)
-
-    def both() -> None:
-        works = begin()
-        compute()
-        _finish(works)
-
-    alone, together = _seconds(plan, compute, group), _seconds(plan, both, group)
-    return min(1.0, max(0.0, (message + alone - together) / min(message, alone)))
-
-
-def _message(plan: Plan, group: dist.ProcessGroup, ranks: int, nbytes: int) -> Callable[[], list[dist.Work]]:
-    """Return a call that starts to send `nbytes` to the group's next rank and to receive as many from the previous."""
-    one = torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)
-    here, came = dist.get_rank(group), torch.empty_like(one)
-    operations = [
-        dist.P2POp(dist.isend, one, group=group, group_peer=(here + 1) % ranks),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=(here - 1) % ranks),
-    ]
-    return lambda: dist.batch_isend_irecv(operations)
-
-
-def _finish(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _transfer(
-    plan: Plan, group: dist.ProcessGroup | None, ranks: int, kind: str, nbytes: int
-) -> Callable[[], object] | None:
-    """Return a call in which each rank of the group sends `nbytes`; None without a group."""
-    if group is None:
-        return None
-    if kind == "send":
-        begin = _message(plan, group, ranks, nbytes)
-        return lambda: _finish(begin())
-    one = torch.zeros(nbytes // (ranks - 1) // FLOAT32, device=plan.device)
-    whole, gathered = one.repeat(ranks), one.repeat(ranks)
-    if kind == "gather":
-        return lambda: dist.all_gather_into_tensor(gathered, one, group=group)
-    if kind == "reduce":
-        return lambda: dist.reduce_scatter_tensor(one, whole, group=group)
-    return lambda: dist.all_to_all_single(gathered, whole, group=group)
-
-
-# Time
-
-
-def _seconds(plan: Plan, call: Callable[[], object] | None, group: dist.ProcessGroup | None = None) -> float:
-    """Return the mean time of a call over the ranks that have one; they start together. Collective over all ranks."""
-    calls, elapsed = 0, 0.0
-    if call is not None:
-        call()
-    if dist.is_initialized():
-        dist.barrier()
-    begin = time.perf_counter()
-    while call is not None and (calls < REPEATS if group else calls < LEAST_CALLS or elapsed < plan.seconds):
-        call()
-        if plan.device.type == "cuda":
-            torch.cuda.synchronize(plan.device)
-        calls, elapsed = calls + 1, time.perf_counter() - begin
-    found = torch.tensor([elapsed / calls, 1.0] if calls else [0.0, 0.0], dtype=torch.float64)
-    if dist.is_initialized():
-        found = found.to(plan.device)
-        dist.all_reduce(found)
-    return float(found[0] / found[1])
+    return Timed(MEMORY, multiply)
 
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _device_name(plan: Plan) -> str:
+    return torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
 
 
 def _memory_bytes(plan: Plan) -> int:

@@ -23,12 +23,14 @@ from usp.sp.kernel_choice import kernel_on
 
 from .kernel_flops import BACKWARD, FORWARD
 
-# Memory passes of a forward, in elements of the compute dtype; a backward makes twice as many.
-HIDDEN_PASSES = 2 * 8 + 2 * 3  # two norms in float32, with a cast each way; two residual additions
-HEADS_PASSES = 6  # over q and k: a rotation is two products, a copy in halves, and a sum
+# Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
+# backward moves twice as many. Counted from their code, not measured. `_norm_bytes` and `_logit_bytes` compute in fp32.
+RESIDUAL_PASSES = 3  # two addends and a sum
+ROTARY_PASSES = 10  # over q and k: products with cos and sin (4), a negated half (1), halves joined (2), a sum (3)
 MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product with the other half
-LOGIT_PASSES = 10  # in float32: maximum, difference, exponential, sum, gradient, cast
-LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient, cast
+# In fp32, per logit: maximum (1), difference and exponential (4), sum (1), gradient (4).
+LOGIT_PASSES = 10
+LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient
 # Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
@@ -173,9 +175,10 @@ def _matmul_seconds(job: Job, hardware: Hardware, products: list[Product]) -> fl
 def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
     """Yield the bytes that a forward reads and writes outside of matrix products and attention."""
     facts, itemsize = job.model.facts, job.dtype.itemsize
-    yield HIDDEN_PASSES * job.outer_tokens * job.model.hidden_size * itemsize
+    hidden = 2 * (_norm_bytes(itemsize) + RESIDUAL_PASSES * itemsize)
+    yield hidden * job.outer_tokens * job.model.hidden_size
     head_dim = (facts.head_dim + facts.value_dim) / 2
-    yield HEADS_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
+    yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
     if layer.experts:
         rows = job.expert_rows
         yield MLP_PASSES * rows * job.model.expert_size * itemsize
@@ -186,13 +189,36 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
 
 def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
     """Return the time of the output head in one micro-batch's (forward, backward)."""
-    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp * FLOAT32
-    passes = {"loss": (LOGIT_PASSES, 0), "logprobs": LOGPROB_PASSES}.get(job.output, (0, 0))
+    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp
+    casts = _casts(job.dtype.itemsize)
     forward, backward = (
-        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(number * logits))
-        for products, number in zip(head_products(job), passes, strict=True)
+        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(nbytes * logits))
+        for products, nbytes in zip(head_products(job), _logit_bytes(job.output, casts), strict=True)
     )
     return forward, backward
+
+
+def _logit_bytes(output: str, casts: int) -> tuple[float, float]:
+    """Return the bytes per logit that the output head's forward and backward read and write.
+
+    casts: bytes of a cast to fp32 in the forward, and of the gradient back.
+    """
+    if output == "loss":
+        return LOGIT_PASSES * FLOAT32 + casts, 0.0
+    if output == "logprobs":
+        forward, backward = (number * FLOAT32 + casts / 2 for number in LOGPROB_PASSES)
+        return forward, backward
+    return 0.0, 0.0
+
+
+def _norm_bytes(itemsize: int) -> int:
+    """Return the bytes per element of an RMSNorm: square (2), mean (1) and product (2) in fp32; the weight; casts."""
+    return 5 * FLOAT32 + 2 * itemsize + _casts(itemsize)
+
+
+def _casts(itemsize: int) -> int:
+    """Return the bytes per element of casts to fp32 and back."""
+    return 2 * (itemsize + FLOAT32) if itemsize < FLOAT32 else 0
 
 
 def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:

@@ -1,0 +1,171 @@
+"""Times of calls on a machine that may do other work meanwhile: one short turn of every call per round.
+
+A burst of other work then reaches one turn of several calls, rather than all turns of one call. Other work can only
+slow a call down, so the estimate is the mean of its fastest eighth of turns, which differs less between runs under
+load than the median or the mean do (`benchmarks/calibration`). Each third of the rounds, every third one, gives an
+estimate as well; how far these differ is the spread of the estimate.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LEAST_TURNS = 6  # of a slow call: two in each third
+PARTS = 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call to time.
+
+    Attributes:
+        call: what to time; None on a rank that waits for the others.
+        calls: calls in a turn, for collectives, which all ranks must call equally often; 0 for as many as fit.
+    """
+
+    name: str
+    call: Callable[[], object] | None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a call, and the relative distance between estimates from thirds of its turns."""
+
+    seconds: float
+    spread: float
+
+    @staticmethod
+    def of(turns: Sequence[float]) -> Estimate:
+        """Estimate from the mean seconds of a call in each turn.
+
+        Raises:
+            ValueError: for fewer turns than PARTS.
+        """
+        if len(turns) < PARTS:
+            raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
+        thirds = [_fastest(turns[part::PARTS]) for part in range(PARTS)]
+        return Estimate(_fastest(turns), max(thirds) / min(thirds) - 1)
+
+
+def _fastest(turns: Sequence[float]) -> float:
+    """Return the mean of the fastest eighth."""
+    return statistics.mean(sorted(turns)[: -(-len(turns) // 8)])
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks."""
+
+    device: torch.device
+    rounds: int
+    seconds: float
+
+    def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
+        """Return the seconds of each call by turn on this rank, nan where it has no call. Collective over all ranks.
+
+        Raises:
+            ValueError: if two calls have the same name.
+        """
+        if len({one.name for one in timed}) < len(timed):
+            raise ValueError(f"names repeat: {', '.join(one.name for one in timed)}")
+        for one in timed:  # the first call of each allocates and connects
+            self._turn(Timed(one.name, one.call, 1))
+        first = over_ranks([self._turn(Timed(one.name, one.call, 1)) for one in timed], self.device)
+        number = [self._number(one, seconds) for one, seconds in zip(timed, first, strict=True)]
+        found: list[list[float]] = [[] for _ in timed]
+        for round_ in range(self.rounds):
+            for one, often, turns in zip(timed, number, found, strict=True):
+                if (round_ + 1) * often // self.rounds > round_ * often // self.rounds:
+                    turns.append(self._turn(one))
+        return dict(zip((one.name for one in timed), found, strict=True))
+
+    def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+        """Return the means over ranks of the estimates from what `turns` returned. Collective over all ranks.
+
+        Ranks need not be free of other work in the same turn.
+        """
+        own = [Estimate.of(each) for each in turns.values()]
+        seconds = over_ranks([one.seconds for one in own], self.device)
+        spread = over_ranks([one.spread for one in own], self.device)
+        return dict(zip(turns, map(Estimate, seconds, spread), strict=True))
+
+    def _number(self, one: Timed, seconds: float) -> int:
+        """Return in how many rounds a call takes a turn."""
+        turn = max(1, one.calls) * seconds
+        return min(self.rounds, max(LEAST_TURNS, round(4 * self.rounds * self.seconds / turn)))
+
+    def _turn(self, one: Timed) -> float:
+        """Return the mean seconds of a call, or nan on a rank without one."""
+        if dist.is_initialized():
+            dist.barrier()
+        if one.call is None:
+            return float("nan")
+        calls, elapsed, batch, begin = 0, 0.0, max(1, one.calls), time.perf_counter()
+        while not calls or (not one.calls and elapsed < self.seconds):
+            for _ in range(batch):
+                one.call()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            calls, elapsed = calls + batch, time.perf_counter() - begin
+            if self.device.type == "cuda":  # launch ahead of the GPU, as training does
+                batch = max(1, round((self.seconds - elapsed) / (elapsed / calls)))
+        return elapsed / calls
+
+
+def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the means over the ranks on which a value is not nan. Collective over all ranks."""
+    if not dist.is_initialized():
+        return list(values)
+    here = torch.tensor(values, dtype=torch.float64)
+    sums = torch.stack([here.nan_to_num(0.0), (~here.isnan()).double()]).to(device)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).tolist()
+
+
+class OtherLoad:
+    """What programs other than these ranks use of their machines' processors, from when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = _processors()
+
+    def share(self) -> float | None:
+        """Return the busiest machine's fraction of processor time; None where the system does not tell. Collective."""
+        used = [end - begin for begin, end in zip(self._begin, _processors(), strict=True)]
+        everyone: list[Any] = [(_machine(), used)]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (_machine(), used))
+        shares = [0.0]
+        for machine in {machine for machine, _ in everyone}:
+            own, every, available = zip(*(used for name, used in everyone if name == machine), strict=True)
+            if not max(available):
+                return None
+            shares.append((max(every) - sum(own)) / max(available))
+        return max(shares)
+
+
+def _processors() -> tuple[float, float, float]:
+    """Return the seconds of processors that this process used, that all used, and that there were; 0 if unknown."""
+    stat, own = Path("/proc/stat"), os.times()
+    if not stat.exists():
+        return 0.0, 0.0, 0.0
+    user, nice, system, idle, waiting, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    used, tick = user + nice + system + sum(interrupts), os.sysconf("SC_CLK_TCK")
+    return own.user + own.system, used / tick, (used + idle + waiting) / tick
+
+
+def _machine() -> str:
+    """Return what tells this machine from others; emulated hosts are one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()
