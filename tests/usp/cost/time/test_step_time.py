@@ -11,6 +11,7 @@ from parallel import bubble_fraction, load_hardware
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
+from usp.cost.time.attention_time import attention_seconds
 from usp.cost.time.compute import held_elements
 from usp.cost.time.pass_flops import pass_flops
 from usp.cost.time.pass_seconds import PassSeconds, pass_seconds
