@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.paper_tables import attention_seconds
 from parallel import Hardware, load_hardware
-from usp.cost.time.step_time import attention_seconds
 
 from .row import K, Row, Source, step_job
 

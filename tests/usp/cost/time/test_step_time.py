@@ -6,15 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.accumulate import AttentionSum, GradientSum, Rows
 from parallel import bubble_fraction, load_hardware
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
-from usp.cost.time.compute import attention_work, head_products, held_elements, layer_products, ring_step_seconds
+from usp.cost.time.compute import attention_work, head_products, held_elements, layer_products
 from usp.cost.time.kernel_flops import BACKWARD, FORWARD
 from usp.cost.time.step_time import (
     Overlap,
@@ -192,47 +189,6 @@ def test_attention_takes_the_time_of_the_kernel_that_would_run() -> None:
     assert step(dtype="float32").kernels == ("efficient as flash-attn-2",)
     with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9\.x, this has 8\.0"):
         step_seconds(llama(8, sp_ulysses=8, attention_kernel="flash3"), A800)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merging_a_ring_step_takes_the_bytes_of_what_merges_it(dtype: str) -> None:
-    made = llama(16, sp_ring=16, dtype=dtype, attention_kernel="flash2" if dtype == "bfloat16" else "auto")
-    plan = attention_plan(made, 0, made.model.facts.windows[0])
-    slow = replace(A800, memory_bytes_per_second=1e9, memory_efficiency=1.0)
-    fast = replace(slow, memory_bytes_per_second=1e30)
-    tokens, heads, dim = 64, 2, 16
-    for backward in (False, True):
-        args = {"heads": 32, "kernel": "flash-attn-2", "backward": backward}
-        both = [ring_step_seconds(made, hardware, plan.ring, **args)[1] for hardware in (slow, fast)]
-        predicted = (both[0] - both[1]) * 1e9 / (made.tokens * 32 * 128)
-        part = torch.randn(1, tokens, heads, dim, dtype=made.dtype)
-        rows = Rows.of(0, tokens)
-        if backward:
-            gradients = GradientSum(part[0])
-            gradients.add(rows, part.clone())
-            with Traffic(part.numel()) as counted:
-                gradients.add(rows, part)
-        else:
-            outputs = AttentionSum(part[0], dim)
-            outputs.merge(rows, part.clone(), torch.zeros(1, heads, tokens))
-            with Traffic(part.numel()) as counted:
-                outputs.merge(rows, part, torch.zeros(1, heads, tokens))
-        assert predicted == pytest.approx(counted.nbytes / part.numel())
-
-
-class Traffic(TorchDispatchMode):
-    """The bytes of tensors of `numel` elements that operators read and write."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.nbytes = numel, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor) and x.numel() == self.numel]
-            self.nbytes += sum(x.numel() * x.itemsize for x in tensors)
-        return out
 
 
 def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
