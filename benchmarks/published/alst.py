@@ -29,15 +29,15 @@ def source() -> Source:
         peak = found.memory.peak
         host = found.memory.host * min(devices, 8) / 1e12
         notes.append(
-            f"ALST, {devices} x H100: {trained:,} tokens need {peak.total / GIB:.1f} of {found.limit / GIB:.1f} GiB on "
-            f"a GPU, of which {peak.transient / GIB:.1f} are temporary ({peak.name}), and {host:.2f} TB of a host's "
-            f"1.9; {longest:,} tokens fit."
+            f"ALST, {devices} x H100: {trained:,} tokens need {peak.total / GIB:.1f} GiB on a GPU "
+            f"({peak.transient / GIB:.1f} are temporary, in {peak.name}), where {found.limit / GIB:.1f} of "
+            f"{found.hardware.memory_bytes / GIB:.1f} are usable, and {host:.2f} TB of a host's 1.9; {longest:,} fit."
         )
     notes.append(
         "ALST: ZeRO-3, everything recomputed, checkpoints and optimizer in host memory, tiled MLP and loss, Ulysses "
-        f"over all GPUs; here with {' and '.join(map(flag, OFFLOADS))}, and 90% of a GPU's memory taken as usable. "
-        "On one GPU ALST also keeps the weights in host memory, which this toolkit does not. The differences are "
-        "between two systems, not errors of a prediction."
+        f"over all GPUs; here with {' and '.join(map(flag, OFFLOADS))}, and 90% of a GPU's memory counted as usable, "
+        "where ALST fills it. On one GPU ALST also keeps the weights in host memory, which this toolkit does not. The "
+        "differences are between two systems, not errors of a prediction."
     )
     notes.append(
         "ALST: the times of these steps are missing. Searched: stored copies of the paper's abstract and summaries, "
