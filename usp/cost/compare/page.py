@@ -4,6 +4,7 @@ whether it fits and why not, and the tables. `page.html` is its template."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def _headline(verdicts: Sequence[Verdict]) -> str:
 
 
 def _bars(verdict: Verdict) -> dict[str, Any]:
-    step, config = verdict.step, verdict.step.job.config
+    step = verdict.step
+    config = replace(step.job.config, dp_shard=step.job.dims.dp_shard)
     return {
         "name": verdict.found.method,
         "degrees": f"{degrees(config)}, {memory_options(config)}",

@@ -240,9 +240,12 @@ def ring_step_seconds(
     """Return each ring step's attention compute for one layer and micro-batch, with the accumulation over steps."""
     products = BACKWARD if backward else FORWARD
     sums = 0.0
-    if len(ring.steps) > 1:  # the float32 sum is read and written, and the addend is read
-        queries = job.layout.ring_len * (job.rows)
-        sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * (2 * FLOAT32 + job.dtype.itemsize))
+    if len(ring.steps) > 1:  # as `attention.accumulate` does: the last zigzag rank has all its queries in every step
+        queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
+        cast = itemsize + FLOAT32 if itemsize < FLOAT32 else 0
+        # Gradients are added to the float32 sum; outputs are cast, and the sum is interpolated with them.
+        nbytes = 2 * FLOAT32 + itemsize if backward else cast + 3 * FLOAT32
+        sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)
 
     @cache  # most tasks of a ring have the same shape
     def seconds(flops: float, side: int, full: bool) -> float:

@@ -1,0 +1,1 @@
+"""The models of time and memory against measurements that others published, one source a file. Nothing is fitted."""

@@ -1,0 +1,67 @@
+"""A published measurement and its prediction."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from usp.config import TrainConfig
+from usp.cost.job import Job, job_of
+from usp.hf.models import ModelConfig, load_model_config
+
+K, M = 1024, 1024**2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        unit: of both numbers: `s` of a step, `tokens/s` or `TFLOP/s` of a GPU, `tokens` of the longest sequence.
+        eager: a step or an attention layer in bfloat16, without a compiler and without float8.
+    """
+
+    name: str
+    unit: str
+    measured: float
+    predicted: float
+    eager: bool = True
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of a publication.
+
+    Attributes:
+        reference: where the measurements stand.
+        notes: what the source leaves open and is assumed here, and what was looked for and not found.
+    """
+
+    title: str
+    reference: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+
+def mean_error(rows: Sequence[Row]) -> float:
+    return statistics.mean(abs(row.error) for row in rows)
+
+
+def step_job(model: str, devices: int, *, like: Mapping[str, Any] | None = None, **options: Any) -> Job:
+    """Return a step in bfloat16.
+
+    like: values of transformers' configuration that differ from those of the preset `model`.
+    """
+    config = TrainConfig(model=model, dtype="bfloat16", **options)
+    return job_of(config, _changed(load_model_config(model), like or {}), devices)
+
+
+def _changed(config: ModelConfig, like: Mapping[str, Any]) -> ModelConfig:
+    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return type(config).from_dict({**values, **like}) if like else config

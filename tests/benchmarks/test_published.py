@@ -1,0 +1,46 @@
+"""Published measurements: the rows are whole, what they assume holds, and every error is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.published import alst, magi, torchtitan, usp_paper
+from benchmarks.published.__main__ import record
+from benchmarks.published.row import Row, Source
+from parallel import load_hardware
+
+
+def test_partial_recomputation_lies_between_none_and_full() -> None:
+    a100 = load_hardware("a100")
+    by_kind = [
+        torchtitan._seconds(a100, "llama3-8b", 64, kind, seq_len=8192, batch_size=1)
+        for kind in ("none", "selective op", "full")
+    ]
+    assert by_kind == sorted(set(by_kind))
+
+
+def test_tables_6_and_7_are_whole_and_their_order_is_judged() -> None:
+    assert len(usp_paper.CHOSEN) == 26 + 5
+    found = usp_paper.source()
+    assert len(found.rows) == 31 and "without tp 2" in found.notes[0] and "tp 2" in found.notes[1]
+    six = usp_paper.CHOSEN[:5]
+    assert usp_paper.tau(six, {row: row.measured for row in six}) == 1.0
+
+
+def test_the_longest_sequence_fits_and_no_longer_one() -> None:
+    longest = alst.longest_sequence(8)
+    assert longest % (8 * alst.TILE) == 0
+    assert alst._step(8, longest).fits and not alst._step(8, longest + 1).fits
+
+
+def test_every_system_of_the_study_has_all_its_rows() -> None:
+    assert all(len(values) == len(magi.DEVICES) for pair in magi.MEASURED.values() for values in pair)
+
+
+def test_every_error_is_printed_and_other_rows_leave_the_mean_alone() -> None:
+    rows = (Row("a", "s", 10.0, 10.5), Row("b", "s", 100.0, 80.0), Row("c", "tokens", 1e6, 0.0, eager=False))
+    made = record([Source("us", "there", rows, ("A note.",))])
+    assert [row[-1] for row in made.rows] == ["+5.0%", "-20.0%", "-100.0%"]
+    assert made.notes[0] == "Mean absolute error of all 2 bfloat16 rows without compiler: 12.5%."
+    assert made.notes[1:] == ("us: mean 12.5%, 1 of 2 beyond 10%.", "us: there.", "A note.")
+    assert made.data[0]["error"] == pytest.approx(0.05)
