@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -49,7 +50,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 class HostMemory:
-    """The activations that `--ac-offload` keeps in host memory.
+    """What `--ac-offload` and `--optim-offload` keep in host memory.
 
     Attributes:
         peak_bytes: the most at any time.
@@ -64,11 +65,12 @@ class HostMemory:
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         load = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        self._add(x.nbytes)
-        weakref.finalize(load, self._add, -x.nbytes)
+        self.add(x.nbytes)
+        weakref.finalize(load, self.add, -x.nbytes)
         return load
 
-    def _add(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
+        """Count memory that is allocated, or freed if negative."""
         self.current_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
@@ -105,7 +107,19 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
         if device.type == "cuda":
             stack.enter_context(patch.object(usp.model.recompute, "save_on_cpu", host.hooks))
+            stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
         yield
+
+
+_ALL_GATHER_INPUTS = FSDPParam.all_gather_inputs
+
+
+def _copied_to_device(self: FSDPParam) -> list[Tensor]:
+    """Copy a shard that is in host memory to the device, as FSDP2 does before it is gathered."""
+    if not self.offload_to_cpu:
+        return _ALL_GATHER_INPUTS.fget(self)
+    with patch.object(self, "_sharded_param_data", self._sharded_param_data.clone()):
+        return _ALL_GATHER_INPUTS.fget(self)
 
 
 def _aside(function: Callable[..., Any]) -> Callable[..., Any]:

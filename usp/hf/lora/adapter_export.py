@@ -95,7 +95,9 @@ class MergedWeights(Mapping[str, Tensor]):
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
                 whole = parameter.detach()
-                self._factors[name] = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                if isinstance(whole, DTensor):  # NCCL does not gather from host memory
+                    whole = whole.to(whole.device_mesh.device_type).full_tensor().to(whole.device)
+                self._factors[name] = whole
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
