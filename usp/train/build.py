@@ -83,8 +83,8 @@ class EngineRecipe:
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
-        names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
-        names += ("optim_offload",)
+        names = ["zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile"]
+        names += ["optim_offload"]
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
         has_experts = model_facts(config.model, model).num_experts > 0  # hybrids have a coefficient even without
         return EngineRecipe(

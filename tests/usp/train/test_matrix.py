@@ -94,7 +94,7 @@ MATRIX = [
     row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
     row("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
     # the optimizer in host memory
-    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", zero=2, dp_replicate=2, sp_ulysses=2, **ON_HOST),
+    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", zero=2, dp_replicate=2, sp_ulysses=2, optim_offload=True),
     also("dp2 u2 r2, zero 0, on the host", zero=0, **U2_R2, **ON_HOST),
     also("pp2 tp2 u2, zero 1, on the host", pp=2, tp=2, sp_ulysses=2, zero=1, **ON_HOST),
     also("ep4 u4 r2, zero 3, on the host", "qwen3_moe", ep=4, **U4_R2, **ON_HOST),

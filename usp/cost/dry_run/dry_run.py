@@ -221,8 +221,9 @@ def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, mem
 
 
 def offload_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
-    """Count the engine's state as host memory, and gradients from when FSDP2 moves them there."""
-    memory.offload(local_tensor(x) for x in engine.state().values())
+    """Count weights and optimizer states as host memory, and gradients from when FSDP2 moves them there."""
+    memory.offload(local_tensor(x) for name, x in engine.state().items() if name.startswith("optimizer."))
+    memory.offload(local_tensor(parameter) for stage in engine.stages for parameter in stage.parameters())
     for parameter in engine.parameters.values():
         parameter.register_post_accumulate_grad_hook(lambda p: memory.offload([local_tensor(p.grad)]))
 

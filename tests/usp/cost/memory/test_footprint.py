@@ -53,7 +53,7 @@ def test_the_peak_equals_that_of_the_dry_run(world_size: int, flags: dict[str, A
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
     assert formula.host == pytest.approx(measured.host_bytes, rel=0.05)
     states = 0 if measured.config.optim_offload else formula.parameters + formula.optimizer
-    assert states == pytest.approx(measured.start_bytes, rel=0.001)
+    assert states == pytest.approx(measured.start_bytes, rel=0.001, abs=2**12)  # buffers stay
 
 
 @pytest.mark.parametrize("rank", range(2))
