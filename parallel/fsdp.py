@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from .local import local_tensor
@@ -36,6 +37,7 @@ def apply_fsdp(
     param_dtype: torch.dtype = torch.float32,
     zero: int = 3,
     experts: Collection[nn.Module] = (),
+    offload: bool = False,
 ) -> nn.Module:
     """Shard a model in place: each of `blocks` (the repeated layers) is gathered separately, the rest with the root.
 
@@ -47,6 +49,9 @@ def apply_fsdp(
             reduction stay fp32.
         experts: modules inside the blocks with expert-parallel parameters, which are sharded over efsdp instead of
             fsdp.
+        offload: keep sharded parameters and their gradients in host memory, pinned for a GPU, where the optimizer then
+            updates them; they are copied to the device to be gathered. Give parameters memory on the CPU, and buffers
+            on the device.
 
     Raises:
         ValueError: for stage 0 with experts where ep or tp is above 1.
@@ -57,6 +62,7 @@ def apply_fsdp(
             f"divides them: use zero=1"
         )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    place: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda")} if offload else {}
     shards = mesh.device_mesh("loss", "unsharded") if zero == 0 else _shards(mesh, "fsdp", mesh.parameter_mesh)
     expert_shards = shards if zero == 0 else _shards(mesh, "efsdp", mesh.expert_mesh)
     ranks = expert_shards.size(-1)
@@ -73,12 +79,13 @@ def apply_fsdp(
             mp_policy=replace(policy, cast_forward_inputs=False),  # routing weights stay float32
             reshard_after_forward=zero == 3,
             shard_placement_fn=placement,
+            **place,
         )
     for block in blocks:
-        fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3)
+        fully_shard(block, mesh=shards, mp_policy=policy, reshard_after_forward=zero == 3, **place)
     # No reshard: the backward needs the root's parameters first. Its inputs already have the intended dtype.
     policy = replace(policy, cast_forward_inputs=False)
-    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=shards, mp_policy=policy, reshard_after_forward=False, **place)
     for sharded in _fsdp_modules(model):
         # FSDP2 averages by default. gloo does not support a pre-multiplied sum, so force a plain one.
         sharded.set_gradient_divide_factor(1.0)

@@ -26,7 +26,9 @@ def sum_tied_gradients(held: Sequence[nn.Parameter], mesh: ParallelMesh) -> None
     if len(grads) == 2:
         grads[1].copy_(grads[0].add_(grads[1]))
     elif grads and grads[0].numel():  # rows that do not divide evenly leave ranks without any, the same at both ends
-        dist.all_reduce(grads[0], group=mesh.ends)
+        summed = grads[0].to(mesh.device_type)  # itself, unless gradients are in host memory
+        dist.all_reduce(summed, group=mesh.ends)
+        grads[0].copy_(summed)
 
 
 def clip_grad_norm(
@@ -35,8 +37,8 @@ def clip_grad_norm(
     """Clip gradients in place to a total 2-norm of at most `max_norm` (inf disables it), and return the norm.
 
     Parameters may be DTensors on different meshes (tp, ep, efsdp), or plain tensors replicated on every rank of a
-    pipeline stage; each element counts once. Collective over the mesh. The norm is summed in float64 and is the same
-    on every rank.
+    pipeline stage; each element counts once. Gradients may be in host memory. Collective over the mesh. The norm is
+    summed in float64 and is the same on every rank.
 
     copies: those of `parameters` that another stage counts; they are clipped like the others.
     """

@@ -184,6 +184,8 @@ class _Training:
     """Expert-parallel degree; divides dp_shard x ring x ulysses x tp."""
     engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
     """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
+    optim_offload: bool = False
+    """Keep optimizer states, float32 weights and their gradients in host memory, and update the weights there."""
 
     plan: Annotated[str, one_of(PLANS)] = "none"
     """Automatic planning. auto: choose degrees, ZeRO stage, --ac and micro-batches by predicted time and memory."""

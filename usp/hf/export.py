@@ -160,13 +160,15 @@ def _exchange(
     """Exchange one tensor per writer; return the one this rank writes, on the CPU, by its name on disk."""
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     device = local_part(next(iter(weights.values()))).device
+    if ranks > 1 and "nccl" in dist.get_backend(group):
+        device = torch.device("cuda")  # of weights in host memory too
     send = [torch.empty(0, dtype=torch.uint8, device=device)] * ranks
     receive = [0] * ranks
     for assembly in step:
         if rank in assembly.sources:
             weight = weights[assembly.tensor.parameter]
             part = local_part(weight)[assembly.sources[rank].slices(local_box(weight))]
-            send[assembly.writer] = part.to(assembly.dtype).contiguous().view(-1).view(torch.uint8)
+            send[assembly.writer] = part.to(device, assembly.dtype).contiguous().view(-1).view(torch.uint8)
         if assembly.writer == rank:
             receive = [
                 box.numel * assembly.dtype.itemsize if (box := assembly.sources.get(other)) else 0

@@ -330,13 +330,18 @@ def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedMod
         return kind.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def materialise(model: nn.Module, device: torch.device, parameters: torch.device | None = None) -> None:
     """Allocate uninitialized memory for an empty model or a stage of it, keeping tied parameters tied.
 
     `to_empty` by itself would untie them.
+
+    parameters: their device, if it is not that of the buffers.
     """
     kept = kept_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device=parameters or device)
+    for module in model.modules() if parameters is not None else ():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
     for name, first in kept.items():
         if name != first:
             prefix, _, last = name.rpartition(".")

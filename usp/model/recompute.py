@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +27,8 @@ from attention import Keep, KeepResults
 from usp.config import AC_MODES
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
+
+from .offload import Offload
 
 
 class Keeping(Protocol):
@@ -64,7 +66,7 @@ def apply_activation_checkpointing(
 
     Args:
         attention: the attention layer that all `layers` share; required by `selective` and `attention-saved`.
-        offload: store saved tensors in host memory, pinned if the layer runs on CUDA.
+        offload: store saved tensors in host memory; see `usp.model.offload`.
         order: what recurrent layers and convolutions run through, if `layers` have any.
 
     Raises:
@@ -87,21 +89,23 @@ def apply_activation_checkpointing(
         raise ValueError("; ".join(violations))
     saved = {"selective": (attention, order, Products()), "attention-saved": (attention, order)}.get(mode, ())
     kept: list[Keeping] = [part for part in saved if part is not None]
-    if mode != "none":
-        for layer in layers:
-            layer.forward = _checkpointed(layer.forward, kept, offload)
+    away = Offload() if offload else None
+    for layer in layers if mode != "none" else ():
+        layer.forward = _checkpointed(layer.forward, kept, away, first=layer is layers[0])
 
 
-def _checkpointed(forward: Callable[..., Any], kept: Sequence[Keeping], offload: bool) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any], kept: Sequence[Keeping], offload: Offload | None, first: bool
+) -> Callable[..., Any]:
     def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Around the checkpoint, not inside, so that the hooks offload what it saves: its input.
-        host = save_on_cpu(pin_memory=hidden.is_cuda) if offload else None
+        saved = offload.layer(hidden.device, first) if offload else None
 
         def passes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            keep = KeepResults(host.pack_hook, host.unpack_hook) if host else KeepResults()
+            keep = KeepResults(saved.pack, saved.unpack) if saved else KeepResults()
             return _During(kept, lambda: keep), _During(kept, keep.replay)
 
-        with host or nullcontext():
+        # Around the checkpoint, not inside, so that the hooks offload what it saves: its input.
+        with saved_tensors_hooks(saved.pack, saved.unpack) if saved else nullcontext():
             return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
     run.recomputes = True  # type: ignore[attr-defined]

@@ -72,6 +72,7 @@ class EngineRecipe:
     tp_sequence_parallel: bool = False
     ac: str = "none"
     ac_offload: bool = False
+    optim_offload: bool = False
     mlp_tile: int = 0
     loss_chunk: int = 2048
     balance: float = 0.0
@@ -84,7 +85,8 @@ class EngineRecipe:
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
-        names = ("zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile")
+        names = ["zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile"]
+        names += ["optim_offload"]
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
         has_experts = model_facts(config.model, model).num_experts > 0  # hybrids have a coefficient even without
         return EngineRecipe(
@@ -115,12 +117,20 @@ def build_engine(
     """
     stages = build_stages(recipe, mesh)
     for stage in stages:
-        materialise(stage, device)
+        on_host = recipe.optim_offload and recipe.engine == "fsdp2"  # DeepSpeed moves what it offloads itself
+        materialise(stage, device, parameters=torch.device("cpu") if on_host else device)
         fill(stage)
     if recipe.engine == "fsdp2":
         return fsdp2_engine(stages, recipe, mesh)
     assert recipe.optimizer is not None and recipe.zero is not None
-    return DeepSpeedEngine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, param_dtype=recipe.dtype)
+    return DeepSpeedEngine(
+        stages,
+        mesh,
+        zero=recipe.zero,
+        optimizer=recipe.optimizer,
+        param_dtype=recipe.dtype,
+        offload=recipe.optim_offload,
+    )
 
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
@@ -133,7 +143,15 @@ def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
             layers, experts = decoder_layers(stage.model), expert_modules(stage.model)
-            apply_fsdp(stage, mesh, layers, param_dtype=recipe.dtype, zero=recipe.zero, experts=experts)
+            apply_fsdp(
+                stage,
+                mesh,
+                layers,
+                param_dtype=recipe.dtype,
+                zero=recipe.zero,
+                experts=experts,
+                offload=recipe.optim_offload,
+            )
     return stages
 
 

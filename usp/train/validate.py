@@ -311,6 +311,11 @@ def _engine(config: TrainConfig, world_size: int) -> Iterator[str]:
             f"--lora-rank = {config.lora_rank} is not supported by --engine deepspeed, whose states of frozen weights "
             f"are not exported: use --engine fsdp2"
         )
+    if config.optim_offload and config.zero == 0:
+        yield (
+            "--optim-offload offloads what ZeRO shards, and with --zero 0 --engine deepspeed shards nothing: use "
+            "--zero 1, or --engine fsdp2"
+        )
     if config.compile:
         yield (
             "--compile is not supported by --engine deepspeed, whose hooks on the modules of a layer would divide its "
@@ -333,6 +338,10 @@ def _optimizer(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield (
             "--optimizer muon is not supported by --engine deepspeed, whose shards are not parts of matrices: use "
             "--engine fsdp2"
+        )
+    if config.optim_offload:
+        yield (
+            "--optimizer muon multiplies matrices, which is slow on the host: --optim-offload requires --optimizer adamw"
         )
     if config.tp > 1 and config.ep > 1:
         yield (
@@ -417,8 +426,8 @@ RULES: tuple[tuple[Callable[[TrainConfig, int], Iterator[str]], tuple[str, ...]]
     (_micro_batches, ("batch_size", "micro_batches", "pp", "pp_schedule")),
     (_zero_bubble, ("pp", "pp_schedule", "zero", "ac", "mlp_tile")),
     (_switches, ("ac", "mlp_tile", "tp", "plan", "lora_rank")),
-    (_engine, (*_DEGREES, "engine", "lora_rank")),
-    (_optimizer, ("optimizer", "muon_momentum", "engine", "tp", "ep")),
+    (_engine, (*_DEGREES, "engine", "lora_rank", "zero")),
+    (_optimizer, ("optimizer", "muon_momentum", "engine", "tp", "ep", "optim_offload")),
 )
 MODEL_RULES: tuple[tuple[Callable[[TrainConfig, ModelFacts], Iterator[str]], tuple[str, ...]], ...] = (
     (_heads, (*_SP, "tp")),

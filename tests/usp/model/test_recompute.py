@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +20,7 @@ from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
+from usp.model import offload
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
@@ -28,13 +29,13 @@ CASES += [("full", True, 3), ("none", False, 3), ("attention-saved", False, 3)]
 TOKENS = 100
 
 
-def build(dims: ParallelDims, mode: str, offload: bool, tile: int) -> tuple[CausalLMStage, ParallelMesh]:
+def build(dims: ParallelDims, mode: str, away: bool, tile: int) -> tuple[CausalLMStage, ParallelMesh]:
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model("llama"), mesh, "zigzag")
     layers = decoder_layers(model)
     if tile:
         apply_tiled_mlp(layers, tile)
-    apply_activation_checkpointing(layers, mode, model.unified_sp, offload)
+    apply_activation_checkpointing(layers, mode, model.unified_sp, away)
     return CausalLMStage(model, mesh, loss_chunk=7), mesh
 
 
@@ -125,26 +126,16 @@ def test_parameter_names_are_kept_and_saved_tensors_offloaded(ranks: RankPool) -
 
 
 def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
-    import usp.model.recompute
-
     packed: list[tuple[int, ...]] = []
 
-    class Counting(saved_tensors_hooks):
-        def __init__(self, pin_memory: bool) -> None:
-            assert not pin_memory
+    class Counting(offload.InPlace):
+        def to_host(self, x: Tensor) -> tuple[Tensor, None]:
+            packed.append(tuple(x.shape))
+            return super().to_host(x)
 
-            def pack(x: Tensor) -> Tensor:
-                packed.append(tuple(x.shape))
-                return x
-
-            super().__init__(pack, lambda x: x)
-
-    original, usp.model.recompute.save_on_cpu = usp.model.recompute.save_on_cpu, Counting  # type: ignore[misc, assignment]
-    try:
+    with patch.object(offload, "copier_for", lambda device: Counting()):
         stage, mesh = build(ParallelDims(), "attention-saved", True, 5)
         loss_of(stage, mesh, 0).backward()
-    finally:
-        usp.model.recompute.save_on_cpu = original  # type: ignore[misc]
     return sorted(stage.model.state_dict()), sorted(tiny_model("llama").state_dict()), packed
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
 from parallel.testing import RankPool, run_ranks
@@ -29,6 +30,7 @@ from tests.usp.tiny import (
 from usp import shard_batch
 from usp.config import TrainConfig
 from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.resolve import resolve
 from usp.train.step import train_step
 
@@ -55,6 +57,7 @@ def also(name: str, family: str = "llama", **flags: Any) -> Row:
 
 
 U2_R2, U4_R2 = {"sp_ulysses": 2, "sp_ring": 2}, {"sp_ulysses": 4, "sp_ring": 2}
+ON_HOST = {"optim_offload": True, "micro_batches": 2}
 MATRIX = [
     # tensor parallel
     also("tp2 u2 r2", tp=2, **U2_R2),
@@ -90,6 +93,13 @@ MATRIX = [
     ),
     row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
     row("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
+    # the optimizer in host memory
+    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", zero=2, dp_replicate=2, sp_ulysses=2, optim_offload=True),
+    also("dp2 u2 r2, zero 0, on the host", zero=0, **U2_R2, **ON_HOST),
+    also("pp2 tp2 u2, zero 1, on the host", pp=2, tp=2, sp_ulysses=2, zero=1, **ON_HOST),
+    also("ep4 u4 r2, zero 3, on the host", "qwen3_moe", ep=4, **U4_R2, **ON_HOST),
+    also("dp2 u2 r2, zero 3, deepspeed, on the host", zero=3, engine="deepspeed", **U2_R2, **ON_HOST),
+    row("dp2 u2 r2, zero 1, deepspeed, on the host", zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
     # long sequences in little memory
     row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", ac="attention-saved", mlp_tile=5, **U2_R2),
     row("pp2 tp2 u2, all recomputed, offloaded", pp=2, tp=2, sp_ulysses=2, ac="full", ac_offload=True, micro_batches=2),
@@ -137,6 +147,8 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
     fill = partial(first_weights, source=config.model, seed=config.seed)
     engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
 
+    assert offloads(engine) == config.optim_offload
+
     share, history = ROWS // mesh.size("batch"), []
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
     for step in range(STEPS):
@@ -144,6 +156,14 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
         local = shard_batch(whole, mesh, config.sp_layout)
         history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
     return history
+
+
+def offloads(engine: Any) -> bool:
+    if isinstance(engine, Fsdp2Engine):
+        sharded = [module for stage in engine.stages for module in stage.modules() if isinstance(module, FSDPModule)]
+        (found,) = {p.offload_to_cpu for m in sharded for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params}
+        return found
+    return engine.engine.zero_cpu_offload()
 
 
 def config_of(case: Row, folder: Path) -> TrainConfig:

@@ -62,7 +62,7 @@ class DryRun:
         config: without any `auto` or -1.
         peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimizer state.
         by_category: the parts of the peak.
-        host_bytes: peak host memory of `--ac-offload`.
+        host_bytes: peak host memory of `--ac-offload` and `--optim-offload`.
         flops: of matrix products and attention, recomputation included; attention_flops: of attention only.
         kernel: the attention kernel, and those refused before it.
         seconds, process_bytes: wall clock of the dry run, and the peak memory of this process.
@@ -102,7 +102,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     """
     started = time.perf_counter()
     config, model_config, kernel = _checked(config, world_size, rank)
-    device, host, meter = torch.device(config.device), HostMemory(), StepMeter()
+    device, host = torch.device(config.device), HostMemory()
+    meter = StepMeter(host)
     with fake_world(world_size, rank), stand_ins(device, host):
         mesh = ParallelMesh.create(parallel_dims(config, config.ep))
         recipe = EngineRecipe.of(config, model_config)
@@ -110,6 +111,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
         with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
             engine = _engine(stages, mesh, recipe)
             label_state(engine.stages, engine, meter.memory)
+            if config.optim_offload:
+                offload_state(engine, meter.memory)
             start_bytes = meter.memory.current_bytes
             meter.memory.restart()
             _step(engine, mesh, config, meter.memory)
@@ -215,6 +218,14 @@ def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, mem
     memory.label((local_tensor(x) for name, x in state.items() if name.startswith("optimizer.")), OPTIMIZER)
     for stage in stages:
         memory.label((local_tensor(x) for x in (*stage.parameters(), *stage.buffers())), PARAMETERS)
+
+
+def offload_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
+    """Count weights and optimizer states as host memory, and gradients from when FSDP2 moves them there."""
+    memory.offload(local_tensor(x) for name, x in engine.state().items() if name.startswith("optimizer."))
+    memory.offload(local_tensor(parameter) for stage in engine.stages for parameter in stage.parameters())
+    for parameter in engine.parameters.values():
+        parameter.register_post_accumulate_grad_hook(lambda p: memory.offload([local_tensor(p.grad)]))
 
 
 def sent_by_axis(wire: SentBytes, mesh: ParallelMesh) -> tuple[GroupSent, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
-import usp.model.recompute
+import usp.model.offload
 import usp.sp.sp_attention
 from attention import AttentionSpec, check_kernel_name, select_kernel
 from attention.kernels.base import Kernel
@@ -49,7 +49,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 class HostMemory:
-    """The activations that `--ac-offload` keeps in host memory.
+    """What `--ac-offload` and `--optim-offload` keep in host memory.
 
     Attributes:
         peak_bytes: the most at any time.
@@ -58,17 +58,21 @@ class HostMemory:
     def __init__(self) -> None:
         self.current_bytes = self.peak_bytes = 0
 
-    def hooks(self, pin_memory: bool = False) -> saved_tensors_hooks:
-        """Replace `torch.autograd.graph.save_on_cpu` for tensors that stand for a GPU's."""
-        return saved_tensors_hooks(self._pack, lambda load: load())
-
-    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+    def to_host(self, x: Tensor) -> tuple[Callable[[], Tensor], None]:
+        """Copy like `usp.model.offload.Copier`, tensors that stand for a GPU's."""
         load = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        self._add(x.nbytes)
-        weakref.finalize(load, self._add, -x.nbytes)
-        return load
+        self.add(x.nbytes)
+        weakref.finalize(load, self.add, -x.nbytes)
+        return load, None
 
-    def _add(self, nbytes: int) -> None:
+    def to_device(self, copies: Sequence[Callable[[], Tensor]], after: None) -> tuple[list[Tensor], None]:
+        return [load() for load in copies], None
+
+    def wait(self, event: None) -> None:
+        pass
+
+    def add(self, nbytes: int) -> None:
+        """Count memory that is allocated, or freed if negative."""
         self.current_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
@@ -104,8 +108,20 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
         if device.type == "cuda":
-            stack.enter_context(patch.object(usp.model.recompute, "save_on_cpu", host.hooks))
+            stack.enter_context(patch.object(usp.model.offload, "copier_for", lambda device: host))
+            stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
         yield
+
+
+_ALL_GATHER_INPUTS: Callable[[FSDPParam], list[Tensor]] = vars(FSDPParam)["all_gather_inputs"].fget
+
+
+def _copied_to_device(self: FSDPParam) -> list[Tensor]:
+    """Copy a shard that is in host memory to the device, as FSDP2 does before it is gathered."""
+    if not self.offload_to_cpu:
+        return _ALL_GATHER_INPUTS(self)
+    with patch.object(self, "_sharded_param_data", self._sharded_param_data.clone()):
+        return _ALL_GATHER_INPUTS(self)
 
 
 def _aside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from .fake_world import HostMemory
+
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer states"
 WHOLE, ACTIVATIONS, TRANSIENT = "whole parameters and gradients", "activations", "transient"
+_HOST = "host"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
 
 
@@ -33,13 +36,17 @@ class _Storage:
 class LiveMemory:
     """The storages that are alive, and those that were alive at the peak.
 
+    Args:
+        host: counts the storages that `offload` moves.
+
     Attributes:
         peak_bytes: the maximum since `restart`.
         at_peak: the peak by category; a storage counts under its last label, even if that came after the peak.
         now: a clock, the number of `see` calls so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
         self._storages: dict[int, _Storage] = {}
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self.now = self._peak_time = self.current_bytes = self.peak_bytes = 0
@@ -60,7 +67,7 @@ class LiveMemory:
         """Set the category of the storages of `tensors`; `again` also replaces earlier labels."""
         for x in tensors:
             storage = self._storages.get(x.untyped_storage()._cdata)
-            if storage is not None and (again or storage.category == TRANSIENT):
+            if storage is not None and storage.category != _HOST and (again or storage.category == TRANSIENT):
                 self._move(storage, category)
 
     def label_since(self, time: int, category: str) -> None:
@@ -68,6 +75,16 @@ class LiveMemory:
         for storage in self._storages.values():
             if storage.born > time and storage.category == TRANSIENT:
                 self._move(storage, category)
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors` as host memory from now on."""
+        for x in tensors:
+            storage = self._storages.get(x.untyped_storage()._cdata)
+            if storage is not None and storage.category != _HOST:
+                nbytes = storage.nbytes
+                self._resize(storage, 0)
+                storage.category = _HOST
+                self._resize(storage, nbytes)
 
     def restart(self) -> None:
         """Forget the peak so far."""
@@ -94,6 +111,9 @@ class LiveMemory:
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
         more, storage.nbytes, storage.changed = nbytes - storage.nbytes, nbytes, self.now
+        if storage.category == _HOST:
+            self._host.add(more)
+            return
         self._bytes[storage.category] += more
         self.current_bytes += more
         self._note_peak()

@@ -158,7 +158,8 @@ class _Blank(RoleModel):
 def _run(
     step: RlhfStep, call: ModelCall, world_size: int, rank: int, device: torch.device, others_bytes: int
 ) -> CallRun:
-    layout, host, meter = step.plan[call.name], HostMemory(), StepMeter()
+    layout, host = step.plan[call.name], HostMemory()
+    meter = StepMeter(host)
     samples, tokens = step.samples_of(call), step.prompt_tokens + step.new_tokens
     generates = isinstance(call.work, Generate)
     if generates:  # as many prompts as one prefill takes

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.wire import SentBytes
 from usp.cost.time.kernel_flops import attention_flops, matmul_flops
 
+from .fake_world import HostMemory
 from .known_values import KnownValues, tensors_of
 from .live_memory import WHOLE, LiveMemory
 
@@ -20,7 +21,7 @@ _FSDP_COLLECTIVES = {torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_sca
 
 
 class StepMeter(TorchDispatchMode):
-    """A mode inside `FakeTensorMode` that runs operators and counts them.
+    """A mode inside `FakeTensorMode` that runs operators and counts them; `host` counts what is offloaded.
 
     Attributes:
         known: the known values of fake tensors.
@@ -29,9 +30,9 @@ class StepMeter(TorchDispatchMode):
         matmul_flops, attention_flops: see `kernel_flops`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostMemory) -> None:
         super().__init__()
-        self.known, self.memory, self.wire = KnownValues(), LiveMemory(), SentBytes()
+        self.known, self.memory, self.wire = KnownValues(), LiveMemory(host), SentBytes()
         self.matmul_flops = self.attention_flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

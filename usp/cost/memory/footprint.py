@@ -25,9 +25,11 @@ class Footprint:
     """A rank's memory in one step, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: float32 shards of weights and gradients, and AdamW's two moments.
-        activations: saved between forward and backward, over all micro-batches in flight; host: in host memory.
-        moments: the peaks of the step; `peak` is the highest.
+        parameters, gradients, optimizer: float32 shards of weights and gradients, and AdamW's two moments, on the
+            device, or with `--optim-offload` on the host.
+        activations: saved between forward and backward on the device, over all micro-batches in flight.
+        host: the peak of host memory.
+        moments: the peaks of the step on the device; `peak` is the highest.
     """
 
     parameters: int
@@ -48,11 +50,20 @@ def footprint(job: Job, rank: int) -> Footprint:
     shards = FLOAT32 * sum(unit.shard for stage in stages.values() for unit in stage.groups)
     flights, before = _in_flight(Schedule.of(job, rank))
     most = _most(flights, {number: stage.kept for number, stage in stages.items()})
-    host = _most(flights, {number: stage.host for number, stage in stages.items()})
+    saved = _most(flights, {number: stage.host for number, stage in stages.items()})
     others = {key: _most(found, {n: stage.kept for n, stage in stages.items()}) for key, found in before.items()}
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
-    moments = tuple(replace(moment, parameters=shards, optimizer=2 * shards) for moment in peaks)
-    return Footprint(shards, shards, 2 * shards, activations=most, host=host, moments=moments)
+    held, host = (0, 3 * shards) if job.config.optim_offload else (shards, 0)
+    moments = tuple(replace(moment, parameters=held, optimizer=2 * held) for moment in peaks)
+    if job.config.optim_offload:
+        largest = FLOAT32 * max(unit.shard for stage in stages.values() for unit in stage.groups)
+        every = job.config.zero >= 2 and job.config.micro_batches > 1  # whether every micro-batch reduces
+        moments = moments[:-1]  # the host updates the weights
+        if not (every and job.dims.dp_replicate > 1):  # what is not yet reduced over replicas stays on the device
+            moments = tuple(replace(moment, gradients=min(moment.gradients, largest)) for moment in moments)
+        # With one reduction, gradients arrive as activations are freed.
+        saved = saved + shards if every else max(saved, shards)
+    return Footprint(shards, shards, 2 * shards, activations=most, host=host + saved, moments=moments)
 
 
 def largest_footprint(job: Job) -> tuple[Footprint, int]:
@@ -67,7 +78,7 @@ def least_saved_bytes(job: Job, layer: int) -> int:
     layer: from `least_layer_bytes`, of a job with the same micro-batches, ring, ulysses, tp and ep.
     """
     units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
-    shards = FLOAT32 * sum(unit.shard for unit in units)
+    shards = 0 if job.config.optim_offload else FLOAT32 * sum(unit.shard for unit in units)
     return 3 * shards + max(shards, layer)
 
 
@@ -90,7 +101,8 @@ def least_bytes(job: Job, layers: Mapping[int, LayerActivations]) -> int:
         _, others = _in_flight(Schedule.of(job, 0))
         flights = kept[0] + max(_most(found, kept) for (stage, _), found in others.items() if stage == 0)
         flights += max(last.mlp, last.norm, last.attention)
-    return 3 * FLOAT32 * sum(unit.shard for unit in units) + whole + flights
+    held = 0 if job.config.optim_offload else 3 * FLOAT32 * sum(unit.shard for unit in units)
+    return held + whole + flights
 
 
 def _moments(

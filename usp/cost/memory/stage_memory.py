@@ -74,11 +74,12 @@ class StageMemory:
         self.head = facts.vocab_size // job.dims.tp * hidden
         self.norm = norm_activations(job, job.outer_tokens, hidden)
         self.ends = self.norm + self.hidden + self.head * FLOAT32 if self.last else 0
-        layers = [0 if job.config.ac_offload else layer.kept for layer in self.layers]
-        self.before = list(accumulate(layers))
+        layers, away = [layer.kept for layer in self.layers], job.config.ac_offload
+        # Of a layer and those before it; offloaded, only the layer's and the previous one's are on the device.
+        self.before = [a + b for a, b in zip(layers, [0, *layers], strict=False)] if away else list(accumulate(layers))
         self.own = tables + self.handed
-        self.kept = sum(layers) + self.own + self.ends
-        self.host = sum(layer.kept for layer in self.layers) if job.config.ac_offload else 0
+        self.kept = (0 if away else sum(layers)) + self.own + self.ends
+        self.host = sum(layers) if away else 0
         self.accumulates = (
             job.config.zero < 2 and job.config.micro_batches > 1
         )  # unsharded gradients, until the last backward
@@ -169,7 +170,7 @@ class StageMemory:
             gradients += sum(unit.shard for unit in units) * FLOAT32
             yield Moment(
                 "layer reduced", gradients=gradients, whole=after + reducing + numel * self.size,
-                activations=kept - (0 if self.job.config.ac_offload else layer.kept), transient=self.hidden,
+                activations=kept - layer.kept, transient=self.hidden,
             )  # fmt: skip
 
     def _root(self) -> Iterator[Moment]:

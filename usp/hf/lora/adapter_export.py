@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -94,8 +95,7 @@ class MergedWeights(Mapping[str, Tensor]):
                     self._weights[name] = parameter.detach()
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):
-                whole = parameter.detach()
-                self._factors[name] = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                self._factors[name] = _whole(parameter.detach())
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
@@ -115,3 +115,11 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Gather a DTensor where its mesh is: NCCL does not gather from host memory. The result is where `x` is."""
+    if not isinstance(x, DTensor):
+        return x
+    there = cast(DTensor, x.to(x.device_mesh.device_type))
+    return there.full_tensor().to(x.device)

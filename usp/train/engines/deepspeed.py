@@ -44,6 +44,7 @@ class DeepSpeedEngine:
         stages: a single stage; pipeline parallelism is not supported.
         zero: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
         param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
+        offload: keep master weights and optimizer states in host memory, and update them there; not in stage 0.
 
     Raises:
         ValueError: for a mesh or dtype that is not supported, and a model of which not all is trained.
@@ -58,18 +59,20 @@ class DeepSpeedEngine:
         zero: int,
         optimizer: AdamW,
         param_dtype: torch.dtype = torch.float32,
+        offload: bool = False,
     ) -> None:
         stored = {name: x for stage in stages for name, x in stored_tensors(stage.model).items()}
-        _check(mesh, zero, param_dtype, [name for name, x in stored.items() if not x.requires_grad])
+        _check(mesh, zero, offload, param_dtype, [name for name, x in stored.items() if not x.requires_grad])
         self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
         self.parameters = dict(self.stage.model.named_parameters())
         self.deepspeed = load_deepspeed(mesh.device_type)
         self.optimizer = optimizer.over(self.parameters.values())
+        host = {"device": "cpu", "pin_memory": mesh.device_type == "cuda"} if offload else None
         with _own_errors_only():
             self.engine, *_ = self.deepspeed.initialize(
                 model=self.stage,
                 optimizer=self.optimizer,
-                config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()]),
+                config=deepspeed_config(zero, param_dtype, [p.shape for p in self.parameters.values()], host),
                 dist_init_required=False if self.deepspeed.comm.is_initialized() else None,
             )
         if zero == 3:  # the loss reads the head's weight without calling the head
@@ -181,8 +184,10 @@ class DeepSpeedEngine:
         return DTensor.from_local(local, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a model whose parameters have `shapes`.
+def deepspeed_config(
+    zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size], offload: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a model whose parameters have `shapes`; `offload` of the optimizer.
 
     Batch sizes are only DeepSpeed's bookkeeping: the engine says which micro-batch is the last.
     """
@@ -199,11 +204,13 @@ def deepspeed_config(zero: int, param_dtype: torch.dtype, shapes: Sequence[torch
             "reduce_bucket_size": min(LARGEST_BUCKET, sum(shape.numel() for shape in shapes)),
             # ZeRO-3 replicates parameters smaller than this: all vectors and no matrix larger than them.
             "stage3_param_persistence_threshold": max(vectors, default=0) + 1,
+            "offload_optimizer": offload,
         },
+        "zero_force_ds_cpu_optimizer": False,  # its own is compiled on first use; torch's fused AdamW runs on the CPU
     }
 
 
-def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype, untrained: Sequence[str]) -> None:
+def _check(mesh: ParallelMesh, zero: int, offload: bool, param_dtype: torch.dtype, untrained: Sequence[str]) -> None:
     violations = [
         f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use "
         f"{axis}=1, or engine=fsdp2"
@@ -212,6 +219,8 @@ def _check(mesh: ParallelMesh, zero: int, param_dtype: torch.dtype, untrained: S
     ]
     if zero == 0 and param_dtype == torch.bfloat16:
         violations.append("zero=0 would accumulate gradients in bfloat16 with DeepSpeed: use zero=1 or dtype=float32")
+    if zero == 0 and offload:
+        violations.append("zero=0 has no optimizer states of DeepSpeed's that could be offloaded: use zero=1")
     if untrained:
         violations.append(
             f"{untrained[0]} is saved but not trained, which DeepSpeed does not support: use engine=fsdp2"

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import band_pairs
+from usp.cost.dry_run.fake_world import HostMemory
 from usp.cost.dry_run.live_memory import ACTIVATIONS, PARAMETERS, TRANSIENT, LiveMemory
 from usp.cost.dry_run.step_meter import StepMeter
 
@@ -20,7 +21,7 @@ def mib(number: int) -> torch.Tensor:
 
 
 def test_storage_counts_until_its_last_view_is_gone() -> None:
-    memory = LiveMemory()
+    memory = LiveMemory(HostMemory())
     x = mib(3)
     view = x[MIB:]
     memory.see([x, view])
@@ -32,7 +33,7 @@ def test_storage_counts_until_its_last_view_is_gone() -> None:
 
 
 def test_resized_storage_counts_with_its_new_size() -> None:
-    memory, x = LiveMemory(), mib(4)
+    memory, x = LiveMemory(HostMemory()), mib(4)
     memory.see([x])
     with memory.following_resizes():
         x.untyped_storage().resize_(0)
@@ -41,8 +42,19 @@ def test_resized_storage_counts_with_its_new_size() -> None:
     assert (memory.current_bytes, memory.peak_bytes) == (5 * MIB, 5 * MIB)
 
 
+def test_offloaded_storage_counts_on_the_host() -> None:
+    host = HostMemory()
+    memory, x = LiveMemory(host), mib(4)
+    memory.see([x])
+    memory.offload([x])
+    memory.label([x], PARAMETERS)  # not of the device
+    assert (memory.current_bytes, memory.peak_bytes, host.current_bytes) == (0, 4 * MIB, 4 * MIB)
+    del x
+    assert (memory.current_bytes, host.current_bytes, host.peak_bytes) == (0, 0, 4 * MIB)
+
+
 def test_the_peak_by_category_follows_later_labels() -> None:
-    memory = LiveMemory()
+    memory = LiveMemory(HostMemory())
     kept, before = mib(2), memory.now
     memory.see([kept])
     gone = mib(7)
@@ -73,7 +85,7 @@ def test_pairs_in_a_band() -> None:
 
 
 def test_integers_and_scalars_are_known_if_their_inputs_are() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter():
+    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter(HostMemory()):
         boundaries = torch.tensor([[0, 3, 7]])
         assert boundaries.diff().tolist() == [[3, 4]]
         assert (torch.arange(6) % 2 == 1).nonzero().flatten().tolist() == [1, 3, 5]
@@ -91,7 +103,7 @@ def test_integers_and_scalars_are_known_if_their_inputs_are() -> None:
 
 
 def test_experts_are_chosen_evenly() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter():
+    with FakeTensorMode(allow_non_fake_inputs=True), StepMeter(HostMemory()):
         _, chosen = torch.rand(6, 8).topk(2, dim=-1)
         assert chosen[:2].tolist() == [[0, 1], [2, 3]]
         assert torch.bincount(chosen.flatten(), minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]

@@ -156,13 +156,23 @@ def test_flops_equal_the_model_flops_without_recomputation() -> None:
     assert again.attention_flops == 2 * (2 + 5 + 2) * pairs * hidden * layers
 
 
-def test_offloaded_activations_count_as_host_memory() -> None:
-    config = replace(SMALL, device="cuda", seq_len=2048, ac="full", dtype="auto")
+def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -> None:
+    model = tiny_model("llama-deep")
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(tmp_path)
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    config = replace(SMALL, device="cuda", seq_len=4096, ac="full", dtype="auto", model=str(tmp_path))
     here, away = dry_run(config, 2), dry_run(replace(config, ac_offload=True), 2)
     assert here.host_bytes == 0
-    inputs = 2 * 2048 * 128 * 2  # of two layers, in bfloat16
-    assert away.host_bytes == inputs
-    assert away.peak_bytes <= here.peak_bytes - inputs // 2  # one of them is back at the peak
+    of_layer = 4096 * hidden * 2  # its input, in bfloat16
+    assert away.host_bytes == layers * of_layer
+    # Of two layers, they are on the device at the peak.
+    assert here.peak_bytes - away.peak_bytes == pytest.approx((layers - 2) * of_layer, rel=0.05)
+    optimizer = dry_run(replace(config, optim_offload=True), 2)
+    states = here.by_category["parameters"] + here.by_category["optimizer states"]
+    assert optimizer.start_bytes < 0.01 * states
+    assert optimizer.host_bytes == pytest.approx(states * 4 / 3, rel=0.01)  # with gradients
+    assert here.peak_bytes - optimizer.peak_bytes >= 0.99 * states
 
 
 def test_the_fake_world_is_destroyed() -> None:
