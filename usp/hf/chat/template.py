@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,14 @@ class ChatTemplate:
             special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
             special |= set(self.tokenizer.all_special_tokens)
             try:
-                spans = find_spans(lambda n, begin: self._render(chat, n, begin)[0], chat.messages, special, chat.given)
+                spans = find_spans(partial(self._text, chat), chat.messages, special, chat.given)
             except ValueError as error:
                 raise ValueError(f"{chat.where}: {str(error).removeprefix(f'{chat.where}: ')}") from error
         return text, spans
+
+    def _text(self, chat: Chat, messages: Sequence[Message], begin: bool) -> str:
+        """Return the text of other messages than those of `chat`."""
+        return self._render(replace(chat, messages=list(messages)), len(messages), begin)[0]
 
     def _render(self, chat: Chat, first: int, begin: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
         """Return the text of the first messages, and what is marked.

@@ -7,7 +7,8 @@
 A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
 tokenizer's chat template makes it a prompt for the assistant's next message, with the tools under "tools". Under
 "messages" the last one may be the answer. The other values are text or a list of messages. What is trained on after a
-prompt of messages is what the template has the assistant write; under "messages", that of all its messages.
+prompt of messages is what the template has the assistant write; under "messages", that of all its messages. An answer
+may be under "completion".
 
 The built-in task has a verifiable answer and needs the whole prompt to be read.
 """
@@ -192,8 +193,9 @@ def _parse(
     row = _row(line, where, keys)
     first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
     conversation = row.get(first)
-    if first == MESSAGES and "answer" in keys and "answer" not in row:
-        row |= _answered(conversation, where)
+    if "answer" in keys and "answer" not in row:
+        row |= {"answer": row["completion"]} if "completion" in row else {}
+        row |= _answered(conversation, where) if first == MESSAGES else {}
     row = dict.fromkeys(optional, "") | row
     for key in (first, *keys[1:]):
         if key not in row:

@@ -170,7 +170,7 @@ def test_what_the_assistant_writes_is_trained_on(tmp_path: Path, chat: Tokenizer
     more = [*asked, four, {"role": "user", "content": "No!"}, five]
     begin, both = "<s>user: 2+2?</s>assistant: 4</s>", "<s>user: 2+2?</s>assistant: 4</s>user: No!</s>assistant: 5</s>"
     rows = [{"prompt": asked, "answer": "4"}, {"messages": more}, {"prompt": more[:3], "answer": [five]}]
-    assert trained(*rows, {"prompt": "2+2?", "answer": "4"}) == [
+    assert trained(*rows, {"prompt": "2+2?", "completion": "4"}) == [
         [(begin, "4</s>")],
         [(both, "4</s>5</s>")],
         [(both, "5</s>")],
