@@ -211,6 +211,7 @@ REFUSING = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception
     "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 )
 DROPPING = LINES.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:2] }}")
+ENDED = "{% if messages[-1].role == 'user' %}{{ raise_exception('no end') }}{% endif %}" + LINES
 R1 = LINES.replace("assistant: {%", "assistant: <think>{%")
 BAD: list[tuple[str, list[Any], str]] = [
     (LINES, [GOOD, {"mesages": []}], "line 2: no key 'messages' .did you mean 'mesages'..*rows before it have; it has"),
@@ -222,6 +223,7 @@ BAD: list[tuple[str, list[Any], str]] = [
     (REFUSING, [GOOD, {"messages": [said("system", "a")]}], "line 2: .* fails for the messages: no system role"),
     (R1, [GOOD], "line 1: the chat template does not mark .* of message 2 it begins it with '.*<think>', but writes"),
     (DROPPING, [{"messages": conversation(1) * 2}], "line 1: .* of message 2 it writes it in another way when more"),
+    (ENDED, [GOOD], "line 1: .* for the first 1 messages alone, which tell what .* without marks: no end"),
     ("{% for", [GOOD], "line 1: the chat template of tokenizer=bytes fails for the messages: "),
     (LINES, [GOOD | {"tools": [1]}], "line 1: a list under 'tools', expected a list of JSON schemas"),
     (LINES, [{"prompt": "a", "completion": ["b"]}], "line 1: a message under 'completion' has no text under 'role'"),

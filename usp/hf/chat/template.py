@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,6 +42,8 @@ class ChatTemplate:
         return f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
 
     def encode(self, chat: Chat) -> tuple[Ids, Mask]:
+        if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
+            raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")
         text, spans = self._spans(chat)
         ids, mask = self._tokens(text, spans)
         if not mask[1:].any():
@@ -54,15 +56,15 @@ class ChatTemplate:
         return ids, mask
 
     def prompt(self, chat: Chat) -> Ids:
-        text, _ = self._render(chat, len(chat.messages), begin=True)
+        text, _ = self._render(chat, chat.messages, begin=True)
         return self._tokens(text, [])[0]
 
     def _spans(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the text of a chat and the characters that the assistant writes, after what is given."""
         marked = bool(MARK.search(self.tokenizer.get_chat_template(None, chat.tools)))
-        text, spans = self._render(chat, len(chat.messages), marks=marked)
+        text, spans = self._render(chat, chat.messages, marks=marked)
         if marked and chat.given:
-            beginnings = (self._render(chat, chat.given, begin)[0] for begin in (True, False))
+            beginnings = (self._render(chat, chat.messages[: chat.given], begin)[0] for begin in (True, False))
             given = next((one for one in beginnings if text.startswith(one)), None)
             if given is None:
                 raise ValueError(
@@ -74,25 +76,23 @@ class ChatTemplate:
             special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
             special |= set(self.tokenizer.all_special_tokens)
             try:
-                spans = find_spans(partial(self._text, chat), chat.messages, special, chat.given)
+                render = partial(self._render, chat)
+                spans = find_spans(lambda some, begin: render(some, begin)[0], chat.messages, special, chat.given)
             except ValueError as error:
                 raise ValueError(f"{chat.where}: {str(error).removeprefix(f'{chat.where}: ')}") from error
         return text, spans
 
-    def _text(self, chat: Chat, messages: Sequence[Message], begin: bool) -> str:
-        """Return the text of other messages than those of `chat`."""
-        return self._render(replace(chat, messages=list(messages)), len(messages), begin)[0]
-
-    def _render(self, chat: Chat, first: int, begin: bool = False, marks: bool = False) -> tuple[str, list[Span]]:
-        """Return the text of the first messages, and what is marked.
+    def _render(
+        self, chat: Chat, messages: Sequence[Message], begin: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Return the text of messages of a chat, and what is marked.
 
         begin: with what begins the assistant's next message.
         """
-        messages = [_present(message) for message in chat.messages[:first]]
         special: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
         try:
             rendered: Any = render_jinja_template(  # annotated as text
-                [messages],
+                [[_present(message) for message in messages]],
                 list(chat.tools) if chat.tools else None,
                 chat_template=self.tokenizer.get_chat_template(None, chat.tools),
                 return_assistant_tokens_mask=marks,
@@ -100,9 +100,11 @@ class ChatTemplate:
                 **special,
             )
         except FAILURES as error:
-            some = "" if first == len(chat.messages) else f"first {first} "
+            alone = "messages"
+            if len(messages) < len(chat.messages):
+                alone = f"first {len(messages)} messages alone, which tell what the assistant writes without marks"
             raise ValueError(
-                f"{chat.where}: the chat template of tokenizer={self.name} fails for the {some}messages: {error}"
+                f"{chat.where}: the chat template of tokenizer={self.name} fails for the {alone}: {error}"
             ) from error
         texts, spans = rendered
         return texts[0], spans[0] if marks else []
@@ -113,8 +115,6 @@ class ChatTemplate:
         encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         ids = np.asarray(encoded["input_ids"], np.int64)
         mask = np.zeros(len(ids), np.bool_)
-        if spans and not self.tokenizer.is_fast:
-            raise ValueError(f"chats need a tokenizer.json, which tokenizer={self.name} does not have")
         for begin, end in spans:
             # Normalizers may drop characters, which then belong to no token.
             places = (encoded.char_to_token(at) for at in range(begin, end))
