@@ -30,7 +30,7 @@ PLANS = ("none", "auto")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 BOS = ("auto", "always", "never")
-PACKINGS = ("cut", "whole")
+PACKINGS = ("auto", "cut", "whole")
 ROUTER_BALANCES = ("step", "micro-batch")
 ALL_LINEAR = "all-linear"  # LoRA targets
 LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -197,9 +197,11 @@ class _Training:
     """Token store (see `python -m usp tokenize`), or text, JSON, JSONL, CSV, Parquet or Arrow file, compressed or not,
     or a directory of them. Several are mixed by weight. stdlib: the source code of Python's standard library."""
     data_field: str = TEXT_FIELD
-    """Key or column that holds the text; not used for text files."""
-    packing: Annotated[str, one_of(PACKINGS)] = "cut"
-    """How documents fill sequences. cut: one after another, cut at the end; whole: whole ones by best fit, padded."""
+    """Key or column that holds the text, or a list of messages; not used for text files. Without such a key, messages,
+    or prompt and completion, are found by these names."""
+    packing: Annotated[str, one_of(PACKINGS)] = "auto"
+    """How documents fill sequences. cut: one after another, cut at the end; whole: whole ones by best fit, padded.
+    auto: whole for chats and completions, otherwise cut."""
     data_cache: Annotated[str, arg(metavar="PATH")] = "~/.cache/usp"
     """Directory in which tokenized data is kept and found again."""
     data_changed: bool = False
@@ -214,7 +216,10 @@ class _Training:
     bos: Annotated[str, one_of(BOS)] = "auto"
     """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
     parse_special_tokens: bool = False
-    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
+    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text. In
+    chats they always are."""
+    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
 
     seq_len: Annotated[int, TOKENS] = 4096
     """Sequence length in tokens, before sharding over ranks; 128K is 131072, 1M is 1024K."""

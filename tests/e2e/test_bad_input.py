@@ -39,6 +39,7 @@ BAD = [
     (["--data", "blank.jsonl"], ["the data holds no text"]),
     (["--data", "field.jsonl"], ["no key data_field='text'", "it has 'body'", "set data_field"]),
     (["--data", "half.jsonl.gz"], ["half.jsonl.gz is damaged"]),
+    (["--data", "chats.jsonl"], ["chats.jsonl, line 1: messages need a chat template", "set chat_template to a file"]),
     (["--data", "damaged.tokens"], ["tokens.bin is damaged", "bytes 0 to 10 do not have their checksum"]),
     (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
     (["--data", "damaged.tokens", "--bos", "always"], ["tokenizer=bytes has no BOS"]),
@@ -69,6 +70,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "blank.jsonl").write_text('\n{"text": ""}\n')
     (folder / "field.jsonl").write_text('{"body": "text"}\n')
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}')
     (folder / "half.jsonl.gz").write_bytes(gzip.compress(b'{"text": "half"}' * 99)[:-9])
     (folder / "text.txt").write_text("text")
     for name in ("damaged", "unfinished"):

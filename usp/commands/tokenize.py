@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 from tyro.conf import arg
 
 from usp.config import BOS, one_of
+from usp.data.chat.excerpt import excerpt
 from usp.data.files import TEXT_FIELD, find_files
 from usp.data.store import TokenStore, is_store
 from usp.run.metrics import count
@@ -34,11 +36,17 @@ class TokenizeConfig:
     output: Annotated[Path, arg(metavar="STORE")]
     """Folder of the store; created."""
     data_field: str = TEXT_FIELD
-    """Key or column that holds the text; not used for text files."""
+    """Key or column that holds the text, or a list of messages; not used for text files. Without such a key, messages,
+    or prompt and completion, are found by these names."""
     bos: Annotated[str, one_of(BOS)] = "auto"
     """Whether a document begins with the tokenizer's BOS. auto: as the tokenizer does."""
     parse_special_tokens: bool = False
-    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text."""
+    """Turn special tokens that are written out in the data, such as <|endoftext|>, into their ids instead of text. In
+    chats they always are."""
+    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Chat template (Jinja) for messages, instead of the tokenizer's own."""
+    show: int = 0
+    """Documents to print at the end, the first ones, with what is trained on in color."""
     processes: int = 0
     """Processes that tokenize. 0: one per core, and for less than 64 MB of data only this one."""
 
@@ -49,6 +57,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.data.tokenizing import write_store
     from usp.hf.tokenizers import load_tokenizer
 
+    if asked.show < 0:
+        raise ValueError(f"--show = {asked.show} must be at least 0")
     if asked.bos not in BOS:
         raise ValueError(f"--bos = {asked.bos} must be one of {', '.join(BOS)}")
     if asked.processes < 0:
@@ -56,7 +66,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if is_store(Path(asked.data).expanduser()):
         raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
     files = find_files(asked.data, asked.data_field)
-    tokenizer = load_tokenizer(asked.tokenizer, asked.bos, asked.parse_special_tokens)
+    tokenizer = load_tokenizer(asked.tokenizer, asked.bos, asked.parse_special_tokens, asked.chat_template)
     print("\n".join(filter(None, [f"{len(files.files)} files below {files.root}", files.left_out_line()])), flush=True)
     begin = time.perf_counter()
     try:
@@ -64,7 +74,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     except KeyboardInterrupt:
         sys.exit(f"interrupted: the same command goes on with {asked.output}")
     seconds = time.perf_counter() - begin
-    held = TokenStore(asked.output).manifest
+    store = TokenStore(asked.output)
+    held = store.manifest
     took = f"in {seconds:,.1f} s" if written else "there already"
     print(
         f"{asked.output}: {held.documents} documents, {count(held.characters)} characters, {count(held.tokens)} tokens "
@@ -72,3 +83,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     )
     if held.replaced:
         print(f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8")
+    for number in range(min(asked.show, held.documents)):
+        (first,), (end,) = store.bounds(np.array([number]))
+        print(f"document {number}:")
+        print(excerpt(store.read(first, end), store.read_mask(first, end), tokenizer.show, sys.stdout.isatty()))

@@ -23,7 +23,7 @@ from filelock import FileLock
 from .files import TEXT_FIELD, DataFiles, find_files
 from .progress import DataProgress
 from .store import MANIFEST, TokenStore, is_store
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, fingerprint
 from .tokenizing import LARGE, source_of, write_store
 
 Say = Callable[[str], None]
@@ -64,10 +64,11 @@ def open_data(
     if isinstance(found, DataFiles):
         return cached_store(found, field, tokenizer, cache, say)
     store = sound_store(found.folder, cache, say)
-    if store.manifest.fingerprint != tokenizer.fingerprint:
+    given = fingerprint(tokenizer, store.manifest.masked)
+    if store.manifest.fingerprint != given:
         raise ValueError(
             f"token store {found.folder} was tokenized with {store.manifest.tokenizer} ({store.manifest.fingerprint}), "
-            f"and tokenizer={tokenizer.name} is another one ({tokenizer.fingerprint}): use the same tokenizer, bos and "
+            f"and tokenizer={tokenizer.name} is another one ({given}): use the same tokenizer, chat_template, bos and "
             f"parse_special_tokens, or tokenize the data again"
         )
     return store

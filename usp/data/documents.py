@@ -2,7 +2,7 @@
 
 A document is read as pieces of about PIECE characters, so that neither a text file nor a Parquet row group of any size
 is held in memory; only a single record is. Text is cut after a newline where there is one, because tokenizers split
-words from line breaks.
+words from line breaks. A chat is one piece.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 import mmap
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from usp.run.failures import nearest
-
+from .chat.conversation import Content
+from .chat.row_kind import RowKind, content_of, kind_of, missing
 from .files import DataFile
 from .reading import open_text
 
@@ -26,23 +28,62 @@ PIECE = 2**16  # characters
 # it stores, and stores repeated text once.
 ROWS = 16
 
-Piece = tuple[str, bool]  # text, and whether a document ends with it
+Piece = tuple[Content, bool]  # text, or a whole chat or completion; and whether a document ends with it
+Row = tuple[RowKind, Mapping[str, Any], str]  # its kind, what is read of it, and where it is
 
 
 def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
     """Yield the documents of a file, in order; empty ones are skipped.
 
-    field: key or column of the text, for every format but text.
+    field: key or column of the text or the messages, for every format but text; see `kind_of`.
 
     Raises:
-        ValueError: naming file and place, for a damaged file, a row without `field`, or a value that is not text.
+        ValueError: naming file and place, for a damaged file, or a row that does not hold what the first one does.
     """
     if file.format == "text":
         yield from _in_pieces(_chunks(file.path))
         return
-    readers = {"lines": _lines, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}
-    for text in readers[file.format](file.path, field):
-        yield from _in_pieces(text[at : at + PIECE] for at in range(0, len(text), PIECE))
+    for kind, row, where in _rows(file, field):
+        content = content_of(row, kind, where)
+        if isinstance(content, str):
+            yield from _in_pieces(content[at : at + PIECE] for at in range(0, len(content), PIECE))
+        else:
+            yield content, True
+
+
+def holds_chats(files: Iterable[DataFile], field: str) -> bool:
+    """Return whether any of the files holds chats, or prompts with completions, by the first row of each.
+
+    Raises:
+        ValueError: as `read_pieces` does for that row.
+    """
+    for file in files:
+        if file.has_fields:
+            with closing(_rows(file, field)) as rows:
+                if any(kind.chat for kind, _, _ in islice(rows, 1)):
+                    return True
+    return False
+
+
+def _rows(file: DataFile, field: str) -> Generator[Row]:
+    """Yield the rows of a file of records, all of the kind of the first one."""
+    if file.format in ("lines", "json"):
+        values = _lines(file.path) if file.format == "lines" else _json(file.path)
+        yield from _of_one_kind(values, field)
+    else:
+        readers = {"csv": _csv, "parquet": _parquet, "arrow": _arrow}
+        yield from readers[file.format](file.path, field)
+
+
+def _of_one_kind(values: Iterator[tuple[Any, str]], field: str) -> Iterator[Row]:
+    kind = None
+    for row, where in values:
+        keys = row if isinstance(row, dict) else {}
+        if kind is None:
+            kind = kind_of(keys, field, [key for key in keys if isinstance(keys[key], list)], where)
+        if absent := [key for key in kind.keys if key not in keys]:
+            raise missing(where, "key", absent[0], keys, before=kind.chat)
+        yield kind, row, where
 
 
 _LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
@@ -75,21 +116,21 @@ def _chunks(path: Path) -> Iterator[str]:
             yield chunk
 
 
-def _lines(path: Path, field: str) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[tuple[Any, str]]:
     with open_text(path, newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
+                where = f"{path}, line {number}"
                 try:
-                    row = json.loads(line)
+                    yield json.loads(line), where
                 except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-                yield _text_of(row, field, f"{path}, line {number}")
+                    raise ValueError(f"{where}: not JSON ({error})") from error
 
 
-def _json(path: Path, field: str) -> Iterator[str]:
+def _json(path: Path) -> Iterator[tuple[Any, str]]:
     with open_text(path) as file:
         for number, row in enumerate(_values(file, path), start=1):
-            yield _text_of(row, field, f"{path}, object {number}")
+            yield row, f"{path}, object {number}"
 
 
 def _values(file: TextIO, path: Path) -> Iterator[Any]:
@@ -113,48 +154,42 @@ def _values(file: TextIO, path: Path) -> Iterator[Any]:
             at = end
 
 
-def _text_of(row: Any, field: str, where: str) -> str:
-    if not isinstance(row, dict) or field not in row:
-        raise _missing_field(where, "key", field, list(row) if isinstance(row, dict) else [])
-    if not isinstance(row[field], str | None):
-        raise ValueError(f"{where}: {field!r} must hold text, got {type(row[field]).__name__}")
-    return row[field] or ""
-
-
-def _csv(path: Path, field: str) -> Iterator[str]:
+def _csv(path: Path, field: str) -> Iterator[Row]:
     with open_text(path) as file:
         rows = csv.reader(file, delimiter="\t" if ".tsv" in path.name.lower() else ",", strict=True)
         limit = csv.field_size_limit(sys.maxsize)  # by default 128 KiB
         try:
             names = next(rows)
-            if field not in names:
-                raise _missing_field(str(path), "column", field, names)
-            column = names.index(field)
+            kind = kind_of(names, field, (), str(path), "column")
+            columns = {name: names.index(name) for name in kind.columns if name in names}
             for row in rows:
                 if len(row) not in (0, len(names)):
                     raise csv.Error(f"{len(row)} values instead of {len(names)}")
-                yield row[column] if row else ""
+                if row:
+                    yield kind, {name: row[column] for name, column in columns.items()}, f"{path}, line {rows.line_num}"
         except (csv.Error, StopIteration) as error:
             raise ValueError(f"{path}, line {rows.line_num}: not CSV ({error})") from error
         finally:
             csv.field_size_limit(limit)
 
 
-def _parquet(path: Path, field: str) -> Iterator[str]:
+def _parquet(path: Path, field: str) -> Iterator[Row]:
     from pyarrow import ArrowException, parquet
 
     try:
         with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-            _check_column(path, field, file.schema_arrow)
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                yield from (text or "" for text in batch.column(0).to_pylist())
+            kind, columns = _columns(path, field, file.schema_arrow)
+            batches = file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+            rows = (row for batch in batches for row in _values_of(batch, columns, kind))
+            for number, row in enumerate(rows, start=1):
+                yield kind, row, f"{path}, row {number}"
     except (ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(f"{path} is not a Parquet file, or is damaged: {error}") from error
 
 
-def _arrow(path: Path, field: str) -> Iterator[str]:
+def _arrow(path: Path, field: str) -> Iterator[Row]:
     from pyarrow import ArrowInvalid, BufferReader, ipc, py_buffer
 
     with path.open("rb") as file:  # mapped, because a batch may be as large as the file
@@ -167,29 +202,40 @@ def _arrow(path: Path, field: str) -> Iterator[str]:
         else:
             reader = ipc.open_stream(source)
             batches = iter(reader)
-        _check_column(path, field, reader.schema)
+        kind, columns = _columns(path, field, reader.schema)
+        first = 1  # row of a batch
         for batch in batches:
-            column = batch.column(field)
-            for at in range(0, len(column), ROWS):
-                yield from (text or "" for text in column.slice(at, ROWS).to_pylist())
+            for at in range(0, batch.num_rows, ROWS):
+                for number, row in enumerate(_values_of(batch.slice(at, ROWS), columns, kind), start=first + at):
+                    yield kind, row, f"{path}, row {number}"
                 mapped.madvise(mmap.MADV_DONTNEED)  # what has been read would count as memory of the process
+            first += batch.num_rows
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
 
 
-def _check_column(path: Path, field: str, schema: Any) -> None:
+def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
+    """Return the kind of the rows of a schema, and which columns of it to read."""
     from pyarrow import types
 
-    if field not in schema.names:
-        raise _missing_field(str(path), "column", field, schema.names)
-    kind = schema.field(field).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise ValueError(f"{path}: column {field!r} must hold text (string), got {kind}")
+    of_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    lists = [column.name for column in schema if any(is_kind(column.type) for is_kind in of_lists)]
+    kind = kind_of(schema.names, field, lists, str(path), "column")
+    found = schema.field(kind.keys[0]).type
+    if not kind.chat and not (types.is_string(found) or types.is_large_string(found)):
+        raise ValueError(f"{path}: column {field!r} must hold text (string), got {found}")
+    return kind, [name for name in kind.columns if name in schema.names]
 
 
-def _missing_field(where: str, kind: str, field: str, names: list[str]) -> ValueError:
-    listed = ", ".join(map(repr, names)) or "none"
-    return ValueError(
-        f"{where}: no {kind} data_field={field!r}{nearest(field, names)}; it has {listed}: set data_field to "
-        f"the {kind} that holds the text"
-    )
+def _values_of(batch: Any, columns: list[str], kind: RowKind) -> Iterator[dict[str, Any]]:
+    values = [batch.column(name).to_pylist() for name in columns]
+    for row in zip(*values, strict=True):
+        found = dict(zip(columns, row, strict=True))
+        yield {name: _without_null(value) for name, value in found.items()} if kind.chat else found
+
+
+def _without_null(value: Any) -> Any:
+    """Drop the keys of objects that a column has for other rows, and this one does not have."""
+    if isinstance(value, dict):
+        return {name: _without_null(part) for name, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value

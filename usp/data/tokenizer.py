@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Ids = npt.NDArray[np.int64]
+from .chat.conversation import Chat, ChatEncoder, Completed, Content, Ids, Mask
 
 BYTES = "bytes"
 BYTE_OFFSET = 3  # ByT5 reserves 0, 1 and 2 for padding, end of sequence and unknown
@@ -23,22 +22,23 @@ class ByteTokenizer:
     """Byte tokenizer: id = byte of UTF-8 + 3. Same ids as ByT5Tokenizer, without a Python loop.
 
     name: for messages. vocab_size: one more than the largest id it can produce. bos, eos: ids that begin and end a
-    document; None for no such id.
+    document; None for no such id. chats: by its chat template; None without one.
     """
 
     name: str = BYTES
     vocab_size: int = BYTE_VOCAB
     bos: int | None = None
     eos: int | None = BYTE_EOS
+    chats: ChatEncoder | None = None
 
     @property
     def fingerprint(self) -> str:
         """Everything that the ids of a text depend on."""
         return f"{BYTES}, {self.vocab_size}, {self.bos}, {self.eos}"
 
-    def encoder(self) -> ByteTokenizer:
-        """Return what another process needs to encode texts."""
-        return self
+    def encoder(self, chats: bool = False) -> ByteTokenizer:
+        """Return what another process needs to encode texts, and also chats if asked for."""
+        return self if chats else replace(self, chats=None)
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, shape (ids,), without `bos` and `eos`."""
@@ -47,6 +47,11 @@ class ByteTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def show(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, with special tokens."""
+        byte = {i: bytes([i - BYTE_OFFSET]) for i in range(BYTE_OFFSET, BYTE_OFFSET + 256)} | {BYTE_EOS: b"</s>"}
+        return b"".join(byte.get(i, b"") for i in ids).decode("utf-8", "replace")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, without special tokens."""
@@ -68,6 +73,7 @@ class TextTokenizer:
     eos: int | None
     parse_special: bool
     backend: Any = None
+    chats: ChatEncoder | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -76,9 +82,10 @@ class TextTokenizer:
         digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
         return f"{type(self.tokenizer).__name__} {digest}, {self.bos}, {self.eos}, {self.parse_special}"
 
-    def encoder(self) -> TextTokenizer:
-        """Return what another process needs to encode texts: not transformers, if there is a backend."""
-        return self if self.backend is None else replace(self, tokenizer=None)
+    def encoder(self, chats: bool = False) -> TextTokenizer:
+        """Return what another process needs: for texts alone not transformers, if there is a backend."""
+        tokenizer = self.tokenizer if self.backend is None else None
+        return replace(self, tokenizer=tokenizer, chats=self.chats if chats else None)
 
     def encode(self, text: str) -> Ids:
         return self.encode_all([text])[0]
@@ -97,11 +104,57 @@ class TextTokenizer:
         )
         return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
+    def show(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(ids))
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 Tokenizer = ByteTokenizer | TextTokenizer
+
+
+def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
+    """Return everything that the ids depend on, of chats too if asked for."""
+    template = tokenizer.chats.fingerprint if chats and tokenizer.chats else ""
+    return f"{tokenizer.fingerprint}, {template}" if template else tokenizer.fingerprint
+
+
+def encode_all(tokenizer: Tokenizer, contents: Sequence[Content]) -> list[tuple[Ids, Mask | None]]:
+    """Return the ids of each text, without `bos` and `eos`, or of each whole chat or completion with its targets.
+
+    Raises:
+        ValueError: naming the row of a chat without a chat template, or that the template refuses.
+    """
+    texts = iter(tokenizer.encode_all([content for content in contents if isinstance(content, str)]))
+    return [
+        (next(texts), None) if isinstance(content, str) else encode_masked(tokenizer, content) for content in contents
+    ]
+
+
+def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask]:
+    """Return the ids of a whole chat or completion, and which of them are targets.
+
+    Raises:
+        ValueError: naming the row, as `encode_all` does.
+    """
+    if isinstance(content, Chat):
+        return chat_encoder(tokenizer, content.where).encode(content)
+    given = as_document(tokenizer, tokenizer.encode(content.prompt), end=False)
+    answer = as_document(tokenizer, tokenizer.encode(content.completion), begin=False)
+    if len(given) + len(answer) < 2 or not len(answer):
+        raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
+    return np.concatenate((given, answer)), np.arange(len(given) + len(answer)) >= len(given)
+
+
+def chat_encoder(tokenizer: Tokenizer, where: str) -> ChatEncoder:
+    """Return what encodes chats. Raises ValueError, naming `where`, if the tokenizer has no chat template."""
+    if tokenizer.chats is None:
+        raise ValueError(
+            f"{where}: messages need a chat template, which tokenizer={tokenizer.name} does not have: use a tokenizer "
+            f"with one, or set chat_template to a file that holds one"
+        )
+    return tokenizer.chats
 
 
 def as_document(tokenizer: Tokenizer, ids: Ids, *, begin: bool = True, end: bool = True) -> Ids:

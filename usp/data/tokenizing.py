@@ -28,17 +28,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .documents import read_pieces
+from .chat.conversation import Content, texts_in
+from .documents import holds_chats, read_pieces
 from .files import DataFile, DataFiles
 from .progress import DataProgress
-from .store import FORMAT, INDEX, MANIFEST, PROGRESS, SUM_BYTES, TOKENS, Manifest, checksum, write_json
-from .tokenizer import Tokenizer, as_document
+from .store import FORMAT, INDEX, MANIFEST, MASK, PROGRESS, SUM_BYTES, TOKENS, Manifest, checksum, write_json
+from .tokenizer import Tokenizer, as_document, encode_all, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 SAVE_SECONDS = 2.0  # between two records of the place
 LARGE = 2**26  # bytes of files that are worth starting processes
 
-Piece = tuple[str, bool, bool]  # text, whether a document begins with it, and whether it ends with it
+Piece = tuple[Content, bool, bool]  # text or a whole chat, whether it begins a document, and whether it ends one
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of pieces as ids; `ends` says after which of them a document ends."""
+    """A batch of pieces as ids; `ends`: after which of them a document ends; `mask`: targets, None for all."""
 
     ids: npt.NDArray[np.unsignedinteger]
+    mask: npt.NDArray[np.bool_] | None
     ends: npt.NDArray[np.int64]
     characters: int
     replaced: int
@@ -82,9 +84,13 @@ class UnfitFolder(ValueError):
 
 
 def source_of(files: DataFiles, field: str, tokenizer: Tokenizer) -> str:
-    """Return a hash of what a store is made of: the names, sizes and times of the files, the field, the tokenizer."""
+    """Return a hash of what a store is made of: the names, sizes and times of the files, the field, the tokenizer.
+
+    Raises:
+        ValueError: for files of records whose first row is of no kind.
+    """
     states = [(str(file.path.resolve()), file.format, *_state(file.path)) for file in files.files]
-    content = json.dumps([FORMAT, states, field, tokenizer.fingerprint])
+    content = json.dumps([FORMAT, states, field, fingerprint(tokenizer, holds_chats(files.files, field))])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
@@ -101,20 +107,21 @@ def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path
         OSError: if the folder cannot be written.
     """
     source = source_of(files, field, tokenizer)
+    masked = holds_chats(files.files, field)
     written = _found(folder, source)
     if written is None:
         return False
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    if not _is_there(folder, written, dtype):
+    if not _is_there(folder, written, dtype, masked):
         written = Written()
     total = sum(file.path.stat().st_size for file in files.files)
     if not processes and total > LARGE and not multiprocessing.current_process().daemon:
         processes = len(os.sched_getaffinity(0))
     before = np.cumsum([0, *(file.path.stat().st_size for file in files.files)])
     with _removed_if_unfit(folder), ExitStack() as stack:
-        out = stack.enter_context(_Output(folder, written, dtype, source))
+        out = stack.enter_context(_Output(folder, written, dtype, source, masked))
         show = stack.enter_context(DataProgress("tokenizing", total)) if total > LARGE else None
-        encoder = stack.enter_context(_encoders(tokenizer.encoder(), dtype, processes))
+        encoder = stack.enter_context(_encoders(tokenizer.encoder(masked), dtype, processes))
         for encoded, place in _in_order(_batches(files.files, field, written.place), encoder, 2 * max(1, processes)):
             out.append(encoded, place)
             if show is not None:
@@ -132,7 +139,7 @@ def _removed_if_unfit(folder: Path) -> Iterator[None]:
     try:
         yield
     except ValueError:
-        for name in (TOKENS, INDEX, PROGRESS):
+        for name in (TOKENS, INDEX, MASK, PROGRESS):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
@@ -155,10 +162,15 @@ def _found(folder: Path, source: str) -> Written | None:
     return Written()
 
 
-def _is_there(folder: Path, written: Written, dtype: np.dtype) -> bool:
+def _is_there(folder: Path, written: Written, dtype: np.dtype, masked: bool) -> bool:
     """Return whether the files hold what the record says: a machine that fails may lose what it has written."""
-    sizes = {TOKENS: written.tokens * dtype.itemsize, INDEX: 8 * (written.documents + 1)}
+    sizes = _sizes(written, dtype, masked)
     return all((folder / name).is_file() and (folder / name).stat().st_size >= sizes[name] for name in sizes)
+
+
+def _sizes(written: Written, dtype: np.dtype, masked: bool) -> dict[str, int]:
+    sizes = {TOKENS: written.tokens * dtype.itemsize, INDEX: 8 * (written.documents + 1)}
+    return sizes | {MASK: written.tokens} if masked else sizes
 
 
 def _record(written: Written, source: str) -> dict[str, object]:
@@ -168,11 +180,11 @@ def _record(written: Written, source: str) -> dict[str, object]:
 class _Output:
     """The files of a store, to which batches are appended; `written` is kept up to date."""
 
-    def __init__(self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str) -> None:
+    def __init__(self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str, masked: bool) -> None:
         self._folder, self._written, self._dtype, self._source = folder, written, np.dtype(dtype), source
         self._saved = time.monotonic()
-        self._begins = {name: len(sums) * SUM_BYTES for name, sums in written.checksums.items()}
-        sizes = {TOKENS: written.tokens * self._dtype.itemsize, INDEX: 8 * (written.documents + 1)}
+        sizes = _sizes(written, self._dtype, masked)
+        self._begins = {name: len(written.checksums.setdefault(name, [])) * SUM_BYTES for name in sizes}
         self._files = {name: (folder / name).open("a+b") for name in sizes}
         if written.place == Place():
             self._files[INDEX].truncate(0)
@@ -195,6 +207,9 @@ class _Output:
         written = self._written
         self._files[TOKENS].write(encoded.ids.tobytes())
         self._files[INDEX].write((encoded.ends + written.tokens).tobytes())
+        if MASK in self._files:
+            mask = np.ones(len(encoded.ids), np.bool_) if encoded.mask is None else encoded.mask
+            self._files[MASK].write(mask.tobytes())
         written.tokens += len(encoded.ids)
         written.documents += len(encoded.ends)
         written.characters += encoded.characters
@@ -212,7 +227,7 @@ class _Output:
         Manifest(
             format=FORMAT,
             tokenizer=tokenizer.name,
-            fingerprint=tokenizer.fingerprint,
+            fingerprint=fingerprint(tokenizer, MASK in self._files),
             largest=written.largest,
             files=files,
             documents=written.documents,
@@ -220,7 +235,7 @@ class _Output:
             replaced=written.replaced,
             tokens=written.tokens,
             dtype=str(self._dtype),
-            masked=False,
+            masked=MASK in self._files,
             source=self._source,
             checksums=written.checksums,
         ).write(self._folder)
@@ -257,8 +272,9 @@ def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tu
         place = place if number == place.file else Place(number)
         for piece in _pieces(files[number], field, place):
             batch.append(piece)
-            size += len(piece[0])
-            place = Place(number, place.pieces + 1, place.characters + len(piece[0]), piece[2])
+            characters = sum(map(len, texts_in(piece[0])))
+            size += characters
+            place = Place(number, place.pieces + 1, place.characters + characters, piece[2])
             if size >= BATCH_CHARACTERS:
                 yield batch, place
                 batch, size = [], 0
@@ -285,18 +301,21 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _encode(tokenizer: Tokenizer, dtype: np.dtype, batch: Sequence[Piece]) -> Encoded:
-    ids, ends, tokens = [], [], 0
-    for found, (_, begins, finishes) in zip(tokenizer.encode_all([text for text, _, _ in batch]), batch, strict=True):
-        ids.append(as_document(tokenizer, found, begin=begins, end=finishes).astype(dtype))
-        tokens += len(ids[-1])
+    ids, masks, ends, tokens = [], list[npt.NDArray[np.bool_]](), [], 0
+    encoded = encode_all(tokenizer, [content for content, _, _ in batch])
+    for (found, mask), (_, begins, finishes) in zip(encoded, batch, strict=True):
+        whole = as_document(tokenizer, found, begin=begins, end=finishes) if mask is None else found
+        ids.append(whole.astype(dtype))
+        masks.append(np.ones(len(whole), np.bool_) if mask is None else mask)
+        tokens += len(whole)
         if finishes:
             ends.append(tokens)
-    characters, replaced = (sum(map(count, (text for text, _, _ in batch))) for count in (len, _replaced))
-    return Encoded(np.concatenate(ids), np.array(ends, np.int64), characters, replaced)
-
-
-def _replaced(text: str) -> int:
-    return text.count("\ufffd")
+    texts = [text for content, _, _ in batch for text in texts_in(content)]
+    characters, replaced = sum(map(len, texts)), sum(text.count("\ufffd") for text in texts)
+    some = any(mask is not None for _, mask in encoded)
+    return Encoded(
+        np.concatenate(ids), np.concatenate(masks) if some else None, np.array(ends, np.int64), characters, replaced
+    )
 
 
 class _Encoders:

@@ -1,5 +1,5 @@
 """Everything that depends on transformers. Each file imports only earlier ones:
 
-tokenizers, mixers, prune, structure, integrate, models, expert_parallel, tensor_parallel, shapes, balance, stage, disk,
-initialise, export_plan, weights, export, lora.
+chat, tokenizers, mixers, prune, structure, integrate, models, expert_parallel, tensor_parallel, shapes, balance, stage,
+disk, initialise, export_plan, weights, export, lora.
 """

@@ -6,12 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, ByT5Tokenizer, TokenizersBackend
 
-from usp.data.tokenizer import BYTES, ByteTokenizer, Ids, TextTokenizer, Tokenizer
+from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
+
+from .chat.template import ChatTemplate
 
 AUTO = "auto"
 # A directory with one of these holds a tokenizer.
@@ -38,18 +38,20 @@ def tokenizer_of(tokenizer: str, model: str) -> str:
     )
 
 
-def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False) -> Tokenizer:
+def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False, chat_template: str = "") -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
     Args:
         bos: "always" and "never" say whether documents begin with the tokenizer's BOS; "auto" does as the tokenizer.
-        parse_special: whether special tokens written out in a text become their ids.
+        parse_special: whether special tokens written out in a text become their ids; in chats they always do, because
+            templates write them out.
+        chat_template: file with a chat template, instead of the tokenizer's own.
 
     Raises:
-        ValueError: if it has no tokenizer, or for "always" no BOS.
+        ValueError: if it has no tokenizer, or for "always" no BOS, or if there is no file of that name.
     """
     if tokenizer == BYTES:
-        return _with_bos(ByteTokenizer(), bos)
+        return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES)), bos)
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         raise ValueError(f"tokenizer={tokenizer} is not a directory: use a transformers tokenizer's, or {BYTES!r}")
@@ -57,8 +59,9 @@ def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False)
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise ValueError(f"tokenizer={tokenizer}: transformers cannot read it: {error}") from error
+    chats = _chats(loaded, chat_template, tokenizer)
     if isinstance(loaded, ByT5Tokenizer) and not parse_special:
-        return _with_bos(ByteTokenizer(tokenizer), bos)
+        return _with_bos(ByteTokenizer(tokenizer, chats=chats), bos)
     begins = bos == "always" or (bos == AUTO and loaded.bos_token_id in loaded("a", verbose=False)["input_ids"][:1])
     found = TextTokenizer(
         name=tokenizer,
@@ -68,8 +71,19 @@ def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False)
         eos=loaded.eos_token_id,
         parse_special=parse_special,
         backend=_backend(loaded, parse_special),
+        chats=chats,
     )
     return _with_bos(found, bos)
+
+
+def _chats(loaded: Any, chat_template: str, name: str) -> ChatTemplate | None:
+    """Give the tokenizer the chat template in a file, if one is named, and return it; None if it has none."""
+    if chat_template:
+        try:
+            loaded.chat_template = Path(chat_template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"chat_template={chat_template} cannot be read: {error}") from error
+    return ChatTemplate(loaded, name) if loaded.chat_template else None
 
 
 def _backend(tokenizer: Any, parse_special: bool) -> Any:
@@ -91,26 +105,6 @@ def _with_bos(tokenizer: Tokenizer, bos: str) -> Tokenizer:
     return tokenizer
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Ids:
-    """Return the ids of a chat up to where the assistant's next message begins, shape (ids,), by its chat template.
-
-    The template writes the special tokens, those that begin a document included.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template, and if the template refuses the messages.
-    """
-    if not isinstance(tokenizer, TextTokenizer) or not tokenizer.tokenizer.chat_template:
-        raise ValueError(
-            f"messages need a chat template, which tokenizer={tokenizer.name} does not have: give the prompt as text, "
-            f"or use a tokenizer with one"
-        )
-    try:
-        ids = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template of tokenizer={tokenizer.name} fails for the messages: {error}") from error
-    return np.asarray(ids, dtype=np.int64)
-
-
 def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
     """Save the tokenizer for `AutoTokenizer.from_pretrained`: a transformers one in `checkpoint`, bytes next to it.
 
@@ -120,4 +114,5 @@ def save_tokenizer(tokenizer: Tokenizer, checkpoint: Path) -> None:
     if isinstance(tokenizer, TextTokenizer):
         tokenizer.tokenizer.save_pretrained(checkpoint)
     else:
-        ByT5Tokenizer().save_pretrained(checkpoint.parent / BESIDE)
+        saved = tokenizer.chats.tokenizer if isinstance(tokenizer.chats, ChatTemplate) else ByT5Tokenizer()
+        saved.save_pretrained(checkpoint.parent / BESIDE)

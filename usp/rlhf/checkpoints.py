@@ -13,7 +13,7 @@ from usp.train.checkpoints import lora_violations, steps_violations
 
 from .config import RlhfConfig
 
-_DATA = ("data", "prompt_tokens", "tokenizer", "seed")
+_DATA = ("data", "prompt_tokens", "tokenizer", "chat_template", "seed")
 # Another value is another run.
 _FIXED = ("algorithm", "reward_model", "critic", "ref", "models", "reward_function", *_DATA)
 # The same for the supervised steps: key of their configuration -> field of the run's.
@@ -82,7 +82,7 @@ def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> 
     found = [
         f"{flag(name)} = {asked[name]} (supervised steps of this run: {saved.get(key)}) must not change on resume"
         for key, name in _FIXED_SFT.items()
-        if saved.get(key) != asked[name]
+        if saved.get(key, "") != asked[name]
     ]
     found += _held_out_violations(saved, config, "supervised steps of this run")
     return found + lora_violations(saved, replace(config, **sft_lora(config)))

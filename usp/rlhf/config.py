@@ -71,6 +71,8 @@ class _Rlhf:
     tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
     """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5. auto: the model directory's
     own, or bytes for a preset."""
+    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
 
     staleness: Annotated[int, one_of(("0", "1"))] = 0
     """1: generate and score the samples of a step while the step before trains, with the weights from before it. Needs

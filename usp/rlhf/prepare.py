@@ -110,7 +110,7 @@ def prepare(
     problems.check()
     problems += violations(config, algorithms)
     device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
-    tokenizer = attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model), parse_special=True))
+    tokenizer = attempt(partial(_tokenizer, config))
     config = replace(config, tokenizer=tokenizer.name if tokenizer else config.tokenizer)
     dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else torch.float32
     algorithm = algorithms.get(config.algorithm)
@@ -168,6 +168,11 @@ def prepare(
         drawn,
         held_out,
     )
+
+
+def _tokenizer(config: RlhfConfig) -> Tokenizer:
+    name = tokenizer_of(config.tokenizer, config.model)
+    return load_tokenizer(name, parse_special=True, chat_template=config.chat_template)
 
 
 def _with_rates(config: RlhfConfig, algorithm: Algorithm) -> RlhfConfig:
@@ -280,7 +285,7 @@ def _open_examples(
             optional=("answer",) if unread else (),
         )
     except ValueError as error:
-        names = r"\b(data|prompt_tokens|long_prompts|tokenizer)="
+        names = r"\b(data|prompt_tokens|long_prompts|tokenizer|chat_template)="
         raise ValueError(re.sub(names, lambda match: f"{flag(match[1])} = ", str(error))) from error
 
 

@@ -29,18 +29,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel import DamagedCheckpoint, ParallelMesh, ProcessGroups, complete_checkpoints, latest, verify
-from usp.data.tokenizer import as_document
 from usp.hf.export import save_weights
 from usp.hf.lora.adapter_export import MergedWeights, save_adapter
 from usp.hf.lora.adapters import Lora
 from usp.hf.models import hide_progress_bars
 from usp.hf.tokenizers import save_tokenizer
-from usp.rlhf.data.datasets import Example, example_indices
+from usp.rlhf.data.datasets import example_indices, sequences_of
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
@@ -339,21 +339,13 @@ class RlhfTrainer(TrainingLoop):
                 values["prompt_index"] = [torch.tensor(index) for index in indices]
         else:
             pairs = self.prepared.algorithm.data == "pairs"
-            whole = [
-                self._sequence(e, text) for e in examples for text in ((e.answer, e.rejected) if pairs else (e.answer,))
-            ]
-            values = {"tokens": [tokens for tokens, _ in whole], "mask": [mask for _, mask in whole]}
+            whole = [one for e in examples for one in sequences_of(e, self.prepared.tokenizer, pairs)]
+            values = {
+                "tokens": [torch.from_numpy(ids) for ids, _ in whole],
+                "mask": [torch.from_numpy(np.append(targets[1:], False)).float() for _, targets in whole],
+            }
         ids = tuple(range(len(next(iter(values.values())))))
         return Samples(ids, {key: values[key] for key in given})
-
-    def _sequence(self, example: Example, response: str) -> tuple[Tensor, Tensor]:
-        """Return a prompt with a response that ends, and the mask of the response."""
-        tokenizer = self.prepared.tokenizer
-        ids = as_document(tokenizer, tokenizer.encode(response), begin=False)
-        tokens = torch.cat((torch.from_numpy(example.prompt), torch.from_numpy(ids)))
-        mask = torch.zeros(len(tokens))
-        mask[len(example.prompt) - 1 : -1] = 1
-        return tokens, mask
 
     def _build_role(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh) -> RoleModel:
         def generator(model: RoleModel) -> Generator:

@@ -86,7 +86,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
     tokenizer = None
     if tokenizer_name and config.bos in BOS:
-        tokenizer = attempt(lambda: load_tokenizer(tokenizer_name, config.bos, config.parse_special_tokens))
+        tokenizer = attempt(lambda: _tokenizer(config, tokenizer_name))
     if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
         problems.append(
             f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
@@ -157,9 +157,14 @@ def _packed(
     """Open the token store of `data`, and write it first if there is none, and pack it in the order of `seed`."""
     store = open_data(data, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
     check_ids(store, vocabulary)
-    if seed is not None and config.packing == "whole":
+    whole = config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)
+    if seed is not None and whole:
         return WholeRows(store, config.seq_len, seed)
     return PackedRows(store, config.seq_len, seed)
+
+
+def _tokenizer(config: TrainConfig, name: str) -> Tokenizer:
+    return load_tokenizer(name, config.bos, config.parse_special_tokens, config.chat_template)
 
 
 def _find_place(batches: BatchStream, saved: TrainingState, data_changed: bool) -> None:

@@ -55,7 +55,7 @@ def train_step(
     Returns:
         The loss as `before_update` returned it, and the gradient norm before clipping: nan if the loss is not finite.
     """
-    tokens = int(global_token_count(batch["shift_labels"], mesh))
+    tokens = max(1, int(global_token_count(batch["shift_labels"], mesh)))  # with chats, a batch may have no target
     share = engine.forward_backward(split_rows(batch, config.micro_batches), NextTokenLoss(tokens))
     loss = before_update(share)
     return loss, engine.step(learning_rate, config.max_grad_norm) if math.isfinite(loss) else math.nan

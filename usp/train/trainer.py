@@ -19,6 +19,7 @@ RUN/                          the output of a run
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,9 +34,12 @@ from torch import Tensor
 
 from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
 from usp.data.cache import StoreFolder
+from usp.data.chat.excerpt import CLOSE, OPEN, excerpt
 from usp.data.files import DataFiles
 from usp.data.mixture import parse_mixture
+from usp.data.packing import PackedRows
 from usp.data.reader import Batch, BatchReader
+from usp.data.whole import WholeRows
 from usp.hf.export import save_weights
 from usp.hf.lora.adapter_export import MergedWeights, save_adapter
 from usp.hf.models import hide_progress_bars
@@ -252,6 +256,8 @@ class Trainer(TrainingLoop):
                 f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
             )
             yield from _left_out(part)
+            if held.masked:
+                yield from self._sample(path, source)
             if held.replaced:
                 yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
         if held_out := self.prepared.held_out:
@@ -261,12 +267,23 @@ class Trainer(TrainingLoop):
                 f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
             )
             yield from _left_out(held_out.data)
-        if config.packing == "whole":
-            for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True):
-                padding = 1 - source.store.manifest.tokens / (source.per_epoch * config.seq_len)
+        for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True):
+            if isinstance(source, WholeRows):
+                padding = 1 - source.tokens / (source.per_epoch * config.seq_len)
                 yield f"packing: {path}: {source.per_epoch} sequences of whole documents, {padding:.1%} padding"
+                yield from _long_documents(path, source)
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
+
+    def _sample(self, path: str, source: PackedRows) -> Iterator[str]:
+        """Show the beginning of the first row, with its targets."""
+        row, color = source.row(0), sys.stdout.isatty()
+        begin, end = int(row.begins[0]), int(row.begins[0] + row.boundaries[1])
+        marked = "in green" if color else f"between {OPEN} and {CLOSE}"
+        yield f"sample: {path}: a document, what is trained on {marked}:"
+        yield excerpt(
+            source.store.read(begin, end), source.store.read_mask(begin, end), self.prepared.tokenizer.show, color
+        )
 
     def _evaluate(self, number: int) -> HeldOutLoss | None:
         """Return the losses on the held-out data, if it is evaluated after this step."""
@@ -384,6 +401,21 @@ class Trainer(TrainingLoop):
     def _mfu(self, seconds: float) -> float | None:
         """Return the share of the devices' bfloat16 peak that a step reached; None for float32 and unknown devices."""
         return None if self.peak is None else self.flops_in_step / (seconds * self.peak * dist.get_world_size())
+
+
+def _long_documents(path: str, source: WholeRows) -> Iterator[str]:
+    """Say what becomes of documents that are longer than a row, if there are any."""
+    if not source.long:
+        return
+    of_all = (
+        f"{source.long} of {source.store.manifest.documents} documents are longer than --seq-len = {source.seq_len}"
+    )
+    if not source.store.manifest.masked:
+        yield f"packing: {path}: {of_all}: they are cut into several"
+        return
+    gone = source.store.manifest.tokens - source.tokens
+    empty = f"; {source.left_out} of them are left out, because no target is left" if source.left_out else ""
+    yield f"packing: {path}: {of_all}: their ends are left out, {count(gone)} tokens{empty}"
 
 
 def _left_out(data: DataFiles | StoreFolder) -> list[str]:

@@ -46,12 +46,16 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("save_every", [1, 4])
+@pytest.mark.parametrize(("save_every", "masked"), [(1, False), (4, True)])
 def test_a_store_is_the_same_after_a_kill_at_any_moment(
-    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, save_every: int
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, save_every: int, masked: bool
 ) -> None:
     """What is on disk after each batch, without what is buffered, is what a kill at that moment leaves."""
     files, moments, append = corpus(tmp_path / "data"), [], _Output.append
+    if masked:
+        rows = [json.dumps({"prompt": "document ", "completion": f"{number} " * number}) for number in range(40)]
+        (tmp_path / "data" / "c.jsonl").write_text("\n".join(rows))
+        files = find_files(str(tmp_path / "data"))
 
     def killed(self: _Output, encoded: usp.data.tokenizing.Encoded, place: usp.data.tokenizing.Place) -> None:
         saving = len(moments) % save_every == 0
@@ -64,7 +68,8 @@ def test_a_store_is_the_same_after_a_kill_at_any_moment(
     assert write_store(files, "text", BYTES, tmp_path / "whole")
     monkeypatch.setattr(_Output, "append", append)
     whole = content(tmp_path / "whole")
-    assert sorted(whole) == ["index.bin", "manifest.json", "tokens.bin"] and len(moments) > 20
+    files_of_store = ["index.bin", "manifest.json", *(["mask.bin"] if masked else []), "tokens.bin"]
+    assert sorted(whole) == files_of_store and len(moments) > 20
     for moment in moments:
         with pytest.raises(ValueError, match="is not finished: run the same"):
             TokenStore(moment)

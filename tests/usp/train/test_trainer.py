@@ -180,7 +180,7 @@ def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Batc
     return record.loss, record.grad_norm, batch
 
 
-@pytest.mark.parametrize("packing", ["cut", "whole"])
+@pytest.mark.parametrize("packing", ["cut", "whole", "chats"])
 def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, packing: str) -> None:
     """Each document alone through the unchanged model; the mean over all their targets. With padding on most ranks."""
     config = replace(SMALL, sp_ulysses=2, sp_ring=2, seq_len=2048)
@@ -188,20 +188,32 @@ def test_a_step_is_that_of_plain_transformers(ranks: RankPool, tmp_path: Path, p
         lines = [json.dumps({"text": f"{number} is a number. " * 12}) for number in range(3)]
         (tmp_path / "data.jsonl").write_text("\n".join(lines))
         config = replace(config, packing=packing, data=str(tmp_path / "data.jsonl"))
+    elif packing == "chats":
+        turns = [("user", "Count!"), ("assistant", "one two three"), ("user", "Go on!"), ("assistant", "four")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        rows = [{"messages": messages[:2] * number + messages} for number in (0, 3, 9)]
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (tmp_path / "chat.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        config = replace(config, data=str(tmp_path / "data.jsonl"), chat_template=str(tmp_path / "chat.jinja"))
     loss, grad_norm, batch = ranks.run(step_and_batch, 4, config, str(tmp_path))[0]
     found = loss, grad_norm
     expected = plain_step(drawn_model(load_model_config("tiny"), config.seed), batch)
+    if packing == "chats":  # what the assistant writes, each with an end of sequence
+        assert (batch.shift_labels != -100).sum() == len(batch.input_ids) * (15 * 14 + 3 * 5)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
 
 
 def plain_step(model: PreTrainedModel, batch: Batch) -> tuple[float, float]:
     """Return loss and gradient norm of each document alone through a transformers model."""
     targets, total = 0, torch.zeros(())
-    for row, boundaries in zip(batch.input_ids, batch.cu_seqlens.tolist(), strict=True):
-        for document in (row[begin:end] for begin, end in pairwise(boundaries) if end > begin):
-            logits = model(input_ids=document.unsqueeze(0)).logits[0, :-1]
-            total = total + torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum")
-            targets += len(document) - 1
+    for row, labels, boundaries in zip(batch.input_ids, batch.shift_labels, batch.cu_seqlens.tolist(), strict=True):
+        for begin, end in (pair for pair in pairwise(boundaries) if pair[1] > pair[0]):
+            logits = model(input_ids=row[begin:end].unsqueeze(0)).logits[0]
+            total = total + torch.nn.functional.cross_entropy(logits, labels[begin:end], reduction="sum")
+            targets += int((labels[begin:end] != -100).sum())
     (total / targets).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     return total.item() / targets, norm.item()

@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel import ParallelMesh, ProcessGroups, local_tensor
 from parallel.reallocation.boxes import local_box
 from usp.data.files import STDLIB
-from usp.data.tokenizer import as_document
 from usp.hf.models import materialise, model_facts
-from usp.rlhf.data.datasets import Example
+from usp.rlhf.data.datasets import Example, sequences_of
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.generation.batching import Rollout, capacity
 from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
@@ -71,9 +70,9 @@ class RlhfStep:
         def tokens(example: Example) -> int:
             prompt = config.prompt_tokens if built_in else len(example.prompt)
             pairs = prepared.algorithm.data == "pairs"
-            responses = () if sampled else (example.answer, example.rejected) if pairs else (example.answer,)
-            ids = (as_document(tokenizer, tokenizer.encode(text), begin=False) for text in responses)
-            return prompt + max(map(len, ids), default=0)
+            if sampled:
+                return prompt
+            return prompt - len(example.prompt) + max(len(ids) for ids, _ in sequences_of(example, tokenizer, pairs))
 
         return RlhfStep(
             prepared.graph,

@@ -5,8 +5,10 @@
     stdlib         find the mark hidden in a piece of the Python standard library's source code
 
 A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
-tokenizer's chat template makes it a prompt for the assistant's next message. Under "messages" the last one may be the
-answer. The other values are text, or a list of one message, whose content they are.
+tokenizer's chat template makes it a prompt for the assistant's next message, with the tools under "tools". Under
+"messages" the last one may be the answer. The other values are text or a list of messages. What is trained on after a
+prompt of messages is what the template has the assistant write; under "messages", that of all its messages. An answer
+may be under "completion".
 
 The built-in task has a verifiable answer and needs the whole prompt to be read.
 """
@@ -22,9 +24,10 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from usp.data.chat.conversation import Chat, Completed, Mask, Message
+from usp.data.chat.row_kind import MESSAGES, PROMPT, completed, messages_of, text_of, tools_of
 from usp.data.files import STDLIB, DataFile, find_files
-from usp.data.tokenizer import Ids, Tokenizer, as_document
-from usp.hf.tokenizers import chat_prompt
+from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
 from usp.run.failures import nearest
 
 MARKS = "①②③④⑤⑥⑦⑧"
@@ -41,11 +44,13 @@ class Example:
         prompt: token ids, without an end of sequence.
         answer: the correct response.
         rejected: a worse response, for preference pairs.
+        sequences: of messages that are trained on, see `sequences_of`.
     """
 
     prompt: Ids
     answer: str
     rejected: str = ""
+    sequences: tuple[tuple[Ids, Mask], ...] = ()
 
 
 class Examples(Protocol):
@@ -161,13 +166,14 @@ def open_examples(
     examples, problems, dropped = [], [], 0
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
+            where = f"line {number}"
             try:
-                examples.append(_parse(line, keys, tokenizer, longest, whole, optional))
+                examples.append(_parse(line, where, keys, tokenizer, longest, whole, optional))
             except _TooLong as error:
                 dropped += drop_long
-                problems += [] if drop_long else [f"line {number}: {error}"]
+                problems += [] if drop_long else [f"{where}: {error}"]
             except ValueError as error:
-                problems.append(f"line {number}: {error}")
+                problems.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
     if problems:
         more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
         raise ValueError(f"data={data}: {'; '.join(problems[:5])}{more}")
@@ -182,82 +188,85 @@ class _TooLong(ValueError):
 
 
 def _parse(
-    line: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool, optional: Sequence[str]
+    line: str, where: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool, optional: Sequence[str]
 ) -> Example:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
-    first = "messages" if "messages" in row and "prompt" not in row else "prompt"
-    if first == "messages" and "answer" in keys and "answer" not in row:
-        row |= _answered(row["messages"])
+    row = _row(line, where, keys)
+    first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
+    conversation = row.get(first)
+    if "answer" in keys and "answer" not in row:
+        row |= {"answer": row["completion"]} if "completion" in row else {}
+        row |= _answered(conversation, where) if first == MESSAGES else {}
     row = dict.fromkeys(optional, "") | row
     for key in (first, *keys[1:]):
         if key not in row:
-            raise ValueError(f"no text under {key!r}{nearest(key, row)}")
-    prompt = _prompt(row[first], first, tokenizer)
-    texts = {key: _text(row[key], key) for key in keys[1:]}
+            raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
+    tools = tools_of(row, where)
+    prompt = _prompt(row[first], first, tools, tokenizer, where)
     if not len(prompt):
-        raise ValueError("a prompt of 0 tokens, expected at least 1")
+        raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
     advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
     if len(prompt) > longest:
         raise _TooLong(
             f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
             f"{advice}"
         )
-    for key, text in texts.items() if whole else ():
-        tokens = len(as_document(tokenizer, tokenizer.encode(text), begin=False))
-        if len(prompt) + tokens > longest:
+    sequences = []
+    for key in keys[1:] if whole else ():
+        content = completed((row[first], first), (row[key], key), tools, where)
+        if isinstance(content, Chat) and content.messages == conversation:
+            content = Chat(where, conversation, tools)  # with all that the assistant writes, as in train.py
+        sequences.append(_sequence(content, tokenizer))
+        if (tokens := len(sequences[-1][0])) > longest:
             raise _TooLong(
-                f"a prompt of {len(prompt)} tokens and {tokens} under {key!r} exceed the model's context of {longest}: "
-                f"{advice}"
+                f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r} exceed the model's context "
+                f"of {longest}: {advice}"
             )
+    texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
     answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
-    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""))
+    chat = isinstance(row[first], list)
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences) if chat else ())
 
 
-def _answered(value: Any) -> dict[str, Any]:
+def _row(line: str, where: str, keys: Sequence[str]) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
+    return row
+
+
+def _answered(value: Any, where: str) -> dict[str, Any]:
     """Return a chat that the assistant's message ends as a prompt and its answer; nothing for another."""
-    messages = _messages(value, "messages")
+    messages = messages_of(value, MESSAGES, where)
     if messages[-1]["role"] != "assistant":
         return {}
-    return {"messages": messages[:-1], "answer": messages[-1]["content"]}
+    return {MESSAGES: messages[:-1], "answer": messages[-1:]}
 
 
-def _prompt(value: Any, key: str, tokenizer: Tokenizer) -> Ids:
+def _prompt(value: Any, key: str, tools: list[Message] | None, tokenizer: Tokenizer, where: str) -> Ids:
     """Return the ids of text, or of messages to which the assistant responds."""
-    if isinstance(value, str) and key == "prompt":
+    if isinstance(value, str) and key == PROMPT:
         return as_document(tokenizer, tokenizer.encode(value), end=False)
-    return chat_prompt(tokenizer, _messages(value, key))
+    messages = messages_of(value, key, where)
+    return chat_encoder(tokenizer, where).prompt(Chat(where, messages, tools))
 
 
-def _text(value: Any, key: str) -> str:
-    """Return text, or the content of a list of one message."""
-    if isinstance(value, str):
-        return value
-    messages = _messages(value, key)
-    if len(messages) != 1:
-        raise ValueError(f"{len(messages)} messages under {key!r}, expected text or one message")
-    return messages[0]["content"]
+def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:
+    """Return the ids up to the last target, where a response would end, and which of them are targets."""
+    ids, targets = encode_masked(tokenizer, content)
+    end = int(np.flatnonzero(targets)[-1]) + 1
+    return ids[:end], targets[:end]
 
 
-def _messages(value: Any, key: str) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{_found(value)} under {key!r}, expected text or a list of messages")
-    for message in value:
-        named = isinstance(message, dict) and message.keys() >= {"role", "content"}
-        if not named or not (isinstance(message["role"], str) and isinstance(message["content"], str)):
-            raise ValueError(f"a message under {key!r} has no text under 'role' and 'content': {_found(message)}")
-    return value
-
-
-def _found(value: Any) -> str:
-    """Name a JSON value that is not as expected."""
-    if isinstance(value, dict):
-        return f"an object with the keys {', '.join(value) or 'none'}"
-    return "an empty list" if value == [] else "null" if value is None else f"a {type(value).__name__}"
+def sequences_of(example: Example, tokenizer: Tokenizer, pairs: bool) -> Sequence[tuple[Ids, Mask]]:
+    """Return what is trained on, the ids and which are targets: a prompt with its answer, or with each of a pair."""
+    if example.sequences:
+        return example.sequences
+    responses = [tokenizer.encode(text) for text in (example.answer, *((example.rejected,) if pairs else ()))]
+    whole = [np.concatenate((example.prompt, as_document(tokenizer, ids, begin=False))) for ids in responses]
+    return [(ids, np.arange(len(ids)) >= len(example.prompt)) for ids in whole]
 
 
 def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from usp.data.tokenizer import ByteTokenizer, Tokenizer
 from usp.hf.tokenizers import load_tokenizer
 from usp.rlhf.algorithms.rewards import match
-from usp.rlhf.data.datasets import MARKS, QUESTION, Examples, example_indices, open_examples
+from usp.rlhf.data.datasets import MARKS, QUESTION, Examples, example_indices, open_examples, sequences_of
 
 KEYS = ("prompt", "answer")
 
@@ -155,12 +155,43 @@ def test_messages_are_prompts_by_the_chat_template(tmp_path: Path, chat: Tokeniz
     assert (found[0].answer, found[0].rejected) == ("4", "5")
 
 
+def test_what_the_assistant_writes_is_trained_on(tmp_path: Path, chat: Tokenizer) -> None:
+    """As text and targets: of messages all that the assistant writes, after a prompt only the response."""
+
+    def trained(*rows: dict, keys: tuple[str, ...] = KEYS) -> list[list[tuple[str, str]]]:
+        found = opened(tmp_path, *rows, keys=keys, tokenizer=chat, longest=200, whole=True)
+        both = [sequences_of(found[n], chat, pairs="chosen" in keys) for n in range(len(found))]
+        return [[(chat.show(ids), chat.show(ids[targets])) for ids, targets in one] for one in both]
+
+    asked, four, five = (
+        [{"role": "user", "content": "2+2?"}],
+        *({"role": "assistant", "content": text} for text in ("4", "5")),
+    )
+    more = [*asked, four, {"role": "user", "content": "No!"}, five]
+    begin, both = "<s>user: 2+2?</s>assistant: 4</s>", "<s>user: 2+2?</s>assistant: 4</s>user: No!</s>assistant: 5</s>"
+    rows = [{"prompt": asked, "answer": "4"}, {"messages": more}, {"prompt": more[:3], "answer": [five]}]
+    assert trained(*rows, {"prompt": "2+2?", "completion": "4"}) == [
+        [(begin, "4</s>")],
+        [(both, "4</s>5</s>")],
+        [(both, "5</s>")],
+        [("<s>2+2?4</s>", "4</s>")],
+    ]
+    pair = {"prompt": asked, "chosen": [four], "rejected": "5"}
+    expected = [(begin, "4</s>"), (begin.replace("4", "5"), "5</s>")]
+    assert trained(pair, keys=("prompt", "chosen", "rejected")) == [expected]
+    with pytest.raises(ValueError, match=r"line 1: a prompt of 23 tokens and 2 under 'answer' exceed"):
+        opened(tmp_path, rows[0], tokenizer=chat, longest=24, whole=True)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"prompt": [{"role": "user", "content": "a"}]}, "chat template, which tokenizer=bytes does not have"),
-        ({"prompt": ["a"]}, "a message under 'prompt' has no text under 'role' and 'content': a str"),
-        ({"prompt": [{"role": "user", "content": None}]}, "has no text under .* an object with the keys role, content"),
+        ({"prompt": ["a"]}, "a message under 'prompt' has no text under 'role': a str"),
+        (
+            {"prompt": [{"role": "user", "content": None}]},
+            "has neither 'content' nor .* keys role, content",
+        ),
         ({"messages": []}, "an empty list under 'messages', expected text or a list of messages"),
         ({"prompt": 3}, "a int under 'prompt', expected text or a list of messages"),
         ({"promt": "a"}, r"no text under 'prompt' \(did you mean 'promt'\?\)"),
