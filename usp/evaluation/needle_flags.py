@@ -56,6 +56,8 @@ class NeedleConfig:
     """Local transformers tokenizer directory. bytes: byte-level tokens. auto: the model directory's own."""
     rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
     """Scaling of rotary positions for lengths beyond the model's limit, as in train.py, but without training."""
+    beyond_limit: bool = False
+    """Also take lengths beyond the model's limit with its rotary positions as they are, to see where it fails."""
     seed: int = 0
     """Seed of keys and haystacks."""
     sp_ulysses: int = 1
@@ -119,6 +121,8 @@ def needle_violations(config: NeedleConfig) -> Iterator[str]:
             yield f"--depths = {config.depths}: {', '.join(wrong)} must be from 0 to 100 percent"
     except ValueError as error:
         yield f"--depths = {config.depths}: {error}"
+    if config.beyond_limit and config.rope_scaling != "none":
+        yield f"--beyond-limit keeps positions as they are, --rope-scaling = {config.rope_scaling} does not: give one"
     for name in ("needle", "answer"):
         if not getattr(config, name).strip():
             yield f"--{name} must not be empty"

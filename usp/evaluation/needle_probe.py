@@ -5,6 +5,7 @@ The ranks that these degrees leave over divide the prompts of each length.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -179,10 +180,21 @@ def _default_lengths(model: ModelConfig) -> tuple[int, ...]:
 
 
 def _with_lengths(config: NeedleConfig, model: ModelConfig, lengths: Sequence[int]) -> ModelConfig:
+    longest, limit = lengths[-1], getattr(model, LIMIT, None)
+    if config.beyond_limit:
+        if limit is None or longest <= limit or not getattr(model, "rope_parameters", None):
+            raise ValueError(
+                f"--beyond-limit has no effect: it needs rotary positions and a limit below the longest of --lengths, "
+                f"{longest}, and the model has {LIMIT}={limit}; remove it"
+            )
+        model = copy.deepcopy(model)
+        setattr(model, LIMIT, longest)
+        return model
     try:
-        return with_context(model, lengths[-1], config.rope_scaling, pretrained=config.model not in PRESETS)
+        return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
     except ValueError as error:
-        raise ValueError(str(error).replace("seq_len=", "--lengths ")) from error
+        hint = "" if config.rope_scaling != "none" else "; --beyond-limit takes them as they are"
+        raise ValueError(str(error).replace("seq_len=", "--lengths ") + hint) from error
 
 
 def _model_violations(config: NeedleConfig, model: ModelConfig, tokenizer: Tokenizer, dims: ParallelDims) -> list[str]:

@@ -162,6 +162,10 @@ def test_scores_are_parts_of_the_responses() -> None:
         (["--sp-ring", "2"], "--sp-ring 2 = 2 ranks must divide the world size 1"),
         (["--data", "nowhere"], "--data nowhere does not exist"),
         (["--rope-scaling", "yarn", "--lengths", "320"], "--rope-scaling yarn is not used"),
+        (
+            ["--beyond-limit"],
+            "a limit below the longest of --lengths, 320, and the model has max_position_embeddings=320",
+        ),
     ],
 )
 def test_wrong_flags_are_refused(model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
