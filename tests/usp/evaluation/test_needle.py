@@ -164,7 +164,7 @@ def test_scores_are_parts_of_the_responses() -> None:
         (["--rope-scaling", "yarn", "--lengths", "320"], "--rope-scaling yarn is not used"),
         (
             ["--beyond-limit"],
-            "a limit below the longest of --lengths, 320, and the model has max_position_embeddings=320",
+            "of --lengths, 320, and the model has max_position_embeddings=320",
         ),
     ],
 )
