@@ -12,7 +12,7 @@ from usp.cost.grid import Grid
 from usp.run.metrics import short
 
 # Colours of none and all found: they differ in lightness and from yellow alike for all kinds of colour vision.
-COLOURS = ("#c8452d", "#f6e08e", "#1a9678")
+COLOURS = ("#dd5f43", "#f8e7a1", "#45b094")
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def plot_heat_map(result: NeedleResult, title: str, mark: int | None = None) -> 
     axes.spines[:].set_visible(False)
     axes.set_xlabel("length of the prompt in tokens")
     axes.set_ylabel("depth of the needle")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title, fontsize="medium", pad=18)
     if mark is not None and lengths[0] <= mark < lengths[-1]:
         behind = sum(length <= mark for length in lengths) - 0.5
         axes.axvline(behind, color="black", linestyle="--", linewidth=1.5)
         aligned: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": "small"}
-        axes.annotate(f"{short(mark)} ", (behind, 1), xycoords=("data", "axes fraction"), **aligned)
+        axes.annotate(f"up to {short(mark)} ", (behind, 1), xycoords=("data", "axes fraction"), **aligned)
     figure.colorbar(image, ax=axes, label="found, %", pad=0.02)
     return figure
 
