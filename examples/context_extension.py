@@ -88,12 +88,13 @@ def start(*command: str | Path) -> None:
     subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
 
 
-def train(folder: Path, model: Path, seq_len: int, batch_size: int, steps: int, *flags: str) -> None:
+def train(folder: Path, model: Path, seq_len: int, batch_size: int, steps: int, rate: str, *flags: str) -> None:
     data = folder.parent / "data"
     data_flags = ("--data", data / f"train-{seq_len}.jsonl", "--data-cache", data / "cache")
     shape = ("--seq-len", str(seq_len), "--batch-size", str(batch_size), "--steps", str(steps))
-    rate = ("--learning-rate", "3e-3", "--lr-schedule", "wsd", "--lr-decay-steps", str(steps // 3))
-    start("train.py", "--model", model, "--output", folder, *data_flags, *shape, *rate, "--warmup-steps", "20", *flags)
+    schedule = ("--lr-schedule", "wsd", "--lr-decay-steps", str(max(1, steps // 3)), "--warmup-steps", str(steps // 10))
+    rates = ("--learning-rate", rate, *schedule)
+    start("train.py", "--model", model, "--output", folder, *data_flags, *shape, *rates, *flags)
 
 
 def needle(model: Path, data: Path, out: Path, *flags: str) -> None:
@@ -105,7 +106,7 @@ def needle(model: Path, data: Path, out: Path, *flags: str) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="output directory, which must not exist")
-    parser.add_argument("--steps", type=int, default=300, help="steps of pretraining; the extension has half as many")
+    parser.add_argument("--steps", type=int, default=300, help="of pretraining; the extension has a fifth")
     asked = parser.parse_args(argv)
     folder = asked.folder.resolve()
     data = folder / "data"
@@ -117,13 +118,13 @@ def main(argv: Sequence[str]) -> None:
     write_texts(data / "held-out.jsonl", 50, LONG, seed=0)
     write_start(folder / "start")
 
-    train(folder / "short", folder / "start", SHORT, 32, asked.steps)
+    train(folder / "short", folder / "start", SHORT, 32, asked.steps, "3e-3")
     short = folder / "short" / "model"
     needle(short, haystack, folder / "short.png", "--beyond-limit", "--mark", str(SHORT))
     needle(short, haystack, folder / "yarn.png", "--rope-scaling", "yarn", "--mark", str(SHORT))
 
-    evaluated = ("--eval-data", str(data / "held-out.jsonl"), "--eval-every", str(max(1, asked.steps // 12)))
-    train(folder / "long", short, LONG, 8, asked.steps // 2, "--rope-scaling", "yarn", *evaluated)
+    evaluated = ("--eval-data", str(data / "held-out.jsonl"), "--eval-every", "1", "--rope-scaling", "yarn")
+    train(folder / "long", short, LONG, 8, max(1, asked.steps // 5), "1e-3", *evaluated)
     needle(folder / "long" / "model", haystack, folder / "long.png", "--beyond-limit", "--mark", str(LONG))
     start("-m", "usp", "loss-by-position", folder / "long", "--out", folder / "loss-by-position.png")
 
