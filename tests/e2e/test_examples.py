@@ -56,6 +56,21 @@ def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path) -> None:
         assert (tmp_path / "chain" / model / "model.safetensors").is_file(), model
 
 
+@pytest.mark.exhaustive
+def test_the_context_extension_draws_its_plots(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "context_extension.py"
+    ended = subprocess.run(
+        [sys.executable, str(example), str(tmp_path / "out"), "--steps", "3"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for plot in ("short", "yarn", "long", "loss-by-position"):
+        assert (tmp_path / "out" / f"{plot}.png").is_file(), plot
+
+
 def test_the_slurm_script_is_valid_bash() -> None:
     shell = shutil.which("bash")
     assert shell is not None

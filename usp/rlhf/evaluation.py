@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from math import comb
 from typing import Any
 
@@ -23,33 +23,13 @@ from usp.rlhf.graph.calls import Compute, Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.runtime.executor import Executor
+from usp.train.evaluate import Evaluations
 
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
 
 SCORE = "score"
 COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs")
-
-
-@dataclass
-class Evaluations:
-    """The mean scores so far, by step; `identity` says of which prompts and sampling."""
-
-    identity: str = ""
-    scores: dict[int, float] = field(default_factory=dict)
-
-    def best_first(self) -> list[int]:
-        """Return the steps from the highest score on; of equal ones the earlier first."""
-        return sorted(self.scores, key=lambda step: (-self.scores[step], step))
-
-    def to_extra(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, as JSON values."""
-        return {"identity": self.identity, "scores": {str(step): score for step, score in self.scores.items()}}
-
-    def restore(self, extra: Mapping[str, Any]) -> None:
-        """Take over the scores of a checkpoint, if they can be compared with those to come."""
-        if extra.get("identity") == self.identity:
-            self.scores = {int(step): score for step, score in extra["scores"].items()}
 
 
 class Evaluator:
@@ -76,7 +56,7 @@ class Evaluator:
         graph, plan = evaluation_step(graph, plan, prompts, sampling(config))
         self._config, self._given = config, given_prompts(prompts, graph.given)
         self._executor = executor.another(graph, plan, collect=COLLECTED, progress=progress)
-        self.past = Evaluations(identity(config, graph, prompts))
+        self.past = Evaluations(identity(config, graph, prompts), name="scores")
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
@@ -94,7 +74,7 @@ class Evaluator:
             metrics = [evaluation_metrics(samples, config.eval_samples, config.eval_pass_score)]
             metrics[0]["eval/seconds"] = time.perf_counter() - begin
         dist.broadcast_object_list(metrics, src=0, device=self._executor.device)
-        self.past.scores[step] = metrics[0]["eval/score"]
+        self.past.values[step] = metrics[0]["eval/score"]
         return metrics[0], samples
 
 

@@ -445,7 +445,7 @@ class RlhfTrainer(TrainingLoop):
         dist.barrier()
         if self.is_writer:
             assert self.evaluator is not None
-            score = self.evaluator.past.scores[best]
+            score = self.evaluator.past.values[best]
             print(f"best: {self.folder / BEST}, of step {best}, eval score {score:.4g}", flush=True)
 
     def _export_role(self, role: str, name: str, adapter: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,23 +41,28 @@ class HeldOut:
 
 @dataclass
 class Evaluations:
-    """The losses on held-out data so far, by step; `identity` says on which data."""
+    """One number of each evaluation so far, by step; `identity` says on which data.
+
+    name: of these numbers: of losses the lowest is the best, of scores the highest.
+    """
 
     identity: str
-    losses: dict[int, float] = field(default_factory=dict)
+    values: dict[int, float] = field(default_factory=dict)
+    name: Literal["losses", "scores"] = "losses"
 
     def best_first(self) -> list[int]:
-        """Return the steps from the lowest loss on; of equal ones the earlier first."""
-        return sorted(self.losses, key=lambda step: (self.losses[step], step))
+        """Return the steps from the best number on; of equal ones the earlier first."""
+        sign = 1 if self.name == "losses" else -1
+        return sorted(self.values, key=lambda step: (sign * self.values[step], step))
 
     def to_extra(self) -> dict[str, Any]:
         """Return what a checkpoint holds, as JSON values."""
-        return {"identity": self.identity, "losses": {str(step): loss for step, loss in self.losses.items()}}
+        return {"identity": self.identity, self.name: {str(step): value for step, value in self.values.items()}}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Take over the losses of a checkpoint, if they are of the same data."""
+        """Take over the numbers of a checkpoint, if they are of the same data."""
         if extra.get("identity") == self.identity:
-            self.losses = {int(step): loss for step, loss in extra["losses"].items()}
+            self.values = {int(step): value for step, value in extra[self.name].items()}
 
 
 def perplexity(loss: float) -> float:

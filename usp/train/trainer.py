@@ -203,7 +203,7 @@ class Trainer(TrainingLoop):
 
     def export_best(self) -> None:
         """Write the weights of the best evaluation, from its checkpoint if it is not the last step."""
-        if not self.evaluations.losses or not self.config.checkpoint_every:
+        if not self.evaluations.values or not self.config.checkpoint_every:
             return
         kept = from_first_rank(lambda: complete_checkpoints(self.folder / CHECKPOINTS))
         best = next((step for step in self.best_first() if step in kept or step == self.done), None)
@@ -218,7 +218,7 @@ class Trainer(TrainingLoop):
             self.engine.restore(self.load(kept[best]))
         self._export(BEST, f"{BEST}-{MODEL}")
         if self.is_writer:
-            loss = self.evaluations.losses[best]
+            loss = self.evaluations.values[best]
             print(
                 f"best: {self.folder / BEST}, of step {best}, eval loss {loss:.4f}, perplexity {perplexity(loss):.4g}",
                 flush=True,
@@ -298,7 +298,7 @@ class Trainer(TrainingLoop):
             self.device,
             progress=lambda: self.watchdog.progress(number, "evaluation", long=True),
         )
-        self.evaluations.losses[number] = found.loss
+        self.evaluations.values[number] = found.loss
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
         return found
 

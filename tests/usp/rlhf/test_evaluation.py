@@ -21,9 +21,10 @@ from usp.rlhf.data.datasets import Example, FileExamples
 from usp.rlhf.data.held_out import hold_out
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.evaluation import Evaluations, Evaluator, evaluation_metrics, pass_at_k, sampling
+from usp.rlhf.evaluation import Evaluator, evaluation_metrics, pass_at_k, sampling
 from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.train.evaluate import Evaluations
 
 STEPS = 3
 CONFIG = RlhfConfig(eval_every=2, eval_samples=4, eval_pass_score=0.5, steps=STEPS, temperature=0.7)
@@ -138,9 +139,9 @@ def test_held_out_examples_are_not_trained_on() -> None:
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_score() -> None:
-    past = Evaluations("of these prompts", {10: 0.5, 20: 0.9, 30: 0.9, 40: -math.inf})
+    past = Evaluations("of these prompts", {10: 0.5, 20: 0.9, 30: 0.9, 40: -math.inf}, "scores")
     assert past.best_first() == [20, 30, 10, 40]
-    for identity, known in (("of these prompts", past.scores), ("of others", {})):
-        again = Evaluations(identity)
+    for identity, known in (("of these prompts", past.values), ("of others", {})):
+        again = Evaluations(identity, name="scores")
         again.restore(past.to_extra())
-        assert again.scores == known
+        assert again.values == known

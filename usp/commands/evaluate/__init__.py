@@ -1,4 +1,4 @@
 """Commands that evaluate what was trained. Each file imports only earlier ones:
 
-loss_by_position.
+loss_by_position, needle.
 """

@@ -1,0 +1,56 @@
+"""python -m usp needle: which needles a model finds in haystacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from usp.evaluation.needle_flags import NeedleConfig
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch, process_group
+from usp.run.signals import StopRequest
+
+from ..command import Command
+from ..flags import output_problem
+
+
+def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+    """Run the probe on every rank, and print and write its results on rank 0."""
+    from usp.config import token_count
+    from usp.evaluation.heat_map import plot_heat_map, write_files
+    from usp.evaluation.needle_probe import prepare_probe, run_probe
+    from usp.hf.models import hide_progress_bars
+
+    out = Path(config.out).expanduser()
+    if problem := output_problem("--out", out, ".png"):
+        raise ConfigurationError(problem)
+    hide_progress_bars()
+    prepared = prepare_probe(config, launch)
+    writes = launch.rank == 0
+    with process_group(launch, prepared.device):
+        if writes:
+            print(f"{config.model} on {prepared.layout}: {len(prepared.cells)} prompts", flush=True)
+        result = run_probe(prepared, say=lambda line: print(line, flush=True) if writes else None)
+        if writes:
+            print(f"needles found, in percent, by depth and length; {100 * result.score():.1f} of all:")
+            Console().print(result.table().table())
+            name = "/".join(Path(config.model).parts[-2:])
+            title = f"{name}: {result.score():.0%} of needles found, {config.samples} in each cell"
+            figure = plot_heat_map(result, title, token_count(config.mark) if config.mark else None)
+            print("heat map: {}\nresults: {}".format(*write_files(result, figure, out)))
+
+
+def _load() -> Callable[[NeedleConfig, Launch, StopRequest, str | None], None]:
+    return probe
+
+
+program = Command("python -m usp needle", NeedleConfig, _load)
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Run the probe on every rank that torchrun launched, or in this process only; exit with its code if it fails."""
+    if code := replace(program, prog=prog).main(argv, environ):
+        raise SystemExit(code)

@@ -1,0 +1,132 @@
+"""The flags of the needle probe, and the rules on their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from attention import LAYOUTS
+from attention.kernels.select import KERNEL_NAMES
+from usp.config import DEVICES, DTYPES, ROPE_SCALINGS, one_of, token_count
+from usp.data.files import TEXT_FIELD
+from usp.train.validate import AT_LEAST_ONE, CHOICES, value_violations
+
+KEY = "{key}"
+MAX_DIGITS = 18
+
+
+@dataclass(frozen=True)
+class NeedleConfig:
+    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
+    draw the heat map. Responses are generated greedily.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")] = ""
+    """Local transformers checkpoint directory, such as RUN/model."""
+    lengths: Annotated[
+        str, arg(metavar="N,N,...", help_behavior_hint="(default: 1/16, 1/8 .. of the model's limit)")
+    ] = ""
+    """Lengths in tokens, such as 1K,4K,16K: of haystack, needle, question and answer together."""
+    depths: Annotated[str, arg(metavar="PERCENT,...")] = "0,25,50,75,100"
+    """Where in the haystack the needle is, in percent: 0 at its beginning, 100 at its end."""
+    samples: int = 5
+    """Prompts of each length and depth; each has another haystack, and another key."""
+    data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
+    """Text of the haystack, as --data of train.py; too little text is repeated. A prompt begins anywhere in it."""
+    data_field: str = TEXT_FIELD
+    """Key or column that holds the text; not used for text files."""
+    needle: str = "The pass key is {key}. Remember it: {key} is the pass key."
+    """What is hidden. {key} is a random number, another one in every prompt."""
+    question: str = "What is the pass key? The pass key is"
+    """What follows the haystack, for the model to continue."""
+    answer: str = " {key}"
+    """What continues the question. A response is right if it contains this as words; upper and lower case are equal."""
+    key_digits: int = 5
+    """Digits of {key}."""
+    max_new_tokens: Annotated[int, arg(help_behavior_hint="(default: the answer's tokens and 16)")] = 0
+    """Maximum tokens of a response."""
+    logprobs: bool = True
+    """Also compute the log-probability of the right answer, in a forward pass that takes as long as the prompt's."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Local transformers tokenizer directory. bytes: byte-level tokens. auto: the model directory's own."""
+    rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
+    """Scaling of rotary positions for lengths beyond the model's limit, as in train.py, but without training."""
+    beyond_limit: bool = False
+    """Also take lengths beyond the model's limit with its rotary positions as they are, to see where it fails."""
+    seed: int = 0
+    """Seed of keys and haystacks."""
+    sp_ulysses: int = 1
+    """Ulysses degree: sequence parallelism by all-to-all over attention heads. Best kept within a host."""
+    sp_ring: int = 1
+    """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
+    sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
+    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask."""
+    tp: int = 1
+    """Tensor-parallel degree. All ranks that the degrees leave over divide the prompts."""
+    pp: int = 1
+    """Pipeline-parallel degree."""
+    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
+    """Attention kernel. auto: the fastest that can, by the rates of this GPU; flash: the fastest flash-attn."""
+    dtype: Annotated[str, one_of(DTYPES)] = "auto"
+    """Compute dtype. auto: bfloat16 on CUDA, float32 on CPU."""
+    device: Annotated[str, one_of(DEVICES)] = "auto"
+    """Device type. auto: CUDA if available, otherwise CPU."""
+    mark: Annotated[str, arg(metavar="N", help_behavior_hint="(optional)")] = ""
+    """Length in tokens behind which the heat map gets a line, such as that of training."""
+    out: Annotated[str, arg(metavar="FILE.png")] = "needle.png"
+    """Heat map to write; the results are written next to it, as .json."""
+
+    @property
+    def asked_lengths(self) -> tuple[int, ...]:
+        """The lengths of --lengths, ascending. Raises ValueError for a text that is not one."""
+        return tuple(sorted({token_count(part) for part in self.lengths.split(",")})) if self.lengths else ()
+
+    @property
+    def asked_depths(self) -> tuple[float, ...]:
+        """The depths of --depths, ascending. Raises ValueError for a text that is not a number of percent."""
+        found = set()
+        for part in self.depths.split(","):
+            try:
+                found.add(float(part))
+            except ValueError:
+                raise ValueError(f"{part.strip()!r} must be a number of percent") from None
+        return tuple(sorted(found))
+
+
+def needle_violations(config: NeedleConfig) -> Iterator[str]:
+    """Yield one message per invalid value, from the flags alone."""
+    if not config.model:
+        yield "no MODEL is given: name the directory of a model, such as RUN/model"
+    ranges = dict.fromkeys(("samples", "key_digits"), AT_LEAST_ONE)
+    yield from value_violations(config, CHOICES, ranges).values()
+    if config.key_digits > MAX_DIGITS:
+        yield f"--key-digits = {config.key_digits} must be at most {MAX_DIGITS}"
+    if config.max_new_tokens < 0:
+        yield f"--max-new-tokens = {config.max_new_tokens} must be at least 1, or 0 for the answer's tokens and 16"
+    for name in ("lengths", "mark"):
+        try:
+            found = [token_count(part) for part in getattr(config, name).split(",") if part]
+        except ValueError as error:
+            yield f"--{name} = {getattr(config, name)}: {error}"
+        else:
+            yield from (f"--{name} = {getattr(config, name)}: {one} must be at least 1" for one in found if one < 1)
+    try:
+        wrong = [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]
+        if wrong:
+            yield f"--depths = {config.depths}: {', '.join(wrong)} must be from 0 to 100 percent"
+    except ValueError as error:
+        yield f"--depths = {config.depths}: {error}"
+    if config.beyond_limit and config.rope_scaling != "none":
+        yield f"--beyond-limit keeps positions as they are, --rope-scaling = {config.rope_scaling} does not: give one"
+    for name in ("needle", "answer"):
+        if not getattr(config, name).strip():
+            yield f"--{name} must not be empty"
+    if KEY in config.answer and KEY not in config.needle:
+        yield f"--answer = {config.answer!r} has a {KEY} that --needle = {config.needle!r} does not tell"
+    if config.answer.strip() and config.answer.strip().lower() in config.question.lower():
+        yield f"--question = {config.question!r} already contains --answer = {config.answer!r}"
