@@ -341,7 +341,7 @@ def _optimizer(config: TrainConfig, world_size: int) -> Iterator[str]:
         )
     if config.optim_offload:
         yield (
-            "--optimizer muon multiplies matrices, which is slow on the host: use --optimizer adamw with --optim-offload"
+            "--optimizer muon multiplies matrices, which is slow on the host: --optim-offload needs --optimizer adamw"
         )
     if config.tp > 1 and config.ep > 1:
         yield (
