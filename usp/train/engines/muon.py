@@ -191,17 +191,17 @@ def rounds(matrices: Sequence[Matrix], ranks: int) -> Iterator[Sequence[Matrix]]
 
 def _shards(parameter: DTensor, first_dim: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """Return the ranks that hold the other parts of this rank's matrices, and the box of each in a matrix."""
-    mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    mesh, rank, own = parameter.device_mesh, dist.get_rank(), parameter.device_mesh.get_coordinate()
     assert own is not None
-    axes = [
-        axis
+    along = {
+        axis: dist.get_process_group_ranks(mesh.get_group(axis))
         for axis, placement in enumerate(parameter.placements)
         if mesh.size(axis) > 1 and getattr(placement, "dim", -1) >= first_dim
-    ]
+    }
     ranks, boxes = [], []
-    for coordinate in product(*(range(mesh.size(i)) if i in axes else [place] for i, place in enumerate(own))):
+    for coordinate in product(*(range(mesh.size(i)) if i in along else [place] for i, place in enumerate(own))):
         box = box_at(parameter, coordinate)
-        ranks.append(int(mesh.mesh[coordinate]))
+        ranks.append(rank + sum(peers[coordinate[axis]] - rank for axis, peers in along.items()))  # of a regular grid
         boxes.append(Box(box.offset[first_dim:], box.sizes[first_dim:]))
     return tuple(ranks), tuple(boxes)
 
