@@ -58,7 +58,7 @@ class StepRecord:
     is the mean over ranks; fsdp_sent_bytes (predicted; None with DeepSpeed) and memory_bytes (peak so far) are this
     rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
     are of the held-out data after the step; None where it was not evaluated. attention_kernels are those that this
-    rank's calls have used so far.
+    rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
     step: int
@@ -77,6 +77,8 @@ class StepRecord:
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     attention_kernels: tuple[str, ...] = ()
+    stage: int = 1
+    seq_len: int | None = None
 
     @property
     def printed(self) -> bool:
