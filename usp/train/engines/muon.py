@@ -81,10 +81,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self.rule, self._device = rule, torch.device(mesh.device_type)
         self._is_matrix = set(map(id, matrices))
         found = [part for parameter in matrices for part in split(parameter)]
-        adamw = rule.over(parameter for parameter in parameters if id(parameter) not in self._is_matrix)
-        super().__init__([{"params": list(matrices)}, *adamw.param_groups], {"lr": 0.0})
-        adamw.param_groups, adamw.state = self.param_groups[1:], self.state
-        self._adamw = adamw
+        others = [parameter for parameter in parameters if id(parameter) not in self._is_matrix]
+        self._adamw = rule.over(others) if others else None  # adapters are matrices only
+        groups = self._adamw.param_groups if self._adamw else []
+        super().__init__([{"params": list(matrices)}, *groups], {"lr": 0.0})
+        if self._adamw:
+            self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         self._shared: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
         for matrix in found:
             self._shared[matrix.ranks].append(matrix)
@@ -99,7 +101,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        self._adamw.step()
+        if self._adamw:
+            self._adamw.step()
         for parameter in self.param_groups[0]["params"]:
             if not self.state[parameter]:
                 self.state[parameter] = self.first_state(parameter)
