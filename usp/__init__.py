@@ -1,6 +1,6 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
-run, sp, data, losses, presets, config, model, hf, train, rlhf, cost, evaluation, commands, __main__.
+run, sp, data, losses, presets, curriculum, config, model, hf, train, rlhf, cost, evaluation, commands, __main__.
 """
 
 from __future__ import annotations

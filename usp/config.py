@@ -7,9 +7,8 @@ depends on the machine; the rules that a configuration must satisfy are in `usp.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from tyro.conf import arg
@@ -17,6 +16,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from attention import KERNEL_NAMES, LAYOUTS
 from parallel import PP_SCHEDULES, SP_ORDERS
+from usp.curriculum import CurriculumStage, read_stages, stages_from, token_count
 from usp.data.files import TEXT_FIELD
 from usp.presets import PRESETS
 from usp.run.failures import nearest
@@ -37,8 +37,6 @@ LR_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20}
-
 MODEL_HELP = f"Preset with random weights ({', '.join(PRESETS)}), or a local transformers checkpoint directory."
 
 
@@ -47,24 +45,20 @@ def one_of(choices: tuple[str, ...]) -> Any:
     return arg(metavar="{" + ",".join(choices) + "}")
 
 
-def token_count(text: str) -> int:
-    """Parse a number of tokens, an integer followed by K, M or nothing: `128K` is 131072.
-
-    Raises:
-        ValueError: for any other text.
-    """
-    found = re.fullmatch(r"(-?\d+)([KM]?)", text.strip().upper())
-    if found is None:
-        raise ValueError(f"{text} must be a number of tokens such as 131072, 128K or 1M")
-    return int(found[1]) * UNITS[found[2]]
-
-
 TOKENS = PrimitiveConstructorSpec(
     nargs=1,
     metavar="N|NK|NM",
     instance_from_str=lambda words: token_count(words[0]),
     is_instance=lambda value: isinstance(value, int),
     str_from_instance=lambda value: [str(value)],
+)
+
+STAGES = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="PATH.yaml",
+    instance_from_str=lambda words: read_stages(words[0]),
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=lambda value: [f"{len(value)} stages" if value else ""],
 )
 
 
@@ -235,6 +229,9 @@ class _Training:
     """Optimizer steps."""
     train_tokens: int = 0
     """Tokens to train on, instead of --steps: the last step is a whole one. 0: not set."""
+    curriculum: Annotated[tuple[CurriculumStage, ...], STAGES] = ()
+    """Stages one after another, instead of --steps: a YAML list of {steps, and what of seq_len, data, sp_ulysses,
+    sp_ring, batch_size, global_batch_size, micro_batches and ac a stage changes}."""
     learning_rate: Annotated[
         float, arg(help_behavior_hint="(default: 3e-3 for a preset, 1e-5 for a directory, 1e-4 with LoRA)")
     ] = 0.0
@@ -291,6 +288,11 @@ def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
             problems.append(f"unknown key {key!r}{nearest(name, hints)}")
         elif name in values:
             problems.append(f"{key!r} is given twice (dashes and underscores are the same key): keep one")
+        elif name == "curriculum":
+            try:
+                values[name] = stages_from(value)
+            except ValueError as error:
+                problems.append(str(error))
         else:
             try:
                 values[name] = _convert(value, hints[name])
@@ -299,6 +301,21 @@ def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
     if problems:
         raise ValueError("; ".join(problems))
     return kind(**values)
+
+
+def by_stage(config: TrainConfig) -> tuple[TrainConfig, ...]:
+    """Return the configuration of each stage of the curriculum, with the steps of the whole run; or only `config`."""
+    if not config.curriculum:
+        return (config,)
+    total, found = sum(stage.steps for stage in config.curriculum), []
+    for stage in config.curriculum:
+        changes = stage.given()
+        if changes.keys() & {"sp_ulysses", "sp_ring"}:
+            changes["dp_shard"] = -1
+        if changes.keys() & {"batch_size", "global_batch_size"}:  # one of them is meant, as in the run's own
+            changes = {"batch_size": TrainConfig.batch_size, "global_batch_size": 0} | changes
+        found.append(replace(config, curriculum=(), **{"steps": total} | changes))
+    return tuple(found)
 
 
 def flag(name: str) -> str:

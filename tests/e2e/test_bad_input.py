@@ -44,6 +44,9 @@ BAD = [
     (["--data", "unfinished.tokens"], ["unfinished.tokens is not finished", "run the same `python -m usp tokenize`"]),
     (["--data", "damaged.tokens", "--bos", "always"], ["tokenizer=bytes has no BOS"]),
     (["--data", "stdlib=0.5,empty"], ["'empty' must be PATH=WEIGHT"]),
+    (["--data", "text.txt=0.5,empty=0.5"], ["data=empty is empty"]),
+    (["--data", ""], ["data='' names no data"]),
+    (["--curriculum", "stages.yaml", "--sp-ring", "2"], ["data=missing.txt does not exist"]),
     (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes gives ids up to 383", "vocabulary of 200"]),
     (
         ["--ep", "3", "--model", "noisy", "--steps", "0"],
@@ -78,6 +81,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged.tokens" / "tokens.bin").write_bytes(bytes(10))
     (folder / "unfinished.tokens" / "manifest.json").rename(folder / "unfinished.tokens" / "progress.json")
     (folder / "wrong.yaml").write_text("sp-rings: 2\n")
+    (folder / "stages.yaml").write_text("[{steps: 1}, {steps: 2, data: missing.txt}]")
     for name, preset, key, value in (
         ("few-heads", "tiny", "num_attention_heads", 4),
         ("few-ids", "tiny", "vocab_size", 200),

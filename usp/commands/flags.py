@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -98,7 +98,7 @@ def parse(
     mistakes = io.StringIO()
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
-            default = flags(**asdict(from_file), config=path)  # type: ignore[call-overload]
+            default = flags(**vars(from_file), config=path)
             return as_kind(tyro.cli(flags, args=words, default=default, prog=prog), kind)
     except BrokenPipeError:  # the reader of the help, such as `head`, has gone
         leave()

@@ -228,7 +228,7 @@ def job_of(
     model: ModelShape | None = None,
     data: Data = ONE_DOCUMENT,
 ) -> Job:
-    """Return the step that `config` asks for.
+    """Return the step that `config` asks for; of a curriculum, that of the stage with most tokens on a rank.
 
     model: the shapes of `model_config`, if the caller has them.
 
@@ -249,6 +249,7 @@ def job_of(
             f"with python -m usp dry-run, which knows LoRA, or plan without --lora-rank for an upper bound"
         )
     resolved = resolve(config, world_size, model_config)
-    config, model_config, facts, dims = resolved.valid(refused)
+    _, model_config, facts, _ = resolved.valid(refused)
+    config, dims = resolved.largest.config, resolved.largest.dims
     balance = bool(facts.num_experts and aux_loss_coefficient(model_config, config.router_aux_loss_coef))
     return Job(config, model or resolved.shape, dims, balance, data=data)

@@ -52,12 +52,25 @@ class MixedRows:
 
     def _order(self, period: int) -> tuple[Numbers, Numbers]:
         """Return for every row of a period its source, and its number in that, which ascends."""
-        places = Permutation(PERIOD, None if self.seed is None else (self.seed, period, 2)).at(np.arange(PERIOD))
-        which = np.repeat(np.arange(len(self.shares)), self.shares)[places]
+        which = _sources(self.shares, self.seed, period)
         numbers = np.empty(PERIOD, np.int64)
         for source, share in enumerate(self.shares):
             numbers[which == source] = period * share + np.arange(share)
         return which, numbers
+
+
+def taken(weights: Sequence[float], seed: int | None, rows: int) -> list[int]:
+    """Return how many of the first `rows` rows of a mixture are of each source."""
+    parts = shares(weights)
+    periods, rest = divmod(rows, PERIOD)
+    begun = np.bincount(_sources(parts, seed, periods)[:rest], minlength=len(parts))
+    return [periods * share + int(more) for share, more in zip(parts, begun, strict=True)]
+
+
+def _sources(parts: Sequence[int], seed: int | None, period: int) -> Numbers:
+    """Return the source of every row of a period."""
+    places = Permutation(PERIOD, None if seed is None else (seed, period, 2)).at(np.arange(PERIOD))
+    return np.repeat(np.arange(len(parts)), parts)[places]
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
@@ -82,8 +95,10 @@ def parse_mixture(data: str) -> list[tuple[str, float]]:
     """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; a path that exists, or has no `=`, is one of weight 1.
 
     Raises:
-        ValueError: for a part without a weight, or with one that is not a positive number.
+        ValueError: for no path, a part without a weight, or with one that is not a positive number.
     """
+    if not data.strip():
+        raise ValueError(f"data={data!r} names no data: give a token store, files of documents, or PATH=WEIGHT,...")
     if data == STDLIB or "=" not in data or Path(data).expanduser().exists():
         return [(data, 1.0)]
     found = []

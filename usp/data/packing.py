@@ -102,6 +102,59 @@ class PackedRows:
         return self._epoch[1:]
 
 
+class StageRows(PackedRows):
+    """The rows of a stage of a curriculum, which go on where the stage before has left the store.
+
+    All stages cut the same endless stream, the documents of one epoch after those of another, so that no token is in
+    two stages of one epoch, however long their rows are. Rows are permuted among those of the stage that begin in the
+    same epoch.
+
+    begin: tokens of the endless stream before this stage. count: rows of the stage; later ones follow in order.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, seed: int, begin: int, count: int) -> None:
+        super().__init__(store, seq_len, seed)
+        self.begin, self.count, self._key = begin, count, seed
+        self._streams: dict[int, _Stream] = {}  # the last two that were read
+        self._order: tuple[int, Permutation] | None = None
+
+    @property
+    def identity(self) -> str:
+        return f"tokens {self.begin} to {self.begin + self.count * self.seq_len} of {super().identity}"
+
+    def row(self, number: int) -> Row:
+        tokens = self.store.manifest.tokens
+        at = self.begin + self._place(number) * self.seq_len
+        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
+        while at < end:
+            epoch, within = divmod(at, tokens)
+            upto = min(within + end - at, tokens)
+            parts += self._stream(epoch).parts(within, upto)
+            at += upto - within
+        begins, lengths = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return Row(self.store, begins, np.cumsum(np.concatenate(([0], lengths))))
+
+    def _place(self, number: int) -> int:
+        """Return which row of the stage, as they follow each other in the stream, has this number."""
+        if number >= self.count:
+            return number
+        epoch = (self.begin + number * self.seq_len) // self.store.manifest.tokens
+        first, last = self._first_of(epoch), min(self._first_of(epoch + 1), self.count)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(last - first, (self._key, epoch, 1, self.begin))
+        return first + int(self._order[1].at(np.array([number - first]))[0])
+
+    def _first_of(self, epoch: int) -> int:
+        """Return the first row of the stage that begins in this epoch or later."""
+        return max(0, -(-(epoch * self.store.manifest.tokens - self.begin) // self.seq_len))
+
+    def _stream(self, epoch: int) -> _Stream:
+        if epoch not in self._streams:
+            near = {other: stream for other, stream in self._streams.items() if abs(other - epoch) == 1}
+            self._streams = near | {epoch: _Stream(self.store, (self._key, epoch, 0))}
+        return self._streams[epoch]
+
+
 class _Stream:
     """The documents of a store one after another, in the order of `key`: what is where in this stream."""
 

@@ -129,6 +129,10 @@ class BatchReader(Iterator[Batch]):
         self._coming: deque[Future[Batch]] = deque()
         self._next = stream.next_row  # to be asked for
 
+    def close(self) -> None:
+        """End the reading ahead; no batch can be asked for afterwards."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def __next__(self) -> Batch:
         begin = time.perf_counter()
         while len(self._coming) <= AHEAD:

@@ -111,9 +111,9 @@ class Haystack:
 
 
 def texts_of(files: DataFiles, field: str) -> Iterator[str]:
-    """Yield the text of documents, in the order of the files."""
+    """Yield the text of documents, in the order of the files; chats and completions are left out."""
     for file in files.files:
-        yield from (text for text, _ in read_pieces(file, field))
+        yield from (text for text, _ in read_pieces(file, field) if isinstance(text, str))
 
 
 def is_right(response: str, answer: str) -> bool:

@@ -15,8 +15,9 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from parallel import ParallelMesh, apply_fsdp, rank_stages, stage_layers, stages_per_rank
+from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.config import RunConfig, TrainConfig
 from usp.hf.balance import RouterBalance, aux_loss_coefficient
 from usp.hf.expert_parallel import apply_ep
@@ -173,6 +174,30 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
             num_experts=model_facts("", recipe.model).num_experts if recipe.balance else 0,
         )
     return Fsdp2Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline)
+
+
+def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, device: torch.device) -> Fsdp2Engine:
+    """Build an engine for other degrees of dp_shard, ring and ulysses around the weights of `engine`, which it uses up.
+
+    The parts of weights and optimizer states that a rank holds depend only on the product of these degrees, so every
+    rank keeps its own, and nothing is sent. Collective, as `build_engine`.
+
+    Raises:
+        ValueError: for a model that cannot be divided as asked.
+    """
+    stages = build_stages(recipe, mesh)
+    for stage, old in zip(stages, engine.stages, strict=True):
+        materialise(stage, device)
+        for module in old.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves parameters unsharded
+        values = {**dict(old.named_parameters()), **dict(old.named_buffers())}
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            local_tensor(tensor.detach()).copy_(local_tensor(values[name].detach()))
+        stage.model.generation_config = old.model.generation_config
+    moved = fsdp2_engine(stages, recipe, mesh)
+    moved.take_over(engine)
+    return moved
 
 
 def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:

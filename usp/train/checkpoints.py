@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,10 @@ def resume_violations(
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
         found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
+    ended = sum(end <= saved.step for end in accumulate(stage.steps for stage in config.curriculum))
+    stages = [asdict(stage) for stage in config.curriculum[:ended]]
+    if stages != list(saved.config.get("curriculum", ()))[:ended]:
+        found.append("the stages of --curriculum that end before the checkpoint are not those of its run: use the same")
     if (before := saved.config.get("optimizer", "adamw")) != config.optimizer:
         found.append(f"{flag('optimizer')} = {config.optimizer} (checkpoint: {before}) has other states: use the same")
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
@@ -110,7 +115,7 @@ def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:
     """Return the fields that differ from the run that is continued: allowed, and worth a line each."""
     return [
         f"{flag(name)} = {value} (checkpoint: {saved.config[name]})"
-        for name, value in asdict(config).items()
+        for name, value in _as_json(asdict(config)).items()
         if name not in _NOT_THE_RUN and name in saved.config and saved.config[name] != value
     ]
 

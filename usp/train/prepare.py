@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from attention import KERNEL_NAMES
 from parallel import DamagedCheckpoint, ParallelDims, read_extra
-from usp.config import BOS, DEVICES, DTYPES, TrainConfig
+from usp.config import BOS, DEVICES, DTYPES, TrainConfig, by_stage
 from usp.data.cache import StoreFolder, check_ids, find_data, open_data
 from usp.data.files import DataFiles, without
-from usp.data.mixture import MixedRows, parse_mixture
-from usp.data.packing import PackedRows
-from usp.data.stream import BatchStream, Rows
+from usp.data.mixture import MixedRows, parse_mixture, taken
+from usp.data.packing import PackedRows, StageRows
+from usp.data.store import TokenStore
+from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
 from usp.data.whole import WholeRows
 from usp.hf.models import ModelConfig
@@ -32,8 +35,41 @@ from usp.sp.kernel_choice import PACKED, choose_kernel
 
 from .checkpoints import TrainingState, resume_violations
 from .evaluate import HeldOut
-from .resolve import resolve
+from .resolve import ResolvedStage, resolve
 from .resume import Start, find_start
+
+
+@dataclass(frozen=True)
+class PreparedStage:
+    """A stage of the curriculum, or the whole of a run without one, with its data.
+
+    Attributes:
+        config: as `PreparedRun.config`, without a curriculum, but with the steps of the whole run.
+        first, last: its steps.
+        data: the files or the token store of each part of --data.
+        batches: global batches, without end. held_out: None without `eval_data`.
+    """
+
+    config: TrainConfig
+    dims: ParallelDims
+    first: int
+    last: int
+    data: tuple[DataFiles | StoreFolder, ...]
+    batches: BatchStream
+    held_out: HeldOut | None
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What is predicted of a stage.
+
+    Attributes:
+        fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded.
+        summary: the lines that rank 0 prints.
+    """
+
+    fsdp_bytes: int
+    summary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,29 +77,49 @@ class PreparedRun:
     """A run that is ready to start.
 
     Attributes:
-        config: without any `auto` or -1.
-        data: the files or the token store of each part of --data.
+        config: without any `auto`, and without a curriculum also without -1.
         reusable: `config` for other machines, with the device and dtype that were asked for.
-        batches: global batches, without end. held_out: None without `eval_data`.
-        predicted_fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded, as predicted by
-            `usp.cost`; None where nobody predicted it.
+        stages: those of the curriculum, or one of all steps.
+        predicted: what `usp.cost` says of each stage; empty where nobody asked it, or it has no formulas.
         start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
 
     config: TrainConfig
     reusable: TrainConfig
-    dims: ParallelDims
+    stages: tuple[PreparedStage, ...]
     device: torch.device
     model_config: ModelConfig
     shape: ModelShape
     tokenizer: Tokenizer
-    data: tuple[DataFiles | StoreFolder, ...]
-    batches: BatchStream
-    held_out: HeldOut | None
     kernel_choice: str
     start: Start
     saved: TrainingState | None
-    predicted_fsdp_bytes: int | None = None
+    predicted: tuple[Predicted, ...] = ()
+
+    def stage_of(self, step: int) -> PreparedStage:
+        """Return the stage of a step; that of the last for later steps."""
+        return next((stage for stage in self.stages if step <= stage.last), self.stages[-1])
+
+    @property
+    def begins_in(self) -> PreparedStage:
+        """The stage of the first step that is left."""
+        return self.stage_of(self.saved.step + 1 if self.saved else 1)
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.begins_in.dims
+
+    @property
+    def data(self) -> tuple[DataFiles | StoreFolder, ...]:
+        return self.begins_in.data
+
+    @property
+    def batches(self) -> BatchStream:
+        return self.begins_in.batches
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        return self.begins_in.held_out
 
 
 def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> PreparedRun:
@@ -101,66 +157,106 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     config, model_config, facts, dims = resolved.valid(problems)
     assert device is not None and data is not None and tokenizer is not None
 
-    packed = attempt(lambda: _mixed(data, config, tokenizer, facts.vocab_size))
-    problems.check()
-    assert packed is not None
-    held_out = None
-    if held_out_data is not None:
-        held_out_rows = attempt(lambda: _packed(held_out_data, config, tokenizer, facts.vocab_size, None))
-        problems.check()
-        assert held_out_rows is not None
-        held_out = HeldOut(held_out_data, held_out_rows)
-    rows = dims.dp_replicate * dims.dp_shard * config.batch_size
-    batches = BatchStream(packed, rows)
-    if saved is not None:
-        attempt(partial(_find_place, batches, saved, config.data_changed))
-    problems.check()
     dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
-    config = replace(config, tokenizer=tokenizer.name, dp_shard=dims.dp_shard)
-    return PreparedRun(
-        config=replace(config, device=device.type, dtype=dtype),
+    here: dict[str, Any] = {"tokenizer": tokenizer.name, "device": device.type, "dtype": dtype}
+    open_all = partial(_open, data, held_out_data, config, tokenizer, facts.vocab_size)
+    stages = attempt(lambda: tuple(_stages(resolved.stages, open_all(), here)))
+    problems.check()
+    assert stages is not None
+    config = replace(config, tokenizer=tokenizer.name)
+    if not config.curriculum:
+        config = replace(config, dp_shard=dims.dp_shard)
+    prepared = PreparedRun(
+        config=replace(config, **here),
         reusable=config,
-        dims=dims,
+        stages=stages,
         device=device,
         model_config=model_config,
         shape=resolved.shape,
         tokenizer=tokenizer,
-        data=data,
-        batches=batches,
-        held_out=held_out,
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
     )
+    if saved is not None:
+        attempt(partial(_find_place, prepared.stage_of(saved.step).batches, saved, config.data_changed))
+    problems.check()
+    return prepared
 
 
-def _find_all(config: TrainConfig, held_out: DataFiles | StoreFolder | None) -> tuple[DataFiles | StoreFolder, ...]:
-    """Return what each part of `--data` names, without the files that are held out."""
-    found = []
-    for path, _ in parse_mixture(config.data):
+Data = DataFiles | StoreFolder
+
+
+def _find_all(config: TrainConfig, held_out: Data | None) -> dict[str, Data]:
+    """Return what each path of `--data` names, of all stages, without the files that are held out."""
+    found: dict[str, Data] = {}
+    for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
         part = find_data(path, config.data_field)
         if isinstance(part, DataFiles) and isinstance(held_out, DataFiles):
             part = without(part, held_out, "held out for evaluation")
-        found.append(part)
-    return tuple(found)
+        found[path] = part
+    return found
 
 
-def _mixed(data: Sequence[DataFiles | StoreFolder], config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Rows:
-    """Return the rows of the parts of `--data`, by their weights."""
-    rows = [_packed(part, config, tokenizer, vocabulary, config.seed) for part in data]
-    return rows[0] if len(rows) == 1 else MixedRows(rows, [weight for _, weight in parse_mixture(config.data)])
+@dataclass(frozen=True)
+class _Opened:
+    """The data of a run by path, its token stores, and the held-out data with its own."""
+
+    data: Mapping[str, Data]
+    stores: Mapping[str, TokenStore]
+    held_out: tuple[Data, TokenStore] | None
 
 
-def _packed(
-    data: DataFiles | StoreFolder, config: TrainConfig, tokenizer: Tokenizer, vocabulary: int, seed: int | None
-) -> PackedRows:
-    """Open the token store of `data`, and write it first if there is none, and pack it in the order of `seed`."""
-    store = open_data(data, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
-    check_ids(store, vocabulary)
-    whole = config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)
-    if seed is not None and whole:
-        return WholeRows(store, config.seq_len, seed)
-    return PackedRows(store, config.seq_len, seed)
+def _open(
+    data: Mapping[str, Data], held_out: Data | None, config: TrainConfig, tokenizer: Tokenizer, vocabulary: int
+) -> _Opened:
+    """Open the token stores, and write those first that are missing."""
+
+    def opened(part: Data) -> TokenStore:
+        store = open_data(part, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
+        check_ids(store, vocabulary)
+        return store
+
+    stores = {path: opened(part) for path, part in data.items()}
+    return _Opened(data, stores, None if held_out is None else (held_out, opened(held_out)))
+
+
+def _stages(stages: Sequence[ResolvedStage], opened: _Opened, here: Mapping[str, Any]) -> Iterator[PreparedStage]:
+    """Yield the stages with their rows, each of which goes on where those before have left its data.
+
+    With whole documents, a stage that reads data again reads it in another order.
+    """
+    read: Counter[str] = Counter()  # tokens of each store so far, or with whole documents stages
+    for stage in stages:
+        config = replace(stage.config, dp_shard=stage.dims.dp_shard, **here)
+        mixture = parse_mixture(stage.config.data)
+        batch, weights = stage.dims.batch * config.batch_size, [weight for _, weight in mixture]
+        counts = taken(weights, config.seed, (stage.last - stage.first + 1) * batch)
+        sources = []
+        for (path, _), count in zip(mixture, counts, strict=True):
+            sources.append(_packed(opened.stores[path], config, read[path], count, alone=len(stages) == 1))
+            read[path] += 1 if _whole(opened.stores[path], config) else count * config.seq_len
+        packed = sources[0] if len(sources) == 1 else MixedRows(sources, weights)
+        held_out = None
+        if opened.held_out is not None:
+            part, store = opened.held_out
+            held_out = HeldOut(part, PackedRows(store, config.seq_len, None))
+        data = tuple(opened.data[path] for path, _ in mixture)
+        yield PreparedStage(config, stage.dims, stage.first, stage.last, data, BatchStream(packed, batch), held_out)
+
+
+def _packed(store: TokenStore, config: TrainConfig, read: int, count: int, alone: bool) -> PackedRows:
+    """Return the rows of a store in the order of the seed. read, count: of a stage that is not `alone`."""
+    if _whole(store, config):
+        return WholeRows(store, config.seq_len, config.seed + read)
+    if alone:
+        return PackedRows(store, config.seq_len, config.seed)
+    return StageRows(store, config.seq_len, config.seed, read, count)
+
+
+def _whole(store: TokenStore, config: TrainConfig) -> bool:
+    """Return whether documents are packed whole: with --packing auto, those with a loss mask."""
+    return config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)
 
 
 def _tokenizer(config: TrainConfig, name: str) -> Tokenizer:

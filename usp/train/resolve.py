@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from parallel import ParallelDims
-from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig
+from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig, by_stage
 from usp.hf.lora.adapters import Lora, lora_targets
 from usp.hf.models import ModelConfig, load_model_config, model_facts, with_context
 from usp.hf.shapes import model_shape
@@ -23,13 +23,36 @@ C = TypeVar("C", bound=LoraConfig)
 
 
 @dataclass(frozen=True)
+class ResolvedStage:
+    """A stage of the curriculum, or the whole of a run without one.
+
+    Attributes:
+        config: as `Resolved.config`, without a curriculum, but with the steps of the whole run.
+        first, last: its steps, of those of the run, which are numbered from 1.
+    """
+
+    config: TrainConfig
+    dims: ParallelDims
+    first: int
+    last: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        config = self.config
+        return config.seq_len * config.batch_size // (config.micro_batches * self.dims.ring * self.dims.ulysses)
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A configuration with its model and degrees; the same on every rank.
 
     Attributes:
-        config: with the batch size of a rank and the learning rate; device and dtype may still be `auto`.
+        config: with the batch size of a rank and the learning rate; device and dtype may still be `auto`. With a
+            curriculum, its stages have their own batch sizes.
+        stages: those of the curriculum, or one of all steps; empty where there are problems.
         model_config, facts: with the context of the run; None where the model was not found.
-        dims: None where there are problems.
+        dims: of the first stage; None where there are problems.
         problems: what is wrong, one message each.
     """
 
@@ -38,6 +61,12 @@ class Resolved:
     facts: ModelFacts | None
     dims: ParallelDims | None
     problems: tuple[str, ...]
+    stages: tuple[ResolvedStage, ...] = ()
+
+    @property
+    def largest(self) -> ResolvedStage:
+        """The stage with the most tokens of a micro-batch on a rank, which needs most memory."""
+        return max(self.stages, key=lambda stage: stage.tokens)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -79,8 +108,21 @@ def resolve(
         facts = model_facts(config.model, model_config)
         problems += lora_problems(config, model_config)
     problems += violations(config, world_size, facts)
-    dims = None if problems else parallel_dims(config, config.ep).resolve(world_size)
-    return Resolved(config, model_config, facts, dims, tuple(problems))
+    if problems:
+        return Resolved(config, model_config, facts, None, tuple(problems))
+    stages = tuple(_stages(config, world_size))
+    config = replace(config, steps=stages[-1].last)
+    return Resolved(config, model_config, facts, stages[0].dims, (), stages)
+
+
+def _stages(config: TrainConfig, world_size: int) -> Iterator[ResolvedStage]:
+    first = 1
+    lengths = [stage.steps for stage in config.curriculum] or [config.steps]
+    for steps, stage in zip(lengths, by_stage(config), strict=True):
+        stage = settle_batch(stage, world_size)
+        dims = parallel_dims(stage, stage.ep).resolve(world_size)
+        yield ResolvedStage(stage, dims, first, first + steps - 1)
+        first += steps
 
 
 def settled_lora(config: C) -> C:
@@ -127,4 +169,5 @@ def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
 def _with_context(config: TrainConfig, model: ModelConfig) -> ModelConfig:
     if config.rope_scaling not in ROPE_SCALINGS:  # one of the violations
         return model
-    return with_context(model, config.seq_len, config.rope_scaling, pretrained=config.model not in PRESETS)
+    longest = max(stage.seq_len for stage in by_stage(config))
+    return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)

@@ -18,6 +18,7 @@ RUN/                          the output of a run
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -32,7 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import DamagedCheckpoint, ParallelMesh, complete_checkpoints, local_tensor, peak_flops, verify
+from parallel import (
+    DamagedCheckpoint,
+    ParallelMesh,
+    ProcessGroups,
+    complete_checkpoints,
+    local_tensor,
+    peak_flops,
+    verify,
+)
 from usp.data.cache import StoreFolder
 from usp.data.chat.excerpt import CLOSE, OPEN, excerpt
 from usp.data.files import DataFiles
@@ -52,13 +61,14 @@ from usp.run.profiling import StepProfiler, parse_steps
 from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
-from .build import EngineRecipe, build_engine, export_dtype, first_weights, resumed_weights
+from .build import EngineRecipe, build_engine, export_dtype, first_weights, moved_engine, resumed_weights
 from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
 from .claim import from_first_rank, run_folder, settled
+from .engines.fsdp2 import Fsdp2Engine
 from .evaluate import Evaluations, HeldOutLoss, held_out_loss, perplexity
 from .learning_rate import LearningRate
 from .loop import TrainingLoop
-from .prepare import PreparedRun, prepare
+from .prepare import PreparedRun, PreparedStage, prepare
 from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
 from .step import part_of, sum_over_ranks, train_step
 
@@ -79,7 +89,7 @@ def train(
 
     def again(start: Start) -> PreparedRun:
         ready = prepare(config, launch, start)
-        return replace(ready, reusable=prepared.reusable, predicted_fsdp_bytes=prepared.predicted_fsdp_bytes)
+        return replace(ready, reusable=prepared.reusable, predicted=prepared.predicted)
 
     with (
         process_group(launch, prepared.device, timeout),
@@ -103,11 +113,18 @@ class Trainer(TrainingLoop):
         self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
     ) -> None:
         assert prepared.start.folder is not None
-        self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
-        config, model = prepared.config, prepared.model_config
-        self.mesh = ParallelMesh.create(prepared.dims, device_type=self.device.type)
+        self.prepared, self.device = prepared, prepared.device
+        self.stage = prepared.begins_in
+        self.config, model = self.stage.config, prepared.model_config
+        config, groups = self.config, ProcessGroups()
+        left = prepared.stages[prepared.stages.index(self.stage) :]
+        self.meshes = {
+            dims: ParallelMesh.create(dims, device_type=self.device.type, groups=groups)
+            for dims in dict.fromkeys(stage.dims for stage in left)
+        }
+        self.mesh = self.meshes[self.stage.dims]
         held_out = prepared.held_out.identity if prepared.held_out else ""
-        compared = {"config": config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
+        compared = {"config": prepared.config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
         self.mesh.agree(compared, "the configuration")
         recipe = EngineRecipe.of(config, model)
         fill = partial(first_weights, source=config.model, seed=config.seed)
@@ -118,7 +135,7 @@ class Trainer(TrainingLoop):
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         folder, watchdog = prepared.start.folder, watchdog or Watchdog(Launch(), seconds=0)
-        super().__init__(config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
+        super().__init__(prepared.config, config.steps, folder, self.device.type, stop or StopRequest(), watchdog)
         self.lora, self.adapter_parameters = recipe.lora, 0
         if recipe.lora is not None:
             self.result = ADAPTER
@@ -140,9 +157,11 @@ class Trainer(TrainingLoop):
     def step(self, number: int) -> StepRecord:
         """Run optimizer step `number` (from 1): from a batch to new weights."""
         begin = time.perf_counter()
+        if number > self.stage.last:
+            self._enter(self.prepared.stage_of(number))
         self.watchdog.progress(number, "data")
         batch = next(self.batches)
-        read = {"rows": batch.numbers, "data": self.prepared.batches.packed.identity}
+        read = {"rows": batch.numbers, "data": self.stage.batches.packed.identity}
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=number == self.done + 1)
         rate = self.config.learning_rate * self.schedule.at(number)
@@ -157,12 +176,13 @@ class Trainer(TrainingLoop):
 
         seconds = time.perf_counter() - begin
         held_out = self._evaluate(number)
+        stage, predicted = self.prepared.stages.index(self.stage), self.prepared.predicted
         return StepRecord(
             step=number,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
-            epoch=self.prepared.batches.epoch,
+            epoch=self.stage.batches.epoch,
             tokens=tokens,
             seconds=seconds,
             data_seconds=self.batches.waited,
@@ -170,11 +190,13 @@ class Trainer(TrainingLoop):
             mfu=self._mfu(seconds),
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
-            fsdp_sent_bytes=self.prepared.predicted_fsdp_bytes,
+            fsdp_sent_bytes=predicted[stage].fsdp_bytes if predicted else None,
             eval_loss=held_out.loss if held_out else None,
             eval_perplexity=perplexity(held_out.loss) if held_out else None,
             eval_loss_by_position=held_out.by_position if held_out else {},
             attention_kernels=self._attention_kernels(),
+            stage=stage + 1,
+            seq_len=self.config.seq_len,
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -184,9 +206,9 @@ class Trainer(TrainingLoop):
         state = TrainingState(
             step=self.done,
             tokens=self.tokens,
-            stream=self.prepared.batches.state_dict(),
+            stream=self.stage.batches.state_dict(),
             random=random_state(self.device),
-            config=asdict(self.config),
+            config=asdict(self.prepared.config),
             model=self.prepared.model_config.to_dict(),
             evaluations=self.evaluations.to_extra(),
         )
@@ -228,7 +250,7 @@ class Trainer(TrainingLoop):
         return {"config.yaml": asdict(self.prepared.reusable)}
 
     def summary(self) -> Iterator[str]:
-        config, dims = self.config, self.prepared.dims
+        config = self.prepared.config
         parameters = count(self.prepared.shape.numel)
         yield f"model: {config.model}, {parameters} parameters, {config.dtype} on {config.device}"
         if self.lora is not None:
@@ -236,19 +258,22 @@ class Trainer(TrainingLoop):
                 f"LoRA: rank {self.lora.rank}, alpha {self.lora.alpha}, on {', '.join(self.lora.targets)}: "
                 f"{count(self.adapter_parameters)} trained parameters"
             )
-        yield f"ranks: {dist.get_world_size()} ({dims}), layout {config.sp_layout}"
         yield self.prepared.kernel_choice
-        rows = dims.batch * config.batch_size
-        yield from self._data_summary(rows)
+        yield from self._stage_summary()
         yield f"learning rate: {config.learning_rate:g}, {self.schedule}"
         if self.prepared.saved is not None:
             yield from (f"changed: {change}" for change in resume_changes(self.prepared.saved, config))
             yield f"resumed from: {self.prepared.start.checkpoint}"
 
-    def _data_summary(self, rows: int) -> Iterator[str]:
-        """Say what was found in the data, what was left out of it, and what a step reads."""
-        config, packed = self.config, self.prepared.batches.packed
-        parts = zip(parse_mixture(config.data), self.prepared.data, packed.sources, packed.weights, strict=True)
+    def _stage_summary(self) -> Iterator[str]:
+        """Say on which ranks the stage runs, what was found in its data and left out of it, and what a step reads."""
+        stages, config, packed = self.prepared.stages, self.config, self.stage.batches.packed
+        if len(stages) > 1:
+            number, steps = stages.index(self.stage) + 1, f"steps {self.stage.first} to {self.stage.last}"
+            yield f"stage {number} of {len(stages)}: {steps}"
+        yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
+        rows = self.stage.dims.batch * config.batch_size
+        parts = zip(parse_mixture(config.data), self.stage.data, packed.sources, packed.weights, strict=True)
         for (path, _), part, source, weight in parts:
             held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
             yield (
@@ -260,7 +285,7 @@ class Trainer(TrainingLoop):
                 yield from self._sample(path, source)
             if held.replaced:
                 yield f"{held.replaced} characters of the data are U+FFFD: bytes that are not UTF-8"
-        if held_out := self.prepared.held_out:
+        if held_out := self.stage.held_out:
             found = held_out.packed.store.manifest
             yield (
                 f"eval data: {config.eval_data}: {found.files} files, {found.documents} documents, "
@@ -274,6 +299,8 @@ class Trainer(TrainingLoop):
                 yield from _long_documents(path, source)
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
+        if self.prepared.predicted:
+            yield from self.prepared.predicted[stages.index(self.stage)].summary
 
     def _sample(self, path: str, source: PackedRows) -> Iterator[str]:
         """Show the beginning of the first row, with its targets."""
@@ -287,7 +314,7 @@ class Trainer(TrainingLoop):
 
     def _evaluate(self, number: int) -> HeldOutLoss | None:
         """Return the losses on the held-out data, if it is evaluated after this step."""
-        held_out, every = self.prepared.held_out, self.config.eval_every or self.config.checkpoint_every
+        held_out, every = self.stage.held_out, self.config.eval_every or self.config.checkpoint_every
         if held_out is None or (number != self.config.steps and (not every or number % every)):
             return None
         found = held_out_loss(
@@ -319,6 +346,25 @@ class Trainer(TrainingLoop):
         loss, self.sent_in_step, self.flops_in_step, stops = sum_over_ranks(values, self.mesh, self.device)
         self.sent, self.stopping = sent, stops > 0
         return loss
+
+    def _enter(self, stage: PreparedStage) -> None:
+        """Go on with the next stage of the curriculum: its data, and the same weights on its degrees. Collective."""
+        before, self.stage, self.config = self.stage, stage, stage.config
+        if (stage.dims, stage.config.ac) != (before.dims, before.config.ac):
+            self.watchdog.progress(stage.first, "the next stage of the curriculum", long=True)
+            self.mesh = self.meshes[stage.dims]
+            assert isinstance(self.engine, Fsdp2Engine)
+            recipe = EngineRecipe.of(stage.config, self.prepared.model_config)
+            self.engine = moved_engine(self.engine, recipe, self.mesh, self.device)
+            gc.collect()  # modules and their hooks refer to each other
+            self.sent = 0
+        self.batches.close()
+        self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config))
+        identity = stage.held_out.identity if stage.held_out else ""
+        if identity != self.evaluations.identity:
+            self.evaluations = Evaluations(identity)
+        if self.is_writer:
+            print("\n".join(self._stage_summary()), flush=True)
 
     def _resume(self, saved: TrainingState) -> None:
         """Continue from the checkpoint; `prepare` has set the data to its place."""

@@ -34,6 +34,7 @@ from usp.config import (
     RouterConfig,
     ScheduleConfig,
     TrainConfig,
+    by_stage,
     flag,
 )
 from usp.model.facts import ModelFacts
@@ -46,6 +47,8 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
 
     facts: None if the model was not found; rules about it are then skipped.
     """
+    if config.curriculum:
+        return [*curriculum_violations(config), *_by_stage(config, world_size, facts)]
     config = settle_batch(config, world_size)
     invalid = value_violations(config, {**CHOICES, "plan": PLANS}, RANGES)
     found = list(invalid.values())
@@ -58,6 +61,29 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None) -
     return [with_flags(message) for message in found]
 
 
+def curriculum_violations(config: TrainConfig) -> Iterator[str]:
+    """Yield which flags contradict a curriculum."""
+    total = sum(stage.steps for stage in config.curriculum)
+    if config.steps not in (TrainConfig.steps, total):
+        yield f"--steps = {config.steps} and --curriculum, of {total} steps, both set the length of the run: give one"
+    if config.train_tokens:
+        yield f"--train-tokens = {config.train_tokens} and --curriculum both set the length of the run: give one"
+    if config.engine == "deepspeed":
+        yield (
+            "--curriculum is not supported by --engine deepspeed, whose engine keeps its ranks for good: use --engine "
+            "fsdp2"
+        )
+
+
+def _by_stage(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[str]:
+    """Yield the violations of each stage; those that all have in common once."""
+    found = [violations(stage, world_size, facts) for stage in by_stage(config)]
+    common = [message for message in found[0] if all(message in others for others in found)]
+    yield from common
+    for number, messages in enumerate(found, start=1):
+        yield from (f"stage {number} of the curriculum: {message}" for message in messages if message not in common)
+
+
 def with_flags(message: str) -> str:
     """Replace the parameters that layers name by train.py's flags: `ulysses=4` by `--sp-ulysses 4`."""
     names = {field.name: field.name for field in fields(TrainConfig)} | {"ring": "sp_ring", "ulysses": "sp_ulysses"}
@@ -65,9 +91,12 @@ def with_flags(message: str) -> str:
 
 
 def settle_batch(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Replace global_batch_size by the batch_size it implies, and then train_tokens by the steps; each if it is set."""
+    """Replace global_batch_size by the batch_size it implies, and then train_tokens by the steps; each if it is set.
+
+    With a curriculum, each stage has a batch of its own, and nothing is replaced.
+    """
     ranks = _batch_ranks(config, world_size)
-    if ranks is None:
+    if ranks is None or config.curriculum:
         return config
     if config.global_batch_size > 0 and config.batch_size == 1 and config.global_batch_size % ranks == 0:
         config = replace(config, batch_size=config.global_batch_size // ranks, global_batch_size=0)

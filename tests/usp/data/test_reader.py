@@ -20,8 +20,8 @@ from usp.config import TrainConfig
 from usp.cost.dry_run.fake_world import fake_world
 from usp.data.cache import cached_store
 from usp.data.files import find_files
-from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares
-from usp.data.packing import PackedRows
+from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares, taken
+from usp.data.packing import PackedRows, StageRows
 from usp.data.permutation import Permutation
 from usp.data.reader import AHEAD, BatchReader, Part, read_batch
 from usp.data.store import TokenStore
@@ -141,6 +141,42 @@ def test_1024_ranks_read_every_token_of_an_epoch_once(store: TokenStore) -> None
                     counts += np.bincount(read_batch(packed, numbers, part).input_ids[0], minlength=len(counts))
         fill = packed.per_epoch * 512 - store.manifest.tokens
         assert counts.min() == 1 and (counts - 1).sum() == fill < 512
+
+
+def test_stages_of_a_curriculum_read_every_token_of_an_epoch_once_on_1024_ranks(store: TokenStore) -> None:
+    """Rows of other lengths go on where those before have left the store, into the next epoch if they must."""
+    positions, tokens = Positions(store.folder), store.manifest.tokens
+    short = StageRows(positions, 128, 3, 0, 96)
+    rest = StageRows(positions, 512, 3, 96 * 128, -(-(tokens - 96 * 128) // 512))
+    counts = np.zeros(tokens, int)
+    for packed, dp, (ring, ulysses) in ((short, 32, (8, 4)), (rest, 16, (8, 8))):
+        layout = SequenceLayout("zigzag", packed.seq_len, ring, ulysses)
+        for rank in range(dp * ring * ulysses):
+            part = Part.of(layout, rank // ulysses % ring, rank % ulysses, first=rank // (ring * ulysses), rows=1)
+            for first in range(0, packed.count, dp):
+                if first + part.first < packed.count:
+                    ids = read_batch(packed, range(first, first + dp), part).input_ids[0]
+                    assert len(ids) == packed.seq_len // (ring * ulysses)
+                    counts += np.bincount(ids, minlength=tokens)
+    over = rest.begin + rest.count * 512 - tokens
+    assert counts.min() == 1 and (counts - 1).sum() == over < 512
+    numbers = [rest._place(number) for number in range(rest.count + 2)]
+    assert sorted(numbers) == list(range(rest.count + 2)) != numbers
+    again = StageRows(positions, 512, 3, rest.begin + rest.count * 512, 200)  # more than an epoch
+    starts = [int(again.row(number).begins[0]) for number in range(again.count)]
+    assert again._first_of(2) < again.count and len(starts) == 200
+    assert sorted(again._place(number) for number in range(200)) == list(range(200))
+
+
+def test_how_much_of_each_source_a_stage_takes(store: TokenStore) -> None:
+    sources = [PackedRows(store, 64, 3), PackedRows(store, 64, 3)]
+    mixed, weights = MixedRows(sources, [0.7, 0.3]), [0.7, 0.3]
+    for rows in (0, 5, PERIOD, PERIOD + 300):
+        periods, rest = divmod(rows, PERIOD)
+        which = np.concatenate([mixed._order(period)[0] for period in range(periods + 1)])[: periods * PERIOD + rest]
+        read = np.bincount(which, minlength=2).tolist()
+        assert taken(weights, 3, rows) == read and sum(read) == rows
+    assert taken([1.0], 3, 77) == [77]
 
 
 def test_blocks_of_any_size_give_the_same_rows(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,10 @@ class DryRun:
 def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     """Run one step of `config` on rank `rank` of `world_size`, as in the middle of a run.
 
-    Sequences are one document each, routers choose experts evenly, and gradients are clipped. `--device auto` is a
-    GPU's step: attention kernel, optimizer implementation and offload are those of CUDA; the other code is the same on
-    both. Workspaces of operators, memory held by streams and allocator overhead are not seen.
+    Of a curriculum, it is a step of the stage with most tokens on a rank. Sequences are one document each, routers
+    choose experts evenly, and gradients are clipped. `--device auto` is a GPU's step: attention kernel, optimizer
+    implementation and offload are those of CUDA; the other code is the same on both. Workspaces of operators, memory
+    held by streams and allocator overhead are not seen.
 
     Raises:
         ConfigurationError: for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
@@ -150,7 +151,9 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
         problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
     if config.compile:
         problems.append("--compile has no dry run, which counts the operations of eager layers: remove it")
-    config, model_config, facts, dims = resolve(config, world_size, weights=False).valid(problems)
+    resolved = resolve(config, world_size, weights=False)
+    _, model_config, facts, _ = resolved.valid(problems)
+    config, dims = resolved.largest.config, resolved.largest.dims
     device = "cpu" if config.device == "cpu" else "cuda"
     name = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     dtype = getattr(torch, name)

@@ -220,6 +220,11 @@ def _refused(asked: TrainConfig, world_size: int) -> list[str]:
             f"--global-batch-size = {asked.global_batch_size} must be at least 1: the fastest layout depends on the "
             f"number of sequences per step over all devices"
         )
+    if asked.curriculum:
+        problems.append(
+            "--curriculum: the planner chooses one layout, and its stages have different steps: plan each by itself, "
+            "and write its degrees into the curriculum"
+        )
     default = TrainConfig()
     given = [name for name in CHOSEN if getattr(asked, name) != getattr(default, name)]
     if given:
@@ -319,7 +324,7 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     """Return the options that --plan auto chooses, or the `problem` with it; print it on rank 0."""
     try:
         device = choose_device(config.device, launch)
-        hardware = _hardware(config.hardware, device, launch)
+        hardware = hardware_here(config.hardware, device, launch)
         if launch.rank == 0:
             print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
         choice = choose(replace(config, device=device.type), launch.world_size, hardware)
@@ -337,7 +342,7 @@ def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
     return {name: getattr(best.config, name) for name in CHOSEN}
 
 
-def _hardware(name: str, device: torch.device, launch: Launch) -> Hardware:
+def hardware_here(name: str, device: torch.device, launch: Launch) -> Hardware:
     """Load --hardware, or for `auto` the node of this GPU, with this GPU's and this host's memory and this run's ranks
     per host."""
     if name != "auto":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
 from parallel.grad_norm import sum_tied_gradients
@@ -107,6 +108,12 @@ class Fsdp2Engine:
             state.update({f"optimizer.{stored}.{key}": value for key, value in kept.items()})
         return state
 
+    def take_over(self, other: Fsdp2Engine) -> None:
+        """Take the optimizer states of an engine that trained the same parameters, sharded alike."""
+        for name, parameter in self.parameters.items():
+            kept = other.optimizer.state.pop(other.parameters[name], {})
+            self.optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in kept.items()}
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Copy the tied parameter to the other stage of this rank; `state()` returns the live tensors of all others."""
         for name, stored in self._copies.items():
@@ -115,3 +122,12 @@ class Fsdp2Engine:
                 local_tensor(copy.detach()).copy_(local_tensor(original.detach()))
                 for key, value in self.optimizer.state[original].items():
                     local_tensor(self.optimizer.state[copy][key]).copy_(local_tensor(value))
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return the same memory as a DTensor on the mesh of `parameter`; a plain tensor as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    assert isinstance(parameter, DTensor)
+    placed = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(value.to_local(), *placed, run_check=False, shape=value.shape, stride=value.stride())

@@ -81,10 +81,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self.rule, self._device = rule, torch.device(mesh.device_type)
         self._is_matrix = set(map(id, matrices))
         found = [part for parameter in matrices for part in split(parameter)]
-        adamw = rule.over(parameter for parameter in parameters if id(parameter) not in self._is_matrix)
-        super().__init__([{"params": list(matrices)}, *adamw.param_groups], {"lr": 0.0})
-        adamw.param_groups, adamw.state = self.param_groups[1:], self.state
-        self._adamw = adamw
+        others = [parameter for parameter in parameters if id(parameter) not in self._is_matrix]
+        self._adamw = rule.over(others) if others else None  # adapters are matrices only
+        groups = self._adamw.param_groups if self._adamw else []
+        super().__init__([{"params": list(matrices)}, *groups], {"lr": 0.0})
+        if self._adamw:
+            self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         self._shared: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
         for matrix in found:
             self._shared[matrix.ranks].append(matrix)
@@ -99,7 +101,8 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None
-        self._adamw.step()
+        if self._adamw:
+            self._adamw.step()
         for parameter in self.param_groups[0]["params"]:
             if not self.state[parameter]:
                 self.state[parameter] = self.first_state(parameter)
@@ -191,17 +194,17 @@ def rounds(matrices: Sequence[Matrix], ranks: int) -> Iterator[Sequence[Matrix]]
 
 def _shards(parameter: DTensor, first_dim: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """Return the ranks that hold the other parts of this rank's matrices, and the box of each in a matrix."""
-    mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    mesh, rank, own = parameter.device_mesh, dist.get_rank(), parameter.device_mesh.get_coordinate()
     assert own is not None
-    axes = [
-        axis
+    along = {
+        axis: dist.get_process_group_ranks(mesh.get_group(axis))
         for axis, placement in enumerate(parameter.placements)
         if mesh.size(axis) > 1 and getattr(placement, "dim", -1) >= first_dim
-    ]
+    }
     ranks, boxes = [], []
-    for coordinate in product(*(range(mesh.size(i)) if i in axes else [place] for i, place in enumerate(own))):
+    for coordinate in product(*(range(mesh.size(i)) if i in along else [place] for i, place in enumerate(own))):
         box = box_at(parameter, coordinate)
-        ranks.append(int(mesh.mesh[coordinate]))
+        ranks.append(rank + sum(peers[coordinate[axis]] - rank for axis, peers in along.items()))  # of a regular grid
         boxes.append(Box(box.offset[first_dim:], box.sizes[first_dim:]))
     return tuple(ranks), tuple(boxes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +26,12 @@ from parallel.testing import RankPool, count_sent_bytes
 from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, packed_batch, tiny_model, whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
+from usp.cost.dry_run.dry_run import dry_run
+from usp.cost.dry_run.live_memory import OPTIMIZER
 from usp.cost.job import job_of
-from usp.hf.weights import load_weights
+from usp.hf.models import empty_model, load_model_config
 from usp.run.failures import ConfigurationError
-from usp.train.build import EngineRecipe, build_engine
+from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.engines.muon import MuonAdamW
 from usp.train.resolve import resolve
@@ -105,9 +108,8 @@ class Alone:
 
 def built(config: TrainConfig) -> tuple[Fsdp2Engine, ParallelMesh, TrainConfig]:
     config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
-    mesh, folder = ParallelMesh.create(dims), Path(config.model)
-    recipe = EngineRecipe.of(config, model_config)
-    engine = build_engine(recipe, mesh, torch.device("cpu"), lambda stage: load_weights(stage.model, folder))
+    mesh, fill = ParallelMesh.create(dims), partial(first_weights, source=config.model, seed=0)
+    engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
     return cast(Fsdp2Engine, engine), mesh, config
 
 
@@ -159,6 +161,33 @@ def test_three_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path
             stages = {rank[number][2] for rank in found}
             assert sum(rank[number][1] for rank in found) == times * sum(stages) * flags.get("pp", 1), flags
         assert (torch.tensor(found[0][number][3]) / losses - 1).abs().max() <= 1e-4, flags
+
+
+def test_adapters_are_matrices_too(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = config_of(tmp_path, lora_rank=3)  # fewer rows than ranks
+    ((wanted, _, _),) = ranks.run(updated, 1, config)
+    found, _, shared = ranks.run(updated, 8, replace(config, sp_ring=2, tp=2))[0]
+    assert shared > 0 and wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_the_dry_run_knows_one_moment_per_weight_and_the_exchange() -> None:
+    adamw, muon = (dry_run(TrainConfig(seq_len=256, device="cpu", optimizer=kind), 4) for kind in ("adamw", "muon"))
+    matrices = sum(p.numel() for p in hidden_matrices_of("tiny"))
+    others = sum(p.numel() for p in empty_model(load_model_config("tiny")).parameters()) - matrices
+    states = {run.config.optimizer: run.by_category[OPTIMIZER] for run in (adamw, muon)}
+    assert states["adamw"] - states["muon"] == pytest.approx(4 * matrices / 4, rel=1e-3)
+    assert states["muon"] == pytest.approx((4 * matrices + 8 * others) / 4, rel=1e-3)
+    (sent,) = (found.nbytes for found in muon.sent if found.collective == "alltoall_base_")
+    assert sent == pytest.approx(2 * 2 * matrices / 4 * 3 / 4, rel=0.1)  # rank 0 has the largest of each round
+    assert not any(found.collective == "alltoall_base_" for found in adamw.sent)
+
+
+def hidden_matrices_of(preset: str) -> list[nn.Parameter]:
+    model = empty_model(load_model_config(preset))
+    return [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
 
 
 def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
