@@ -25,7 +25,15 @@ from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
 from usp.cost.memory.host_memory import host_bytes
-from usp.cost.time.least_time import LayerCompute, least_exposed, least_seconds, least_sharded_seconds
+from usp.cost.time.host import offloads_optimizer
+from usp.cost.time.least_time import (
+    LayerCompute,
+    Transfers,
+    least_exposed,
+    least_seconds,
+    least_sharded_seconds,
+    least_transfers,
+)
 from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import formula_violation
 from usp.model.facts import ModelFacts
@@ -140,6 +148,7 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
     """
     known = known or Known()
     exposed: dict[Key, dict[int, float]] = {}
+    transfers: dict[Key, Transfers] = {}
 
     def job_like(config: TrainConfig) -> Job:
         if config not in known.jobs:
@@ -147,17 +156,14 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
             known.jobs[config] = replace(job, config=config, dims=dims)
         return known.jobs[config]
 
-    def micro_batch(made: Job) -> tuple[object, ...]:
-        return made.rows, made.dims.ring, made.dims.ulysses, made.dims.tp, made.dims.ep
-
     def compute_of(made: Job) -> LayerCompute:
-        key = (*micro_batch(made), made.config.ac, made.config.mlp_tile)
+        key = (*_micro_batch(made), made.config.ac, made.config.mlp_tile)
         if key not in known.compute:
             known.compute[key] = LayerCompute.of(made, hardware)
         return known.compute[key]
 
     def exposed_of(made: Job) -> dict[int, float]:
-        key = (*micro_batch(made), made.config.ac)
+        key = (*_micro_batch(made), made.config.ac)
         if key not in exposed:
             exposed[key] = least_exposed(made, hardware)
         return exposed[key]
@@ -166,13 +172,33 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
         made = job_like(config)
         return least_seconds(made, hardware, compute_of(made), exposed_of(made))
 
+    def transfers_of(made: Job) -> Transfers:
+        config = made.config
+        key = (made.dims, config.zero, config.pp_schedule, config.micro_batches)
+        if key not in transfers:
+            transfers[key] = least_transfers(made, hardware)
+        return transfers[key]
+
     def least_sharded_time(config: TrainConfig) -> float:
         made = job_like(config)
-        return least_sharded_seconds(made, hardware, compute_of(made), exposed_of(made))
+        return least_sharded_seconds(made, hardware, compute_of(made), exposed_of(made), transfers_of(made))
 
     def step_time(config: TrainConfig) -> StepTime:
         made = job_like(config)
         return step_seconds(made, hardware, layers=compute_of(made).passes)
+
+    return Predictor(
+        seconds=cache(step_time),
+        least_seconds=cache(least_time),
+        least_sharded_seconds=cache(least_sharded_time),
+        **_memory_of(job_like, hardware, known),
+    )
+
+
+def _memory_of(
+    job_like: Callable[[TrainConfig], Job], hardware: Hardware, known: Known
+) -> dict[str, Callable[[TrainConfig], int]]:
+    """Return the part of a predictor that has to do with memory."""
 
     @cache
     def peak_bytes(config: TrainConfig) -> int:
@@ -183,7 +209,7 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
     @cache
     def least_peak(config: TrainConfig) -> int:
         made = job_like(config)
-        key = (*micro_batch(made), config.ac, config.mlp_tile)
+        key = (*_micro_batch(made), config.ac, config.mlp_tile)
         if key not in known.activations:
             known.activations[key] = different_activations(made)
         return least_bytes(made, known.activations[key])
@@ -191,24 +217,26 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
     @cache
     def least_saved(config: TrainConfig) -> int:
         made = job_like(config)
-        key = micro_batch(made)
+        key = _micro_batch(made)
         if key not in known.working:
             known.working[key] = least_layer_bytes(made, MLP_TILE)
         return least_saved_bytes(made, known.working[key])
 
     @cache
     def on_host(config: TrainConfig) -> int:
-        return host_bytes(job_like(config), hardware.host_devices) if config.ac_offload else 0
+        offloads = config.ac_offload or offloads_optimizer(config)
+        return host_bytes(job_like(config), hardware.host_devices) if offloads else 0
 
-    return Predictor(
-        seconds=cache(step_time),
-        least_seconds=cache(least_time),
-        least_sharded_seconds=cache(least_sharded_time),
-        peak_bytes=peak_bytes,
-        least_bytes=least_peak,
-        least_saved_bytes=least_saved,
-        host_bytes=on_host,
-    )
+    return {
+        "peak_bytes": peak_bytes,
+        "least_bytes": least_peak,
+        "least_saved_bytes": least_saved,
+        "host_bytes": on_host,
+    }
+
+
+def _micro_batch(made: Job) -> Key:
+    return made.rows, made.dims.ring, made.dims.ulysses, made.dims.tp, made.dims.ep
 
 
 def _refused(asked: TrainConfig, world_size: int) -> list[str]:

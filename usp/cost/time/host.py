@@ -8,6 +8,7 @@ share its memory.
 from __future__ import annotations
 
 from parallel import Hardware
+from usp.config import TrainConfig
 from usp.cost.job import Job, LayerShape
 from usp.cost.memory.activations import different_activations
 from usp.cost.traffic.sharding import FLOAT32
@@ -34,8 +35,13 @@ def saved_bytes(job: Job, rank: int) -> int:
     return sum(number * layers[kind].kept for stage in job.stages(rank) for kind, number in job.kinds(stage).items())
 
 
+def offloads_optimizer(config: TrainConfig) -> bool:
+    """Return whether weights, gradients and optimizer states are in host memory."""
+    return bool(getattr(config, "optim_offload", False))
+
+
 def host_copies(
-    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, optimizer: bool = False
+    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, optimizer: bool | None = None
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
@@ -45,8 +51,9 @@ def host_copies(
     Args:
         forward, backward: seconds of compute of a micro-batch, recomputation included, of which that of layers hides
             copies.
-        optimizer: whether weights, gradients and optimizer states are on the host.
+        optimizer: whether weights, gradients and optimizer states are on the host; None: as the job says.
     """
+    optimizer = offloads_optimizer(job.config) if optimizer is None else optimizer
     saved, number, zero = saved_bytes(job, rank), job.config.micro_batches, job.config.zero
     shard = FLOAT32 * held_elements(job, rank) if optimizer else 0
     if not saved + shard:

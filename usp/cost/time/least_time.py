@@ -18,8 +18,8 @@ from usp.cost.traffic.sharding import fsdp_traffic
 
 from .attention_time import attention_passes
 from .compute import OPTIMIZER_BYTES, head_seconds
-from .pass_seconds import Layers, different_layers, parameter_seconds
-from .transfers import OVERLAP, sent_seconds
+from .pass_seconds import Layers, different_layers, parameter_transfers
+from .transfers import OVERLAP, overlapped_in_pieces, sent_seconds
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,41 @@ def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute, exposed: 
     return job.config.micro_batches * slowest / (1 - _bubble(job)) + optimizer
 
 
-def least_sharded_seconds(job: Job, hardware: Hardware, compute: LayerCompute, exposed: Mapping[int, float]) -> float:
+Transfers = tuple[tuple[str, int, float], ...]  # (pass, how often, seconds of all)
+
+
+def least_transfers(job: Job, hardware: Hardware) -> Transfers:
+    """Return the gathers of parameters and reductions of gradients of the first stage."""
+    rank = job.slowest_ranks[0]
+    sent = [(kind, part) for kind, part in fsdp_traffic(job, rank) if job.degree(part.axis) > 1 and part.axis != "tp"]
+    return tuple(
+        (kind, times, sum(by_axis.values()))
+        for kind in ("forward", "backward")
+        for times, by_axis in parameter_transfers(job, hardware, [p for k, p in sent if k == kind], rank).items()
+    )
+
+
+def least_sharded_seconds(
+    job: Job, hardware: Hardware, compute: LayerCompute, exposed: Mapping[int, float], transfers: Transfers
+) -> float:
     """Return a lower bound of `step_seconds` with the traffic of the first stage's parameters and gradients.
 
-    compute, exposed: as for `least_seconds`.
+    compute, exposed: as for `least_seconds`. transfers: of a job with the same degrees, ZeRO stage and schedule.
     """
     least = least_seconds(job, hardware, compute, exposed)
     if hardware.crowding > 1:
         return least
-    rank, number = job.slowest_ranks[0], job.config.micro_batches
-    stages = job.stages(rank)
+    stages, number = job.stages(job.slowest_ranks[0]), job.config.micro_batches
     kinds = sum((job.kinds(stage) for stage in stages), Counter[int]())
     loss = compute.loss if len(job.stage_layers) - 1 in stages else 0.0
-    forward = loss + sum(each * compute.forward[index] for index, each in kinds.items())
-    backward = sum(each * compute.backward[index] for index, each in kinds.items())
-    busy = number * (forward + backward + sum(each * exposed[index] for index, each in kinds.items()))
-    sent = [(kind, part) for kind, part in fsdp_traffic(job, rank) if job.degree(part.axis) > 1 and part.axis != "tp"]
-    for kind, hiding in (("forward", forward), ("backward", backward)):
-        parts = [part for each, part in sent if each == kind]
-        waits = parameter_seconds(job, hardware, parts, rank, hiding if hardware.streams else 0.0)
-        busy += sum(transfers.exposed for transfers in waits.values())
+    hiding = {
+        "forward": loss + sum(each * compute.forward[index] for index, each in kinds.items()),
+        "backward": sum(each * compute.backward[index] for index, each in kinds.items()),
+    }
+    busy = number * (sum(hiding.values()) + sum(each * exposed[index] for index, each in kinds.items()))
+    for kind, times, seconds in transfers:
+        compute_time = hiding[kind] if hardware.streams else 0.0
+        busy += times * overlapped_in_pieces(seconds / times, compute_time, kinds.total() + 1).exposed
     return max(least, busy / (1 - _bubble(job)) + _optimizer(job, hardware))
 
 

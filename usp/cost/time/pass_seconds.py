@@ -120,22 +120,30 @@ def _exposed(job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int) -> B
 def parameter_seconds(job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int, compute: float) -> ByAxis:
     """Return a pass's gathers of parameters or reductions of gradients, by axis.
 
-    ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
-    every backward, the others in the last.
-
     compute: seconds of the pass for one micro-batch, which hide them.
     """
-    zero, number = job.config.zero, job.config.micro_batches
     layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
-    transfers: defaultdict[int, dict[str, float]] = defaultdict(dict)  # {how often: {axis: seconds of all}}
-    for part in filter(of_parameters, sent):
-        every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
-        by_axis = transfers[number if every else 1]
-        by_axis[part.axis] = by_axis.get(part.axis, 0.0) + sent_seconds(job, hardware, part, rank)
     found: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
-    for times, by_axis in transfers.items():
+    for times, by_axis in parameter_transfers(job, hardware, sent, rank).items():
         together = sum(by_axis.values())
         once = overlapped_in_pieces(together / times, compute, layers + 1)
         for axis, seconds in by_axis.items():
             found[axis] += once.times(times * seconds / together)
     return found
+
+
+def parameter_transfers(
+    job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int
+) -> Mapping[int, Mapping[str, float]]:
+    """Return the seconds of a pass's gathers or reductions by how often they happen, and axis.
+
+    ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
+    every backward, the others in the last.
+    """
+    zero, number = job.config.zero, job.config.micro_batches
+    transfers: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for part in filter(of_parameters, sent):
+        every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
+        by_axis = transfers[number if every else 1]
+        by_axis[part.axis] = by_axis.get(part.axis, 0.0) + sent_seconds(job, hardware, part, rank)
+    return transfers
