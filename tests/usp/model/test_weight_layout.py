@@ -50,8 +50,8 @@ def dims(**degrees: int) -> ParallelDims:
 CASES = [
     Case(dims(dp_shard=4), zero=3, trained=True),
     Case(dims(dp_shard=4), "llama-4kv scalar", zero=1),  # its head has one row
-    Case(dims(dp_replicate=2, ulysses=2), zero=2, trained=True),
     Case(dims(ring=2, tp=2), zero=1, trained=True),
+    Case(dims(dp_replicate=2, ulysses=2), zero=2, trained=True),
     Case(dims(tp=2, dp_replicate=2), "phi3"),
     Case(dims(pp=2, tp=2), "llama-tied"),
     Case(dims(pp=4), "qwen3-tied-deep", zero=3, trained=True),

@@ -11,7 +11,7 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -126,6 +126,13 @@ def _job(
     )
     weights = torch.float32 if trained else options.dtype
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
+
+
+def forward_job(layout: CallLayout, model: ModelShape, options: CallOptions) -> Job:
+    """Return the forward of a layout over the shortest row that it can divide: its weights matter alone."""
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses) * layout.dims.tp
+    plain = replace(layout, ac="none", ac_offload=False)
+    return _job(plain, model, options, "values", tokens=multiple, rows=1, micro_batches=1)
 
 
 @dataclass(frozen=True)
