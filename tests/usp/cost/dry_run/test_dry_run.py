@@ -166,8 +166,8 @@ def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -
     assert here.host_bytes == 0
     of_layer = 4096 * hidden * 2  # its input, in bfloat16
     assert away.host_bytes == layers * of_layer
-    # Of two layers, they are on the device at the peak.
-    assert here.peak_bytes - away.peak_bytes == pytest.approx((layers - 2) * of_layer, rel=0.05)
+    # Of two layers, they stay on the device; the peak may be at another moment.
+    assert (layers - 3) * of_layer < here.peak_bytes - away.peak_bytes <= (layers - 2) * of_layer
     optimizer = dry_run(replace(config, optim_offload=True), 2)
     states = here.by_category["parameters"] + here.by_category["optimizer states"]
     assert optimizer.start_bytes < 0.01 * states
