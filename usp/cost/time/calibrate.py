@@ -31,6 +31,8 @@ WIDE, USELESS = 0.15, 0.6  # relative spread of a time: warned of, refused
 TOLERANCE = 1.1  # a rate above its physical bound by less is measurement error
 OTHERS = 0.1  # of the processors' time
 ALONE, MEMORY = "product of the first rank alone", "memory"  # names of times
+TO_HOST, FROM_HOST, LAUNCHES = "copy to the host", "copy from the host", "launches"
+PINNED, ISSUED = 1 << 28, 256  # bytes of a copy, launches of a call
 AGAIN = "Measure again while the machine does nothing else"
 MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
 
@@ -108,7 +110,7 @@ def measure(plan: Plan) -> Measured:
     """Time everything. Collective over the default process group, if there is one."""
     load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
     kernels, tiers = _kernels(plan), link_tiers(_ranks(), plan.host_size)
-    local = [*_products(plan), *_attention(plan, kernels), _memory(plan)]
+    local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
     turns = rounds.turns([*local, *(one for tier in tiers for one in tier.timed(plan.device))])
     seconds = {name: one.seconds for name, one in rounds.estimates(turns).items()}
     n, dtype = plan.sizes[-2], plan.trained
@@ -176,6 +178,7 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
         "peak_flops": peaks,
         "memory_bytes": _memory_bytes(plan),
         "memory_bytes_per_second": 3 * plan.stream_bytes / seconds[MEMORY],
+        **(_host_values(plan, seconds) if LAUNCHES in seconds else {}),
         # a hardware file must have a tier, and a single process sends nothing
         "tiers": [tier.values(seconds) for tier in measured.tiers]
         or [{"name": "none", "devices": 0, "alpha_seconds": 0.0, "bytes_per_second": 1e9}],
@@ -317,6 +320,32 @@ def _memory(plan: Plan) -> Timed:
         return torch.mul(x, y, out=product)
 
     return Timed(MEMORY, multiply)
+
+
+def _host(plan: Plan) -> Iterator[Timed]:
+    """Time copies between a GPU and pinned memory, and launches, which tiny kernels do not hide."""
+    if plan.device.type != "cuda":
+        return
+    there = torch.empty(PINNED, dtype=torch.uint8, device=plan.device)
+    here, one = torch.empty(PINNED, dtype=torch.uint8, pin_memory=True), torch.zeros(1, device=plan.device)
+
+    def launches() -> None:
+        for _ in range(ISSUED):
+            one.add_(1.0)
+
+    yield Timed(TO_HOST, lambda: here.copy_(there, non_blocking=True))
+    yield Timed(FROM_HOST, lambda: there.copy_(here, non_blocking=True))
+    yield Timed(LAUNCHES, launches)
+
+
+def _host_values(plan: Plan, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a hardware file states of the host; the system tells its memory, and not how fast that is."""
+    return {
+        "host_devices": plan.host_size,
+        "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_link_bytes_per_second": PINNED / max(seconds[TO_HOST], seconds[FROM_HOST]),
+        "launch_seconds": seconds[LAUNCHES] / ISSUED,
+    }
 
 
 def _ranks() -> int:

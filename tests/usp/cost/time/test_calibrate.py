@@ -73,6 +73,10 @@ def test_a_file_says_what_not_to_trust_and_nonsense_is_not_written() -> None:
     assert cautions(found) == [] and hardware_from_mapping(found, "").peak("float32") == 2 * 32**3 / 1e-3
     assert found["efficiency"]["attention"]["sdpa"]["backward"] == [[32, 5 * 2 * 2 * 16 * 528 / (2 * 32**3 / 1e-3)]]
 
+    copies = {name: Estimate(1.0, 0.0) for name in ("copy to the host", "copy from the host", "launches")}
+    gpu = hardware_from_mapping(contents(plan, "", replace(measured, times={**fine, **copies})), "")
+    assert (gpu.host_devices, gpu.host_link_bytes_per_second, gpu.launch_seconds) == (1, 1 << 28, 1 / 256)
+
     def with_time(name: str, seconds: float, spread: float) -> dict[str, Any]:
         times = {**fine, name: Estimate(seconds, spread)}
         return contents(plan, "", replace(measured, times=times, other_load=0.3))
