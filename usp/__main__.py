@@ -22,13 +22,13 @@ COMMANDS = {
     "models": "say which models of transformers run with sequence parallelism, and why others do not",
     "loss-by-position": "show the held-out loss of runs by position in the document",
     "needle": "find out at which lengths and depths a model finds a needle in a haystack",
+    "rlhf-plan": "find the ranks and the layout of each model call of an RLHF step",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",
     "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
-FOLDERS = dict.fromkeys(
-    ("loss-by-position", "needle"), "evaluate."
-)  # of commands that are not directly in usp/commands
+# Of commands that are not directly in usp/commands.
+FOLDERS = {"loss-by-position": "evaluate.", "needle": "evaluate.", "rlhf-plan": "rlhf_plans."}
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:

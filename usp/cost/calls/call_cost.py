@@ -10,6 +10,7 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -185,23 +186,14 @@ def _train_step(
     unit, lengths = work.objective.unit, workload.sequences
     each = -(-len(lengths) // unit // work.mini_batches) * unit
     mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
-    jobs = [
-        (
-            _job(
-                layout, model, options, work.objective.head,
-                tokens=rows.tokens, rows=rows.number, micro_batches=rows.number, trained=True,
-            ),
-            rows,
-        )
-        for rows in (_packed(mini_batch, layout, unit) for mini_batch in mini_batches)
-    ]  # fmt: skip
-    seconds: dict[str, float] = {}
-    for job, rows in jobs:
+    seconds, peaks = defaultdict[str, float](float), []
+    for rows, number in Counter(_packed(mini_batch, layout, unit) for mini_batch in mini_batches).items():
+        sizes = {"tokens": rows.tokens, "rows": rows.number, "micro_batches": rows.number}
+        job = _job(layout, model, options, work.objective.head, **sizes, trained=True)
         for part, found in _passes(job, hardware, rows.visible).items():
-            seconds[part] = seconds.get(part, 0.0) + work.epochs * found
-    memory = max(
-        (footprint(job, rank) for job, _ in jobs for rank in {*job.ranks("pp", 0)}), key=lambda found: found.peak.total
-    )
+            seconds[part] += number * work.epochs * found
+        peaks += [footprint(job, rank) for rank in job.ranks("pp", 0)]
+    memory = max(peaks, key=lambda found: found.peak.total)
     kept = memory.parameters + memory.optimizer
     return CallCost(seconds, memory.parameters, memory.peak.total - kept, state_bytes=memory.optimizer)
 

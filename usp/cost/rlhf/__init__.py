@@ -1,4 +1,4 @@
 """Plans for RLHF by prediction. Each file imports only earlier ones:
 
-estimates, options, simulator, plan_search, baselines, plan_choice, plan_choice_report.
+estimates, quick_fill, predictions, options, simulator, plan_search, baselines, plan_choice, plan_choice_report.
 """

@@ -8,6 +8,7 @@ checkpointing are beyond it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -21,9 +22,11 @@ _STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the model of a role allows: tp must divide `heads`, tp x ulysses is at most `heads`, pp at most `layers`."""
+    """What the model of a role allows: tp divides both kinds of heads, tp x ulysses is at most `heads`, pp at most
+    `layers`."""
 
     heads: int
+    kv_heads: int
     layers: int
 
 
@@ -35,6 +38,7 @@ class OptionSpace:
         world_size, ranks_per_host: of the cluster.
         samples: of a step.
         smallest: the fewest ranks of a call.
+        even: whole hosts are as many as divide all of them, from a multiple of that number.
         max_tp: the highest tensor-parallel degree.
         max_sequence: the highest ring x ulysses; 1: no sequence parallelism.
         zero: ZeRO stages of train and inference calls where there is more than one rank to shard over.
@@ -50,6 +54,7 @@ class OptionSpace:
     ranks_per_host: int
     samples: int
     smallest: int = 1
+    even: bool = False
     max_tp: int = 8
     max_sequence: int = 1
     zero: tuple[int, ...] = (0,)
@@ -77,9 +82,9 @@ def rank_sets(space: OptionSpace) -> Iterator[tuple[int, ...]]:
     host = min(space.ranks_per_host, space.world_size)
     for size in (size for size in divisors(host) if space.smallest <= size < host):
         yield from (tuple(range(first, first + size)) for first in range(0, space.world_size, size))
-    for hosts in range(1, space.hosts + 1):
+    for hosts in divisors(space.hosts) if space.even else range(1, space.hosts + 1):
         if hosts * host >= space.smallest:
-            for first in range(space.hosts - hosts + 1):
+            for first in range(0, space.hosts - hosts + 1, hosts if space.even else 1):
                 yield tuple(range(first * host, (first + hosts) * host))
 
 
@@ -120,7 +125,11 @@ def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
     if call.kind == "compute":
         return True
     limit = space.limits.get(call.role)
-    if limit and (limit.heads % dims.tp or dims.tp * dims.ulysses > limit.heads or dims.pp > limit.layers):
+    if limit and (
+        math.gcd(limit.heads, limit.kv_heads) % dims.tp
+        or dims.tp * dims.ulysses > limit.heads
+        or dims.pp > limit.layers
+    ):
         return False
     if dims.pp > max(space.hosts, _STAGES_BESIDE_HOSTS):
         return False

@@ -32,7 +32,7 @@ def test_as_many_are_left_after_the_filters_of_real(hosts: int, inference: int, 
 
 
 def test_options_are_valid_plans_for_any_number_of_ranks() -> None:
-    limits = {role: ModelLimits(heads=6, layers=3) for role in GRAPH.roles}
+    limits = {role: ModelLimits(heads=6, kv_heads=6, layers=3) for role in GRAPH.roles}
     space = OptionSpace(12, 6, 64, max_sequence=4, zero=(0, 1, 3), recompute=(("none", False), ("full", True)))
     space = replace(space, limits=limits)
     found = {call.name: list(options(call, space)) for call in GRAPH.calls}

@@ -20,7 +20,7 @@ from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan_text import from_mapping, to_mapping
 
 GRAPH = ppo()
-LIMITS = {role: ModelLimits(heads=8, layers=4) for role in GRAPH.roles}
+LIMITS = {role: ModelLimits(heads=8, kv_heads=8, layers=4) for role in GRAPH.roles}
 SPACE = OptionSpace(4, 2, 64, 2, zero=(0, 1), limits=LIMITS)
 FACTS = Facts(4, 2, heads=8, layers=4)
 

@@ -1,0 +1,44 @@
+"""python -m usp rlhf-plan: what it prints and writes, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from usp.__main__ import main
+from usp.rlhf.plan.plan_text import from_mapping
+
+SMALL = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--prompts", "16", "--max-sp", "1", "--budget", "0"]
+SMALL += ["--prompt-tokens", "128", "--response-tokens", "32,128"]
+
+
+def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    files = ["--out", str(out), "--plot", str(plot), "--options", "mini_batches=1"]
+    assert main([*SMALL, *files, "--algorithm", "grpo", "--reward", "function"], {}) == 0
+    printed = capsys.readouterr().out
+    for word in ("actor_generate", "heuristic", "separation", "with half the memory"):
+        assert word in printed
+    plan = from_mapping(yaml.safe_load(out.read_text()))
+    assert set(plan.calls) >= {"actor_generate", "actor_train"}
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--world-size", "0"], "--world-size = 0 must be at least 1"),
+        (["--response-tokens", "9,3"], "--response-tokens = 9,3 must be positive and ascending"),
+        (["--response-tokens", "many"], "--response-tokens = many: many must be a number of tokens"),
+        (["--algorithm", "dpo"], "--algorithm = dpo must be one that generates"),
+        (["--options", "mini_batch=2"], "--options = mini_batch=2: unknown 'mini_batch'"),
+        (["--hardware", "h1000"], "h1000"),
+        (["--out", "plan.txt"], "--out"),
+        (["--actor", "llama2-70b", "--world-size", "4", "--hardware", "l20"], "use more ranks"),
+    ],
+)
+def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *flags], {}) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Estimates for searches: those of `usp.cost.calls`, each computed once for calls and places that are alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from usp.cost.calls.call_cost import CallCost, call_cost
+from usp.cost.calls.plan_estimates import PlanEstimates
+from usp.rlhf.graph.calls import Inference, ModelCall
+from usp.rlhf.plan.operations import WeightCopy
+from usp.rlhf.plan.plan import CallLayout
+
+from .quick_fill import fill_seconds
+
+
+class Predictions:
+    """Estimates of a graph's calls on hosts that are all alike.
+
+    A call takes the same wherever its ranks are within a host, or on whole hosts; and so do calls of one kind to roles
+    with the same model. Reallocations are estimated by `quick_fill`. Samples that are sent between calls take no time:
+    they are small beside weights and activations.
+    """
+
+    def __init__(self, exact: PlanEstimates, ranks_per_host: int) -> None:
+        self._exact, self._per_host = exact, ranks_per_host
+        self._cost = cache(self._new_cost)
+        self._copy_bytes = cache(self._new_copy_bytes)
+        self._first = {call.name: _alike(exact, call) for call in exact.graph.calls if call.role}
+        self._placed = cache(self._somewhere)
+        self.fill_seconds = cache(self._fill_seconds)
+
+    def call_seconds(self, call: str, layout: CallLayout) -> float:
+        return self._cost(self._first[call], self._placed(layout)).total if call in self._first else 0.0
+
+    def call_bytes(self, call: str, layout: CallLayout) -> float:
+        return self._cost(self._first[call], self._placed(layout)).work_bytes if call in self._first else 0.0
+
+    def weight_bytes(self, copy: WeightCopy) -> float:
+        return self._copy_bytes(copy.role, self._placed(copy.layout))[0]
+
+    def state_bytes(self, copy: WeightCopy) -> float:
+        return self._copy_bytes(copy.role, self._placed(copy.layout))[1]
+
+    def load_seconds(self, copy: WeightCopy) -> float:
+        return self.weight_bytes(copy) / self._exact.host_bytes_per_second
+
+    def state_load_seconds(self, copy: WeightCopy) -> float:
+        return self.state_bytes(copy) / self._exact.host_bytes_per_second
+
+    def transfer_seconds(self, producer: str, source: CallLayout, target: CallLayout) -> float:
+        return 0.0
+
+    def _fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
+        nbytes = self._exact.models[copy.role].numel * self._exact.options.dtype.itemsize
+        return fill_seconds(source.layout, copy.layout, nbytes, self._exact.hardware, self._per_host)
+
+    def _new_cost(self, name: str, layout: CallLayout) -> CallCost:
+        exact, call = self._exact, self._exact.graph[name]
+        return call_cost(call, layout, exact.models[call.role], exact.workload, exact.hardware, exact.options)
+
+    def _new_copy_bytes(self, role: str, layout: CallLayout) -> tuple[float, float]:
+        copy = WeightCopy(role, layout)
+        return self._exact.weight_bytes(copy), self._exact.state_bytes(copy)
+
+    def _somewhere(self, layout: CallLayout) -> CallLayout:
+        """Return the layout on the first ranks, if it is within a host, or on whole hosts."""
+        first, number, host = layout.ranks[0], len(layout.ranks), self._per_host
+        consecutive = layout.ranks[-1] - first == number - 1
+        if consecutive and (first % host + number <= host or first % host == number % host == 0):
+            return replace(layout, ranks=tuple(range(number)))
+        return layout
+
+
+def _alike(exact: PlanEstimates, call: ModelCall) -> str:
+    """Return the first call that takes as long as `call` in the same layout: the same work with the same model."""
+
+    def work(one: ModelCall) -> object:
+        return one.work.head if isinstance(one.work, Inference) else one.name
+
+    return next(
+        other.name
+        for other in exact.graph.calls
+        if other.role
+        and other.kind == call.kind
+        and work(other) == work(call)
+        and exact.models[other.role] is exact.models[call.role]
+    )
