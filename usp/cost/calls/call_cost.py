@@ -24,6 +24,7 @@ from usp.cost.job import Job, Output, Pass
 from usp.cost.memory.footprint import footprint
 from usp.cost.memory.forward_memory import forward_memory
 from usp.cost.time.compute import FLOAT32, LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
+from usp.cost.time.host import layer_launches
 from usp.cost.time.pass_seconds import pass_seconds
 from usp.cost.time.transfers import sent_seconds
 from usp.cost.traffic.call_traffic import decode_traffic, sampling_traffic
@@ -277,14 +278,17 @@ class DecodeStep:
     Attributes:
         fixed: seconds of products, which read the weights, of communication and of sampling.
         per_place: seconds to read one place of the cache of every slot.
+        launches: seconds in which the host launches the layers' operators: a step takes at least as long.
     """
 
     fixed: float
     per_place: float
+    launches: float = 0.0
 
     def seconds(self, length: float, places: int) -> float:
         """Return the time with `length` of `places` in use, up to a multiple of which the cache is read."""
-        return self.fixed + self.per_place * min(-(-length // READ_MULTIPLE) * READ_MULTIPLE, places)
+        read = min(-(-length // READ_MULTIPLE) * READ_MULTIPLE, places)
+        return max(self.launches, self.fixed + self.per_place * read)
 
 
 def decode_step(job: Job, hardware: Hardware, slots: int) -> DecodeStep:
@@ -293,7 +297,8 @@ def decode_step(job: Job, hardware: Hardware, slots: int) -> DecodeStep:
     passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
     read = sum(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
     fixed = sum(_stage_seconds(job, hardware, rank, slots) for rank in job.ranks("pp", 0))
-    return DecodeStep(fixed, hardware.memory_seconds(slots * read * passes))
+    operators = sum(layer_launches(job, layer) for layer in job.model.layers)
+    return DecodeStep(fixed, hardware.memory_seconds(slots * read * passes), operators * hardware.launch_seconds)
 
 
 def bytes_per_place(job: Job) -> int:

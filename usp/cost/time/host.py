@@ -87,14 +87,14 @@ def launch_wait(job: Job, hardware: Hardware, rank: int, busy: float) -> Seconds
     if job.config.compile or not hardware.launch_seconds:
         return Seconds()
     operators = sum(
-        number * _launches(job, job.model.layers[kind])
+        number * layer_launches(job, job.model.layers[kind])
         for stage in job.stages(rank)
         for kind, number in job.kinds(stage).items()
     )
     return Seconds(launch=max(0.0, job.config.micro_batches * operators * hardware.launch_seconds - busy))
 
 
-def _launches(job: Job, layer: LayerShape) -> int:
+def layer_launches(job: Job, layer: LayerShape) -> int:
     """Return the operators of a layer's forward and backward, recomputation included."""
     products, again = layer_products(job, layer)
     others = LAYER_LAUNCHES + (EXPERT_LAUNCHES if layer.experts else 0) + RING_LAUNCHES * (job.dims.ring - 1)

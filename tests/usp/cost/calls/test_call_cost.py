@@ -19,7 +19,8 @@ from usp.rlhf.generation.batching import Rollout, Slots
 from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 
-A100 = load_hardware("a100")
+NODE = load_hardware("a100")
+A100 = replace(NODE, launch_seconds=0.0)  # so that what is read and sent is exact
 
 
 def shape(name: str) -> ModelShape:
@@ -96,6 +97,14 @@ def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     assert found.weight_bytes == 2 * LLAMA.numel
     shared = cost("generate", load, ranks=range(4), ring=4)
     assert shared.cache_bytes == pytest.approx(found.cache_bytes / 4, rel=0.01)
+
+
+def test_a_decode_step_takes_the_host_as_long_as_it_launches() -> None:
+    load = Workload.of(prompts=1, group_size=1, prompt_tokens=64, quantiles=(16,))
+    layout = CallLayout(tuple(range(8)), ParallelDims(tp=8, dp_shard=1))
+    call = ModelCall("generate", "actor", WORKS["generate"], (), ())
+    found, without = (call_cost(call, layout, LLAMA, load, node).seconds["decode"] for node in (NODE, A100))
+    assert without < found == pytest.approx(16 * 32 * 38 * NODE.launch_seconds)  # 7 of 38 operators are products
 
 
 def test_layouts_change_generation_as_they_should() -> None:
