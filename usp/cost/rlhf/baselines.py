@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.plan import ExecutionPlan
@@ -32,16 +33,17 @@ def baselines(problem: Problem, space: OptionSpace, facts: Facts) -> tuple[Basel
     """Return every named plan. Where none of its degrees fit into memory, it is the one that needs least.
 
     Args:
-        facts: the cluster and the models; degrees and ZeRO stages are chosen here.
+        facts: the cluster and the models; degrees, ZeRO stages and activation checkpointing are chosen here.
     """
     return tuple(_best(name, problem, space, facts) for name in NAMED_PLANS)
 
 
 def _best(name: str, problem: Problem, space: OptionSpace, facts: Facts) -> Baseline:
-    variants: Iterable[Facts] = [facts]  # the heuristic chooses its degrees itself
+    variants = [replace(facts, ac=ac, ac_offload=offload) for ac, offload in space.recompute]
     ranks = space.world_size // 2 if name == "separation" else space.world_size
-    if name != "heuristic":
-        variants = [replace(facts, dims=d, zero=zero) for d in degrees(ranks, space) for zero in space.zero]
+    if name != "heuristic":  # which chooses its degrees itself
+        every = product(variants, degrees(ranks, space), space.zero)
+        variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
     found = _fastest(name, variants, problem, space)
     if found and name == "separation":
         found = _fastest(name, [replace(found[0], rollout_dims=d) for d in degrees(ranks, space)], problem, space)
@@ -62,7 +64,7 @@ def _fastest(
 
 
 def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> Baseline | None:
-    """Return a named plan, or None if it cannot have the degrees."""
+    """Return a named plan, offloading all it may where it does not fit; None if it cannot have the degrees."""
     graph = problem.simulator.graph
     try:
         plan = named_plan(name, graph, facts)
@@ -70,4 +72,8 @@ def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> 
         return None
     if not all(allows(call, plan[call.name].dims, space) for call in graph.calls):
         return None
+    found = Baseline(name, *problem.simulator.measure(plan), plan)
+    if found.peak_bytes <= problem.memory_bytes:
+        return found
+    plan = replace(plan, offload=frozenset(problem.offload))
     return Baseline(name, *problem.simulator.measure(plan), plan)

@@ -61,8 +61,8 @@ def _verdict(plan: ExecutionPlan, other: ExecutionPlan | None, loss: float) -> s
         return "the same plan"
     changed = [f"{name} {layout_text(layout)}" for name, layout in other.calls.items() if layout != plan[name]]
     changed += [f"offload {', '.join(sorted(other.offload)) or 'nothing'}"] if other.offload != plan.offload else []
-    cost = "this plan would not fit" if loss == float("inf") else f"this plan would be {loss:.0%} slower"
-    return f"{cost} than {'; '.join(changed)}"
+    cost = "this plan would not fit, but" if loss == float("inf") else f"this plan would be {loss:.0%} slower than"
+    return f"{cost} {'; '.join(changed)}"
 
 
 def layout_text(layout: CallLayout) -> str:
