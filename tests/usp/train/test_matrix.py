@@ -161,7 +161,8 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
 def offloads(engine: Any) -> bool:
     if isinstance(engine, Fsdp2Engine):
         sharded = [module for stage in engine.stages for module in stage.modules() if isinstance(module, FSDPModule)]
-        (found,) = {p.offload_to_cpu for m in sharded for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params}
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]  # None for a stage of layers alone
+        (found,) = {parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params}
         return found
     return engine.engine.zero_cpu_offload()
 
