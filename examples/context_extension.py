@@ -2,7 +2,7 @@
 
     python examples/context_extension.py runs/extension
 
-Takes a few minutes on two cores. With --ranks 2, two processes extend the context: the first stage divides the batch
+Takes about a minute on two cores. With --ranks 2, two processes extend the context: the first stage divides the batch
 over them, the second one the sequences. The texts are simple facts with a pass key in between, so a model of two layers
 learns to look the key up. Everything below the output directory:
 
