@@ -2,12 +2,14 @@
 
     python examples/context_extension.py runs/extension
 
-Takes a few minutes on two cores. The texts are simple facts with a pass key in between, so a model of two layers learns
-to look the key up. Everything below the output directory:
+Takes about a minute on two cores. With --ranks 2, two processes extend the context: the first stage divides the batch
+over them, the second one the sequences. The texts are simple facts with a pass key in between, so a model of two layers
+learns to look the key up. Everything below the output directory:
 
     data/                   texts for training and evaluation
     start/                  the model with random weights, and a tokenizer of whole words
-    short/, long/           the runs: on 64 tokens, and from there on 256 with --rope-scaling yarn
+    curriculum.yaml         the stages of the extension: sequences of 128 tokens, then of 256
+    short/, long/           the runs: on 64 tokens, and from there over these stages with --rope-scaling yarn
     short.png, long.png     the needles that each of the two models finds
     yarn.png                those that the short model finds with YaRN, without training
     loss-by-position.png    held-out loss while the context is extended
@@ -18,18 +20,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT, LONG = 64, 256
-LENGTHS = "32,64,96,128,192,256,384"
+SHORT, MIDDLE, LONG = 64, 128, 256
+STEP_TOKENS = 2048
+LENGTHS = "32,64,96,128,192,256,384,512"
 FACTS = (
     "the grass is green .",
     "the sky above us is blue .",
@@ -82,50 +87,73 @@ def write_start(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def start(*command: str | Path) -> None:
-    """Run a program of this repository."""
-    print(f"\n$ python {' '.join(map(str, command))}", flush=True)
-    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
+def write_curriculum(file: Path, data: Path, steps: int, ranks: int) -> None:
+    """Write two stages of `steps` each, with the same number of tokens in a step: the ranks divide the batch of the
+    first, and the sequences of the second."""
+    stages = [
+        {
+            "steps": steps,
+            "seq_len": seq_len,
+            "data": str(data / f"train-{seq_len}.jsonl"),
+            "global_batch_size": STEP_TOKENS // seq_len,
+            "sp_ulysses": ulysses,
+        }
+        for seq_len, ulysses in ((MIDDLE, 1), (LONG, ranks))
+    ]
+    file.write_text(yaml.safe_dump(stages, sort_keys=False))
 
 
-def train(folder: Path, model: Path, seq_len: int, batch_size: int, steps: int, rate: str, *flags: str) -> None:
-    data = folder.parent / "data"
-    data_flags = ("--data", data / f"train-{seq_len}.jsonl", "--data-cache", data / "cache")
-    shape = ("--seq-len", str(seq_len), "--batch-size", str(batch_size), "--steps", str(steps))
-    schedule = ("--lr-schedule", "wsd", "--lr-decay-steps", str(max(1, steps // 3)), "--warmup-steps", str(steps // 10))
-    rates = ("--learning-rate", rate, *schedule)
-    start("train.py", "--model", model, "--output", folder, *data_flags, *shape, *rates, *flags)
+def start(*command: str | int | Path, ranks: int = 1) -> None:
+    """Run a program of this repository, on several ranks under torchrun."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    words = [str(word) for word in (*(torchrun if ranks > 1 else ()), *command)]
+    print(f"\n$ python {shlex.join(words)}", flush=True)
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT)
 
 
-def needle(model: Path, data: Path, out: Path, *flags: str) -> None:
-    texts = ("--needle", NEEDLE, "--question", QUESTION, "--key-digits", str(DIGITS), "--data", data)
-    cells = ("--lengths", LENGTHS, "--depths", "0,25,50,75,100", "--samples", "20", "--max-new-tokens", "1")
+def train(folder: Path, model: Path, *flags: str | int | Path, ranks: int = 1) -> None:
+    cache = folder.parent / "data" / "cache"
+    start("train.py", "--model", model, "--output", folder, "--data-cache", cache, *flags, ranks=ranks)
+
+
+def needle(model: Path, data: Path, out: Path, *flags: str | int) -> None:
+    texts = ("--needle", NEEDLE, "--question", QUESTION, "--key-digits", DIGITS, "--data", data)
+    cells = ("--lengths", LENGTHS, "--depths", "0,25,50,75,100", "--samples", 20, "--max-new-tokens", 1)
     start("-m", "usp", "needle", model, "--out", out, *texts, *cells, "--no-logprobs", *flags)
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="output directory, which must not exist")
-    parser.add_argument("--steps", type=int, default=300, help="of pretraining; the extension has a fifth")
+    parser.add_argument("--steps", type=int, default=300, help="of pretraining; a stage of the extension has a tenth")
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4), help="processes of the extension")
     asked = parser.parse_args(argv)
     folder = asked.folder.resolve()
     data = folder / "data"
-    data.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    data.mkdir()
     haystack = data / "haystack.txt"
     haystack.write_text(" ".join(random.Random(0).choices(FACTS, k=500)))
-    for seq_len in (SHORT, LONG):
-        write_texts(data / f"train-{seq_len}.jsonl", 32 * asked.steps * SHORT // seq_len, seq_len, seed=seq_len)
-    write_texts(data / "held-out.jsonl", 50, LONG, seed=0)
+    for seq_len in (SHORT, MIDDLE, LONG):
+        write_texts(data / f"train-{seq_len}.jsonl", STEP_TOKENS * asked.steps // seq_len, seq_len, seed=seq_len)
+    write_texts(data / "held-out.jsonl", 20, LONG, seed=0)
     write_start(folder / "start")
+    stage_steps = max(1, asked.steps // 10)
+    write_curriculum(folder / "curriculum.yaml", data, stage_steps, asked.ranks)
 
-    train(folder / "short", folder / "start", SHORT, 32, asked.steps, "3e-3")
+    batches = ("--data", data / f"train-{SHORT}.jsonl", "--seq-len", SHORT, "--batch-size", STEP_TOKENS // SHORT)
+    decay = ("--lr-schedule", "wsd", "--lr-decay-steps", max(1, asked.steps // 3))
+    rates = ("--learning-rate", "3e-3", "--warmup-steps", asked.steps // 10, *decay)
+    train(folder / "short", folder / "start", *batches, "--steps", asked.steps, *rates)
     short = folder / "short" / "model"
-    needle(short, haystack, folder / "short.png", "--beyond-limit", "--mark", str(SHORT))
-    needle(short, haystack, folder / "yarn.png", "--rope-scaling", "yarn", "--mark", str(SHORT))
+    needle(short, haystack, folder / "short.png", "--beyond-limit", "--mark", SHORT)
+    needle(short, haystack, folder / "yarn.png", "--rope-scaling", "yarn", "--mark", SHORT)
 
-    evaluated = ("--eval-data", str(data / "held-out.jsonl"), "--eval-every", "1", "--rope-scaling", "yarn")
-    train(folder / "long", short, LONG, 8, max(1, asked.steps // 5), "1e-3", *evaluated)
-    needle(folder / "long" / "model", haystack, folder / "long.png", "--beyond-limit", "--mark", str(LONG))
+    extension = ("--curriculum", folder / "curriculum.yaml", "--rope-scaling", "yarn")
+    rates = ("--learning-rate", "1e-3", "--warmup-steps", stage_steps // 3)
+    evaluation = ("--eval-data", data / "held-out.jsonl", "--eval-every", 1)
+    train(folder / "long", short, *extension, *rates, *evaluation, ranks=asked.ranks)
+    needle(folder / "long" / "model", haystack, folder / "long.png", "--beyond-limit", "--mark", LONG)
     start("-m", "usp", "loss-by-position", folder / "long", "--out", folder / "loss-by-position.png")
 
 

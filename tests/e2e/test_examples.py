@@ -60,13 +60,14 @@ def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path) -> None:
 def test_the_context_extension_draws_its_plots(tmp_path: Path) -> None:
     example = ROOT / "examples" / "context_extension.py"
     ended = subprocess.run(
-        [sys.executable, str(example), str(tmp_path / "out"), "--steps", "3"],
+        [sys.executable, str(example), str(tmp_path / "out"), "--steps", "20", "--ranks", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert ended.returncode == 0, ended.stderr
+    assert "stage 2 of 2: steps 3 to 4\nranks: 2 (ulysses=2)" in ended.stdout
     for plot in ("short", "yarn", "long", "loss-by-position"):
         assert (tmp_path / "out" / f"{plot}.png").is_file(), plot
 

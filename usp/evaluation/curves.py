@@ -16,10 +16,14 @@ MOST = 6  # curves of one run
 
 @dataclass(frozen=True)
 class Curve:
-    """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`)."""
+    """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`).
+
+    seq_len: of its rows, which changes with the stages of a curriculum; None if the run did not record it.
+    """
 
     run: str
     step: int
+    seq_len: int | None
     loss: float
     by_position: dict[int, float]
 
@@ -41,7 +45,8 @@ def read_curves(run: Path) -> list[Curve]:
             break
         found = {int(name.partition("/")[2]): record[name] for name in record if name.startswith(f"{BY_POSITION}/")}
         if found:
-            curves.append(Curve(run.resolve().name, record["step"], record["eval_loss"], found))
+            name, seq_len = run.resolve().name, record.get("seq_len")
+            curves.append(Curve(name, record["step"], seq_len, record["eval_loss"], found))
     if not curves:
         raise ValueError(f"{file} records no evaluation: train with --eval-data")
     return curves
@@ -59,12 +64,19 @@ def chosen_curves(runs: Sequence[Path]) -> list[Curve]:
 def position_table(curves: Sequence[Curve]) -> Grid:
     """Return a table with a line for each evaluation and a column for each range of positions."""
     lasts = sorted({last for curve in curves for last in curve.by_position})
+    lengths = _several_lengths(curves)
     rows = []
     for curve in curves:
         cells = (f"{curve.by_position[last]:.4f}" if last in curve.by_position else "" for last in lasts)
-        rows.append((curve.run, str(curve.step), f"{curve.loss:.4f}", *cells))
-    columns = ("run", "step", "all", *(f"to {short(last)}" for last in lasts))
+        length = (short(curve.seq_len) if curve.seq_len else "",) if lengths else ()
+        rows.append((curve.run, str(curve.step), *length, f"{curve.loss:.4f}", *cells))
+    columns = ("run", "step", *(("seq len",) if lengths else ()), "all", *(f"to {short(last)}" for last in lasts))
     return Grid("Held-out loss by position in the document", columns, tuple(rows))
+
+
+def _several_lengths(curves: Sequence[Curve]) -> bool:
+    """Whether rows have several lengths: shorter ones cut more documents, so all of their losses are higher."""
+    return len({curve.seq_len for curve in curves}) > 1
 
 
 def plot_positions(curves: Sequence[Curve]) -> Any:
@@ -78,6 +90,8 @@ def plot_positions(curves: Sequence[Curve]) -> Any:
     several = len({curve.run for curve in curves}) > 1
     for number, curve in enumerate(curves):
         label = f"{curve.run}, step {curve.step}" if several else f"step {curve.step}"
+        if curve.seq_len and _several_lengths(curves):
+            label += f", rows of {short(curve.seq_len)}"
         colour = colours(0.85 * number / max(1, len(curves) - 1))
         lasts = sorted(curve.by_position)
         axes.plot(lasts, [curve.by_position[last] for last in lasts], "o-", markersize=4, color=colour, label=label)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from usp.__main__ import main
-from usp.evaluation.curves import chosen_curves
+from usp.evaluation.curves import chosen_curves, plot_positions
 from usp.run.metrics import METRICS_FILE
 
 
@@ -34,8 +34,21 @@ def test_one_run_is_shown_from_its_first_to_its_last_evaluation(run: Path, capsy
     assert curves[-1].by_position == {16: 2.0, 2048: 1.0}
     assert main(["loss-by-position", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "to 2K" in shown and "2.8333" in shown and str(run / "loss-by-position.png") in shown
+    assert (
+        "to 2K" in shown and "2.8333" in shown and "seq len" not in shown and str(run / "loss-by-position.png") in shown
+    )
     assert (run / "loss-by-position.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_several_lengths_are_told_apart(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()[:-1]]
+    stages = [record | {"seq_len": 1024 if record["step"] <= 12 else 2048} for record in records]
+    (run / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in stages))
+    curves = chosen_curves([run])
+    assert main(["loss-by-position", str(run)]) == 0
+    assert "seq len" in capsys.readouterr().out
+    labels = [str(line.get_label()) for line in plot_positions(curves).axes[0].lines]
+    assert labels[2:4] == ["step 10, rows of 1K", "step 16, rows of 2K"]
 
 
 def test_of_several_runs_the_last_evaluations_are_shown(run: Path, tmp_path: Path) -> None:

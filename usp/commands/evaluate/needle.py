@@ -37,8 +37,9 @@ def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: s
         if writes:
             print(f"needles found, in percent, by depth and length; {100 * result.score():.1f} of all:")
             Console().print(result.table().table())
-            name = "/".join(Path(config.model).parts[-2:])
-            title = f"{name}: {result.score():.0%} of needles found, {config.samples} in each cell"
+            scaled = "" if config.rope_scaling == "none" else f" with {config.rope_scaling}"
+            name = "/".join(Path(config.model).parts[-2:]) + scaled
+            title = f"{name}: {result.score():.1%} of needles found, {config.samples} in each cell"
             figure = plot_heat_map(result, title, token_count(config.mark) if config.mark else None)
             print("heat map: {}\nresults: {}".format(*write_files(result, figure, out)))
 
