@@ -64,6 +64,15 @@ _FULL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("llama2-70b", "1M", 1024, 0, _SP8 | {"pp": 8, "sp_ring": 16, "ac": "full"} | _EIGHTS),
     ("mixtral-8x7b", "32K", 16, 0, _SP8 | {"ep": 8, "ac": "full"}),
     ("mixtral-8x7b", "208K", 16, 0, _GRID16 | {"ep": 8}),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "selective"}),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "selective", "ac_offload": True}),
+    ("llama3-8b", "32K", 8, 0, _SP8 | {"ac": "full", "optim_offload": True}),
+    ("llama3-8b", "32K", 8, 0, {"sp_ulysses": 4, "dp_shard": 2, "zero": 2, "optim_offload": True} | _TWOS),
+    ("llama3-8b", "32K", 8, 7, {"pp": 4, "sp_ulysses": 2, "ac": "selective", "optim_offload": True} | _FOURS),
+    ("llama3-8b", "208K", 16, 0, _GRID16 | {"ac": "attention-saved", "ac_offload": True, "optim_offload": True}),
+    ("llama3-8b", "208K", 16, 9, _TP8 | {"sp_ring": 2, "ac": "selective", "zero": 1}),
+    ("llama2-70b", "208K", 64, 0, _TP8 | {"sp_ulysses": 8, "ac": "full", "ac_offload": True, "optim_offload": True}),
+    ("mixtral-8x7b", "32K", 16, 0, _SP8 | {"ep": 8, "ac": "selective", "optim_offload": True}),
 )
 _QUICK: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("tiny", "32K", 8, 0, {"sp_ulysses": 4, "sp_ring": 2}),

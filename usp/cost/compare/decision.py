@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from parallel import Hardware
@@ -41,15 +42,24 @@ class Verdict:
         """Why the method does not fit, and what would make it; empty if it fits."""
         if self.fits:
             return ""
-        peak, by_part = self.step.memory.peak, memory_parts(self.step.memory)
-        largest = max(by_part, key=lambda part: by_part[part])
-        words = (
-            f"Needs {size(peak.total)} where {size(self.step.limit)} are usable, most for {largest}: "
-            f"{size(by_part[largest])}."
-        )
+        words = " ".join(self._excesses())
         if self.remedy is None:
-            return f"{words} ZeRO-3, recomputation, offloaded activations and MLP tiles do not suffice."
+            return (
+                f"{words} ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice."
+            )
         return f"{words} It fits {self._remedy}."
+
+    def _excesses(self) -> Iterator[str]:
+        """Yield what exceeds the device's memory, and the host's."""
+        step, peak = self.step, self.step.memory.peak.total
+        if peak > step.limit:
+            largest, nbytes = max(memory_parts(step.memory).items(), key=lambda part: part[1])
+            yield (
+                f"Needs {size(peak)} of a device where {size(step.limit)} are usable, most for {largest}: "
+                f"{size(nbytes)}."
+            )
+        if step.on_host > step.host_limit:
+            yield f"Needs {size(step.on_host)} of a host's memory where {size(step.host_limit)} are usable."
 
     @property
     def short(self) -> str:
@@ -97,11 +107,13 @@ def _verdict(found: Compared, job: Job, model_config: ModelConfig, hardware: Har
 
 def _savings(config: TrainConfig) -> Iterator[dict[str, Any]]:
     """Yield changes of flags that save memory."""
-    for zero in range(max(1, config.zero), 4):
-        for ac in AC_MODES[AC_MODES.index(config.ac) :]:
-            for offload in (False, True) if ac != "none" else (False,):
-                changes = {"zero": zero, "ac": ac, "ac_offload": offload, "mlp_tile": MLP_TILE if offload else 0}
-                yield {name: value for name, value in changes.items() if value != getattr(config, name)}
+    zeros, modes = range(max(1, config.zero), 4), AC_MODES[AC_MODES.index(config.ac) :]
+    for zero, ac, offload, optimizer in product(zeros, modes, (False, True), (False, True)):
+        if offload and ac == "none":
+            continue
+        changes = {"zero": zero, "ac": ac, "ac_offload": offload, "mlp_tile": MLP_TILE if offload else 0}
+        changes["optim_offload"] = optimizer
+        yield {name: value for name, value in changes.items() if value != getattr(config, name)}
 
 
 def _words(changes: Mapping[str, Any]) -> Iterator[str]:

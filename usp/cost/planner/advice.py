@@ -72,6 +72,8 @@ def memory_options(config: TrainConfig) -> str:
     words = [f"ZeRO-{config.zero}"]
     if config.ac != "none":
         words.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
+    if config.optim_offload:
+        words.append("optimizer offload")
     if config.mlp_tile:
         words.append(f"MLP tiles of {config.mlp_tile} tokens")
     if config.micro_batches > 1:

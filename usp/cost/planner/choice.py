@@ -9,6 +9,7 @@ planned         apply --plan auto to the configuration that training starts with
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
 from usp.cost.memory.host_memory import host_bytes
-from usp.cost.time.host import offloads_optimizer
 from usp.cost.time.least_time import (
     LayerCompute,
     Transfers,
@@ -51,7 +51,7 @@ USABLE_HOST = 0.9  # of a host's memory: the rest is for the system, processes a
 MORE_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # times those that are too few
 CHOSEN = (
     *("sp_ulysses", "sp_ring", "dp_shard", "dp_replicate", "tp", "tp_sequence_parallel", "pp", "pp_schedule", "ep"),
-    *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile"),
+    *("zero", "batch_size", "micro_batches", "ac", "ac_offload", "mlp_tile", "optim_offload"),
 )
 
 
@@ -119,7 +119,13 @@ def choose(
     if violation := formula_violation(asked.model, model_config):
         raise ConfigurationError(with_flags(violation))
     assumed = data(facts)
-    question = Question(base, sequences, world_size, hardware.tiers[0].devices or world_size)
+    question = Question(
+        base,
+        sequences,
+        world_size,
+        ranks_per_host=hardware.tiers[0].devices or world_size,
+        optim_offload=math.isfinite(hardware.host_link_bytes_per_second),
+    )
     every = tuple(layouts(question, facts))
     if not every:
         raise ConfigurationError(
@@ -224,7 +230,7 @@ def _memory_of(
 
     @cache
     def on_host(config: TrainConfig) -> int:
-        offloads = config.ac_offload or offloads_optimizer(config)
+        offloads = config.ac_offload or config.optim_offload
         return host_bytes(job_like(config), hardware.host_devices) if offloads else 0
 
     return {

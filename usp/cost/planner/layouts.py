@@ -25,12 +25,14 @@ class Question:
         base: the model, data, sequence length and optimizer; whatever the planner chooses has its default here.
         sequences: per step, over all ranks.
         ranks_per_host: the limit of tensor parallelism.
+        optim_offload: whether the optimizer may be offloaded: whether devices have memory other than the host's.
     """
 
     base: TrainConfig
     sequences: int
     world_size: int
     ranks_per_host: int
+    optim_offload: bool = False
 
 
 def layouts(question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
@@ -89,11 +91,18 @@ def _micro_batches(config: TrainConfig, schedule: str) -> list[int]:
 
 
 def savings(config: TrainConfig, question: Question, facts: ModelFacts) -> Iterator[TrainConfig]:
-    """Yield a layout with every valid combination of activation checkpointing and sharding."""
+    """Yield a layout with every valid combination of activation checkpointing, sharding and optimizer offload."""
     for saving in recomputations(config, facts):
         for found in shardings(saving):
             if not violations(found, question.world_size, facts):
-                yield found
+                yield from placements(found, question)
+
+
+def placements(config: TrainConfig, question: Question) -> Iterator[TrainConfig]:
+    """Yield a configuration, and with optimizer offload where that is possible and not yet so."""
+    yield config
+    if question.optim_offload and not config.optim_offload:
+        yield replace(config, optim_offload=True)
 
 
 def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:

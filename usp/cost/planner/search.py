@@ -10,6 +10,9 @@ Best first, through bounds that only grow. A layout is
 so whatever is reached next with its own time is faster than everything that has not been reached. Of each family, the
 configurations with the same axes, only the fastest is of interest; the others are dropped once it is known.
 
+Optimizer offload adds copies and an update on the host, which is slower than the device's, and saves no other time, so
+at each of these states it is tried only for what does not fit, or cannot, without it.
+
 Pure: the predictor is an argument.
 """
 
@@ -26,7 +29,7 @@ from usp.cost.time.step_time import StepTime
 from usp.model.facts import ModelFacts
 from usp.train.validate import violations
 
-from .layouts import Question, layouts, recomputations, savings, shardings
+from .layouts import Question, layouts, placements, recomputations, savings, shardings
 
 FAMILIES = 6  # in a report
 
@@ -117,6 +120,9 @@ def search(
     best: dict[tuple[str, ...], Candidate] = {}
     tried = 0
 
+    def within(config: TrainConfig, least_bytes: Callable[[TrainConfig], int]) -> TrainConfig | None:
+        return next((one for one in placements(config, question) if least_bytes(one) <= memory.device), None)
+
     def push(least: float, state: str, item: Candidate | TrainConfig) -> None:
         heappush(queue, (least, next(order), state, item))
 
@@ -132,17 +138,22 @@ def search(
         elif state == "bounded":
             report(tried, len(found))
             tried += 1
-            if predictor.least_saved_bytes(config) <= memory.device:
-                for option in recomputations(config, facts):
-                    if predictor.least_bytes(option) <= memory.device:
+            if smallest := within(config, predictor.least_saved_bytes):
+                for each in recomputations(smallest, facts):
+                    if option := within(each, predictor.least_bytes):
                         push(max(least, predictor.least_seconds(option)), "saved", option)
         elif state == "saved":
-            for option in shardings(config):
-                if predictor.least_bytes(option) <= memory.device:
+            for each in shardings(config):
+                if option := within(each, predictor.least_bytes):
                     push(max(least, predictor.least_sharded_seconds(option)), "sharded", option)
-        elif not violations(config, question.world_size, facts) and predictor.fits(config, memory):
+        elif violations(config, question.world_size, facts):
+            continue
+        elif predictor.fits(config, memory):
             candidate = predictor.candidate(config)
             push(candidate.time.total, "checked", candidate)
+        else:
+            for away in list(placements(config, question))[1:]:
+                push(max(least, predictor.least_sharded_seconds(away)), "sharded", away)
     return Found(tuple(best.values()), len(found), tried)
 
 
@@ -150,7 +161,10 @@ def tightest(question: Question, facts: ModelFacts, predictor: Predictor, host: 
     """Return the configuration that needs least memory of a device, and at most `host` bytes of a host; None if there
     is no layout."""
     least: tuple[int, TrainConfig] | None = None
-    bounds = [(predictor.least_saved_bytes(config), config) for config in layouts(question, facts)]
+    bounds = [
+        (min(map(predictor.least_saved_bytes, placements(config, question))), config)
+        for config in layouts(question, facts)
+    ]
     for bound, config in sorted(bounds, key=lambda pair: pair[0]):
         if least is not None and least[0] <= bound:
             break

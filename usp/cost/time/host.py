@@ -8,7 +8,6 @@ share its memory.
 from __future__ import annotations
 
 from parallel import Hardware
-from usp.config import TrainConfig
 from usp.cost.job import Job, LayerShape
 from usp.cost.memory.activations import different_activations
 from usp.cost.traffic.sharding import FLOAT32
@@ -35,11 +34,6 @@ def saved_bytes(job: Job, rank: int) -> int:
     return sum(number * layers[kind].kept for stage in job.stages(rank) for kind, number in job.kinds(stage).items())
 
 
-def offloads_optimizer(config: TrainConfig) -> bool:
-    """Return whether weights, gradients and optimizer states are in host memory."""
-    return bool(getattr(config, "optim_offload", False))
-
-
 def host_copies(
     job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, optimizer: bool | None = None
 ) -> dict[str, TransferSeconds]:
@@ -53,7 +47,7 @@ def host_copies(
             copies.
         optimizer: whether weights, gradients and optimizer states are on the host; None: as the job says.
     """
-    optimizer = offloads_optimizer(job.config) if optimizer is None else optimizer
+    optimizer = job.config.optim_offload if optimizer is None else optimizer
     saved, number, zero = saved_bytes(job, rank), job.config.micro_batches, job.config.zero
     shard = FLOAT32 * held_elements(job, rank) if optimizer else 0
     if not saved + shard:

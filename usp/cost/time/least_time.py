@@ -18,6 +18,7 @@ from usp.cost.traffic.sharding import fsdp_traffic
 
 from .attention_time import attention_passes
 from .compute import OPTIMIZER_BYTES, head_seconds
+from .host import sharing
 from .pass_seconds import Layers, different_layers, parameter_transfers
 from .transfers import OVERLAP, overlapped_in_pieces, sent_seconds
 
@@ -130,8 +131,10 @@ def least_sharded_seconds(
 
 
 def _optimizer(job: Job, hardware: Hardware) -> float:
-    shards = job.dims.pp * job.degree("fsdp") * job.dims.tp
-    return hardware.memory_seconds(OPTIMIZER_BYTES * job.model.numel / shards)
+    nbytes = OPTIMIZER_BYTES * job.model.numel / (job.dims.pp * job.degree("fsdp") * job.dims.tp)
+    if job.config.optim_offload:
+        return hardware.host_memory_seconds(nbytes, sharing(job, hardware))
+    return hardware.memory_seconds(nbytes)
 
 
 def _bubble(job: Job) -> float:

@@ -16,7 +16,7 @@ from usp.cost.traffic.sharding import gather_counts
 
 from .attention_time import attention_kernels
 from .compute import Seconds, dtype_name
-from .host import host_copies, host_update_seconds, launch_wait, offloads_optimizer
+from .host import host_copies, host_update_seconds, launch_wait
 from .model_flops import model_flops
 from .pass_seconds import Layers, PassSeconds, different_layers, pass_seconds
 from .transfers import OVERLAP, Overlap, TransferSeconds
@@ -105,7 +105,7 @@ def _rank_seconds(
     found += PassSeconds(
         communication=host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
     )
-    optimizer = host_update_seconds(job, hardware, rank) if offloads_optimizer(job.config) else update.compute.total
+    optimizer = host_update_seconds(job, hardware, rank) if job.config.optim_offload else update.compute.total
     return found + PassSeconds(launch_wait(job, hardware, rank, found.total)), optimizer
 
 

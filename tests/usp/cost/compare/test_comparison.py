@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from parallel import load_hardware
 from usp.__main__ import main
 from usp.config import TrainConfig, token_count
 from usp.cost.compare.comparison import Compared, compare
+from usp.cost.compare.decision import Verdict, judge
 from usp.cost.compare.document import DOCUMENT, document
 from usp.cost.compare.plots import plot, sweep
 from usp.cost.job import job_of
 from usp.cost.methods import DEFAULT, Batch, Method
+from usp.cost.time_report import StepReport
 from usp.cost.traffic.step_traffic import step_traffic
 from usp.hf.models import load_model_config
 from usp.run.metrics import size
@@ -166,6 +170,19 @@ def test_the_page_has_tables_and_charts_and_no_external_references(
     assert "dp_shard 4, ZeRO-3" in found.texts["small"]
     assert {usp.degrees, size(usp.sent)} <= set(found.texts["td"]) and {"usp+zero1", "ep"} <= set(found.texts["th"])
     assert path.read_text().count("<figure") == 4 and "GiB that the busiest rank sends" in path.read_text()
+
+
+def test_what_does_not_fit_names_the_memory_of_the_device_or_of_the_host() -> None:
+    h100, model_config = load_hardware("h100"), load_model_config("llama3-8b")
+    small = replace(h100, host_memory_bytes=5e10)
+    found = compared("usp+zero1", devices=1, batch=1, model="llama3-8b", seq_len=4096)
+    (verdict,), (neither,) = judge(found, model_config, h100), judge(found, model_config, small)
+    assert verdict.short.startswith("with --optim-offload: ") and neither.short == "no"
+    assert " of a device " in neither.reason and "host's memory" not in neither.reason
+    assert neither.reason.endswith("MLP tiles, and activations and optimizer on the host do not suffice.")
+    assert verdict.remedy is not None
+    on_host = Verdict(found[0], StepReport(verdict.remedy[1].job, small))
+    assert on_host.reason.startswith("Needs 119.7 GiB of a host's memory where 41.9 GiB are usable. ")
 
 
 def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(
