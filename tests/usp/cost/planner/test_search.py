@@ -61,7 +61,7 @@ def made_up() -> Predictor:
         return kept(config) + 0.2 * (config.zero - 1) + 0.1 / config.dp_replicate
 
     def peak(config: TrainConfig) -> int:
-        return round(1000 * (1 + chance(config)) / (1 + saved(config)))
+        return round(1000 * (1 + chance(config)) / (1 + saved(config) + 1.5 * config.optim_offload))
 
     def seconds(config: TrainConfig) -> StepTime:
         return time_of(1 + chance(config) + 0.1 * saved(config))
@@ -72,7 +72,7 @@ def made_up() -> Predictor:
         least_sharded_seconds=lambda config: seconds(config).total - 0.2 * chance(config),
         peak_bytes=peak,
         least_bytes=lambda config: peak(config) // 2,
-        least_saved_bytes=lambda config: round(1000 * (1 + chance(config)) / (4.5 + config.optim_offload)),
+        least_saved_bytes=lambda config: round(1000 * (1 + chance(config)) / (4.5 + 2 * config.optim_offload)),
         host_bytes=lambda config: (config.ac_offload + config.optim_offload) * round(1000 * chance(config)),
     )
 
