@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from usp.cost.job import ONE_DOCUMENT, Data, Job, job_of
 from usp.cost.memory.activations import LayerActivations, different_activations, least_layer_bytes
 from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
 from usp.cost.memory.host_memory import host_bytes
+from usp.cost.time.host import saved_bytes
 from usp.cost.time.least_time import (
     LayerCompute,
     Transfers,
@@ -187,7 +188,9 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
 
     def least_sharded_time(config: TrainConfig) -> float:
         made = job_like(config)
-        return least_sharded_seconds(made, hardware, compute_of(made), exposed_of(made), transfers_of(made))
+        rates = compute_of(made), exposed_of(made), transfers_of(made)
+        saved = saved_bytes(made, made.slowest_ranks[0], _activations(made, known)) if config.ac_offload else 0
+        return least_sharded_seconds(made, hardware, *rates, saved)
 
     def step_time(config: TrainConfig) -> StepTime:
         made = job_like(config)
@@ -215,10 +218,7 @@ def _memory_of(
     @cache
     def least_peak(config: TrainConfig) -> int:
         made = job_like(config)
-        key = (*_micro_batch(made), config.ac, config.mlp_tile)
-        if key not in known.activations:
-            known.activations[key] = different_activations(made)
-        return least_bytes(made, known.activations[key])
+        return least_bytes(made, _activations(made, known))
 
     @cache
     def least_saved(config: TrainConfig) -> int:
@@ -239,6 +239,14 @@ def _memory_of(
         "least_saved_bytes": least_saved,
         "host_bytes": on_host,
     }
+
+
+def _activations(made: Job, known: Known) -> Mapping[int, LayerActivations]:
+    """Return `different_activations`, computed once for jobs that have the same."""
+    key = (*_micro_batch(made), made.config.ac, made.config.mlp_tile)
+    if key not in known.activations:
+        known.activations[key] = different_activations(made)
+    return known.activations[key]
 
 
 def _micro_batch(made: Job) -> Key:

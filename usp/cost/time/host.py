@@ -7,9 +7,11 @@ share its memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parallel import Hardware
 from usp.cost.job import Job, LayerShape
-from usp.cost.memory.activations import different_activations
+from usp.cost.memory.activations import LayerActivations, different_activations
 from usp.cost.traffic.sharding import FLOAT32
 
 from .compute import OPTIMIZER_BYTES, Seconds, head_seconds, held_elements, layer_products
@@ -26,16 +28,26 @@ def sharing(job: Job, hardware: Hardware) -> int:
     return min(hardware.host_devices, job.world_size)
 
 
-def saved_bytes(job: Job, rank: int) -> int:
-    """Return what --ac-offload copies to the host in a micro-batch's forward, and back in its backward."""
+def saved_bytes(job: Job, rank: int, layers: Mapping[int, LayerActivations] | None = None) -> int:
+    """Return what --ac-offload copies to the host in a micro-batch's forward, and back in its backward.
+
+    layers: `different_activations`, if the caller has them.
+    """
     if not job.config.ac_offload:
         return 0
-    layers = different_activations(job)
+    layers = layers or different_activations(job)
     return sum(number * layers[kind].kept for stage in job.stages(rank) for kind, number in job.kinds(stage).items())
 
 
 def host_copies(
-    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, *, optimizer: bool | None = None
+    job: Job,
+    hardware: Hardware,
+    rank: int,
+    forward: float,
+    backward: float,
+    *,
+    optimizer: bool | None = None,
+    saved: int | None = None,
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
@@ -46,9 +58,11 @@ def host_copies(
         forward, backward: seconds of compute of a micro-batch, recomputation included, of which that of layers hides
             copies.
         optimizer: whether weights, gradients and optimizer states are on the host; None: as the job says.
+        saved: `saved_bytes`, if the caller has them.
     """
     optimizer = job.config.optim_offload if optimizer is None else optimizer
-    saved, number, zero = saved_bytes(job, rank), job.config.micro_batches, job.config.zero
+    saved = saved_bytes(job, rank) if saved is None else saved
+    number, zero = job.config.micro_batches, job.config.zero
     shard = FLOAT32 * held_elements(job, rank) if optimizer else 0
     if not saved + shard:
         return {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel import Hardware, bubble_fraction, rank_stages, stage_layers, stages_per_rank
+from parallel import Hardware, bubble_fraction, overlap_of, rank_stages, stage_layers, stages_per_rank
 from usp.cost.job import Job
 from usp.cost.traffic.attention_traffic import attention_traffic
 from usp.cost.traffic.pass_traffic import layer_traffic
@@ -18,7 +18,7 @@ from usp.cost.traffic.sharding import fsdp_traffic
 
 from .attention_time import attention_passes
 from .compute import OPTIMIZER_BYTES, head_seconds
-from .host import sharing
+from .host import host_copies, sharing
 from .pass_seconds import Layers, different_layers, parameter_transfers
 from .transfers import OVERLAP, overlapped_in_pieces, sent_seconds
 
@@ -92,26 +92,36 @@ def least_seconds(job: Job, hardware: Hardware, compute: LayerCompute, exposed: 
     return job.config.micro_batches * slowest / (1 - _bubble(job)) + optimizer
 
 
-Transfers = tuple[tuple[str, int, float], ...]  # (pass, how often, seconds of all)
+Transfers = tuple[tuple[str, int, float, float], ...]  # (pass, how often, seconds of all, `overlap` of their links)
 
 
 def least_transfers(job: Job, hardware: Hardware) -> Transfers:
     """Return the gathers of parameters and reductions of gradients of the first stage."""
     rank = job.slowest_ranks[0]
     sent = [(kind, part) for kind, part in fsdp_traffic(job, rank) if job.degree(part.axis) > 1 and part.axis != "tp"]
-    return tuple(
-        (kind, times, sum(by_axis.values()))
-        for kind in ("forward", "backward")
-        for times, by_axis in parameter_transfers(job, hardware, [p for k, p in sent if k == kind], rank).items()
-    )
+    free = {axis: overlap_of(hardware, job.linked(job.ranks(axis, rank))) for axis in {part.axis for _, part in sent}}
+    found = []
+    for kind in ("forward", "backward"):
+        for times, by_axis in parameter_transfers(job, hardware, [p for k, p in sent if k == kind], rank).items():
+            seconds = sum(by_axis.values())
+            mean = sum(each * free[axis] for axis, each in by_axis.items()) / seconds if seconds else 1.0
+            found.append((kind, times, seconds, mean))
+    return tuple(found)
 
 
 def least_sharded_seconds(
-    job: Job, hardware: Hardware, compute: LayerCompute, exposed: Mapping[int, float], transfers: Transfers
+    job: Job,
+    hardware: Hardware,
+    compute: LayerCompute,
+    exposed: Mapping[int, float],
+    transfers: Transfers,
+    saved: int | None = None,
 ) -> float:
-    """Return a lower bound of `step_seconds` with the traffic of the first stage's parameters and gradients.
+    """Return a lower bound of `step_seconds` with the traffic of the first stage's parameters and gradients, and with
+    its copies to the host and back.
 
-    compute, exposed: as for `least_seconds`. transfers: of a job with the same degrees, ZeRO stage and schedule.
+    compute, exposed: as for `least_seconds`. transfers: of a job with the same degrees, ZeRO stage and schedule. saved:
+    `saved_bytes` of the first stage, if the caller has them.
     """
     least = least_seconds(job, hardware, compute, exposed)
     if hardware.crowding > 1:
@@ -124,9 +134,12 @@ def least_sharded_seconds(
         "backward": sum(each * compute.backward[index] for index, each in kinds.items()),
     }
     busy = number * (sum(hiding.values()) + sum(each * exposed[index] for index, each in kinds.items()))
-    for kind, times, seconds in transfers:
+    for kind, times, seconds, free in transfers:
         compute_time = hiding[kind] if hardware.streams else 0.0
-        busy += times * overlapped_in_pieces(seconds / times, compute_time, kinds.total() + 1).exposed
+        once = overlapped_in_pieces(seconds / times, compute_time, kinds.total() + 1)
+        busy += times * once.with_free_part(free).exposed
+    copies = host_copies(job, hardware, job.slowest_ranks[0], hiding["forward"], hiding["backward"], saved=saved)
+    busy += sum(transfers.exposed for transfers in copies.values())
     return max(least, busy / (1 - _bubble(job)) + _optimizer(job, hardware))
 
 
