@@ -53,8 +53,9 @@ def footprint(job: Job, rank: int) -> Footprint:
     saved = _most(flights, {number: stage.host for number, stage in stages.items()})
     others = {key: _most(found, {n: stage.kept for n, stage in stages.items()}) for key, found in before.items()}
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
+    different = dict.fromkeys(peaks)  # micro-batches have the same ones over and over
     held, host = (0, 3 * shards) if job.config.optim_offload else (shards, 0)
-    moments = tuple(replace(moment, parameters=held, optimizer=2 * held) for moment in peaks)
+    moments = tuple(replace(moment, parameters=held, optimizer=2 * held) for moment in different)
     if job.config.optim_offload:
         largest = FLOAT32 * max(unit.shard for stage in stages.values() for unit in stage.groups)
         every = job.config.zero >= 2 and job.config.micro_batches > 1  # whether every micro-batch reduces
