@@ -150,9 +150,7 @@ def _problem(asked: RlhfPlanConfig):
         recompute=(("none", False), ("full", False)),
         limits=limits,
     )
-    exact = PlanEstimates(
-        graph, models, workload, hardware, hardware.host_link_bytes_per_second, CallOptions(slots=asked.slots)
-    )
+    exact = PlanEstimates(graph, models, workload, hardware, CallOptions(slots=asked.slots))
     simulator = Simulator(graph, Predictions(exact, per_host), asked.world_size, staleness=asked.staleness)
     untrained = [role for role in graph.roles if role not in graph.trained_roles]
     offload = (*untrained, *map(optimizer_of, graph.trained_roles))
@@ -196,7 +194,7 @@ def _models(asked: RlhfPlanConfig, roles: Sequence[str]):
 
     critic = asked.critic or asked.actor
     names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
-    shapes = {}
+    shapes, found = {}, {}
     for role in roles:
         name, head = names[role], "scalar" if role in ("critic", "reward") else "lm"
         if (name, head) not in shapes:
@@ -204,4 +202,5 @@ def _models(asked: RlhfPlanConfig, roles: Sequence[str]):
             if violation := formula_violation(name, config):
                 raise ConfigurationError(f"--{role} = {violation}")
             shapes[name, head] = model_shape(model_facts(name, config), config)
-    return {role: shapes[names[role], "scalar" if role in ("critic", "reward") else "lm"] for role in roles}
+        found[role] = shapes[name, head]
+    return found

@@ -30,14 +30,12 @@ class PlanEstimates:
 
     Attributes:
         models: by role.
-        host_bytes_per_second: of copies between a device and the host's memory.
     """
 
     graph: DataflowGraph
     models: Mapping[str, ModelShape]
     workload: Workload
     hardware: Hardware
-    host_bytes_per_second: float
     options: CallOptions = field(default_factory=CallOptions)
 
     def call_seconds(self, call: str, layout: CallLayout) -> float:
@@ -76,11 +74,11 @@ class PlanEstimates:
 
     def load_seconds(self, copy: WeightCopy) -> float:
         """Return the time to move a copy's weights from the host to the device, or back."""
-        return self.weight_bytes(copy) / self.host_bytes_per_second
+        return self.weight_bytes(copy) / self.hardware.host_link_bytes_per_second
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         """Return the time to move a trained copy's moments from the host to the device, or back."""
-        return self._elements(copy) * 2 * FLOAT32 / self.host_bytes_per_second
+        return self._elements(copy) * 2 * FLOAT32 / self.hardware.host_link_bytes_per_second
 
     def transfer_seconds(self, producer: str, source: CallLayout, target: CallLayout) -> float:
         """Return the time to send all outputs of a call to another layout."""

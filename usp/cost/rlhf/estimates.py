@@ -1,8 +1,7 @@
-"""What a simulation must know about the calls and the weights of a plan, each number remembered. Pure."""
+"""What a simulation must know about the calls and the weights of a plan."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Protocol
 
 from usp.rlhf.plan.operations import WeightCopy
@@ -35,17 +34,3 @@ class Estimates(Protocol):
 
     def transfer_seconds(self, producer: str, source: CallLayout, target: CallLayout) -> float:
         """Return the time to send the outputs of a call to another layout."""
-
-
-class Remembered:
-    """Estimates that compute each number once: a search asks for the same ones thousands of times."""
-
-    def __init__(self, estimates: Estimates) -> None:
-        self.call_seconds = cache(estimates.call_seconds)
-        self.call_bytes = cache(estimates.call_bytes)
-        self.weight_bytes = cache(estimates.weight_bytes)
-        self.state_bytes = cache(estimates.state_bytes)
-        self.fill_seconds = cache(estimates.fill_seconds)
-        self.load_seconds = cache(estimates.load_seconds)
-        self.state_load_seconds = cache(estimates.state_load_seconds)
-        self.transfer_seconds = cache(estimates.transfer_seconds)

@@ -43,10 +43,10 @@ class Predictions:
         return self._copy_bytes(copy.role, self._placed(copy.layout))[1]
 
     def load_seconds(self, copy: WeightCopy) -> float:
-        return self.weight_bytes(copy) / self._exact.host_bytes_per_second
+        return self.weight_bytes(copy) / self._exact.hardware.host_link_bytes_per_second
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
-        return self.state_bytes(copy) / self._exact.host_bytes_per_second
+        return self.state_bytes(copy) / self._exact.hardware.host_link_bytes_per_second
 
     def transfer_seconds(self, producer: str, source: CallLayout, target: CallLayout) -> float:
         return 0.0

@@ -46,7 +46,6 @@ def host_copies(
     forward: float,
     backward: float,
     *,
-    optimizer: bool | None = None,
     saved: int | None = None,
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
@@ -57,13 +56,11 @@ def host_copies(
     Args:
         forward, backward: seconds of compute of a micro-batch, recomputation included, of which that of layers hides
             copies.
-        optimizer: whether weights, gradients and optimizer states are on the host; None: as the job says.
         saved: `saved_bytes`, if the caller has them.
     """
-    optimizer = job.config.optim_offload if optimizer is None else optimizer
     saved = saved_bytes(job, rank) if saved is None else saved
     number, zero = job.config.micro_batches, job.config.zero
-    shard = FLOAT32 * held_elements(job, rank) if optimizer else 0
+    shard = FLOAT32 * held_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
     if len(job.stage_layers) - 1 in job.stages(rank):

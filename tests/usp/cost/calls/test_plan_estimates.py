@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -36,7 +37,8 @@ def estimates() -> PlanEstimates:
     models = {"actor": shape("llama2-70b"), "ref": shape("llama2-70b")}
     models |= {role: shape("llama2-7b", scalar=True) for role in ("critic", "reward")}
     load = Workload.of(prompts=512, group_size=1, prompt_tokens=128, quantiles=(128,))
-    return PlanEstimates(ppo(), models, load, load_hardware("a100"), LINK, CallOptions(torch.bfloat16, slots=64))
+    node = replace(load_hardware("a100"), host_link_bytes_per_second=LINK)
+    return PlanEstimates(ppo(), models, load, node, CallOptions(torch.bfloat16, slots=64))
 
 
 def test_every_number_of_a_plan_is_predicted() -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 from tests.usp.cost.rlhf.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.cost.rlhf.baselines import baselines
-from usp.cost.rlhf.estimates import Remembered
 from usp.cost.rlhf.options import ModelLimits, OptionSpace
 from usp.cost.rlhf.plan_choice import RlhfChoice, choose_plan, problem_of, suppose
 from usp.cost.rlhf.plan_choice_report import render_choice
@@ -26,7 +25,7 @@ FACTS = Facts(4, 2, heads=8, layers=4)
 
 
 def problem(memory: float) -> Problem:
-    estimates = Remembered(Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0}))
+    estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
     return problem_of(Simulator(GRAPH, estimates, 4), SPACE, memory, ("ref", "reward"))
 
 

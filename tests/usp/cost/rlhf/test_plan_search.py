@@ -9,7 +9,6 @@ import pytest
 
 from tests.usp.cost.rlhf.estimates import Simple
 from tests.usp.rlhf.toy import ppo
-from usp.cost.rlhf.estimates import Remembered
 from usp.cost.rlhf.options import OptionSpace, options
 from usp.cost.rlhf.plan_search import Problem, exhaustive, search
 from usp.cost.rlhf.simulator import Simulator
@@ -27,7 +26,7 @@ def problem(memory: float, smallest: int = 2) -> Problem:
     found["advantages"] = found["advantages"][-1:]
     for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
         found[name] = [o for o in found[name] if o.dims.tp == 2]
-    return Problem(Simulator(GRAPH, Remembered(Simple(SIZES)), 4), found, memory, 4)
+    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory, 4)
 
 
 @pytest.fixture(scope="module")

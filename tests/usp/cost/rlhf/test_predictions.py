@@ -43,7 +43,7 @@ OPTIONS = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
 def exact() -> PlanEstimates:
     config = load_model_config("llama3-8b")
     models = dict.fromkeys(GRAPH.roles, model_shape(model_facts("", config), config))
-    return PlanEstimates(GRAPH, models, Workload.of(64, 1, 256, (64, 256)), A100, A100.host_link_bytes_per_second)
+    return PlanEstimates(GRAPH, models, Workload.of(64, 1, 256, (64, 256)), A100)
 
 
 def test_calls_take_as_long_wherever_their_hosts_are(exact: PlanEstimates) -> None:

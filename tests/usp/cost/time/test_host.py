@@ -52,8 +52,9 @@ def test_offloading_takes_the_time_that_compute_does_not_hide() -> None:
 
 def test_weights_and_gradients_of_an_offloaded_optimizer_are_copied_as_often_as_they_are_gathered() -> None:
     def copied(micro_batches: int, zero: int) -> float:
-        made = llama(dp_shard=8, zero=zero, batch_size=micro_batches, micro_batches=micro_batches)
-        found = host_copies(made, H100, 0, 0.0, 0.0, optimizer=True)["host"]
+        batch = {"batch_size": micro_batches, "micro_batches": micro_batches}
+        made = llama(dp_shard=8, zero=zero, optim_offload=True, **batch)
+        found = host_copies(made, H100, 0, 0.0, 0.0)["host"]
         return found.exposed / (4 * held_elements(made, 0) / 55e9)
 
     on_host = 55e9 * 8 / (614.4e9 * 0.8)  # reads or writes by all eight devices, as a part of a copy's time
