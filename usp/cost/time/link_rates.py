@@ -102,6 +102,11 @@ class LinkTier:
         return Link(max(0.0, small - SMALL / rate) / steps, rate)
 
 
+def is_latency(name: str) -> bool:
+    """Check whether a time is a small message's, from which a link's alpha follows and no rate."""
+    return name.endswith(f" of {SMALL} bytes")
+
+
 def link_tiers(ranks: int, host_size: int) -> list[LinkTier]:
     """Return the tiers that connect `ranks`, of which `host_size` neighbours are on a host. Collective."""
     hosts = [list(range(first, first + host_size)) for first in range(0, ranks, host_size)]

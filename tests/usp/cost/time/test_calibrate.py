@@ -88,6 +88,7 @@ def test_a_file_says_what_not_to_trust_and_nonsense_is_not_written() -> None:
         with_time("sdpa backward of 32 tokens", 1e-9, 0.0)
     with pytest.raises(ValueError, match=r"more than 60% between thirds of their turns: memory \(100%\)"):
         with_time("memory", 1.0, 1.0)
+    assert "send of 1024 bytes (100%)" in cautions(with_time("inside a host, send of 1024 bytes", 1.0, 1.0))[0]
     wide, other = cautions(with_time("memory", 1.0, 0.2))
     assert "memory (20%)" in wide and "other programs used 30% of the processors" in other
 
