@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,9 @@ class Rounds:
         for one in timed:  # the first call of each allocates and connects
             self._turn(Timed(one.name, one.call, 1))
         first = over_ranks([self._turn(Timed(one.name, one.call, 1)) for one in timed], self.device)
+        if self.crowded:
+            often = (max(1, round(self.seconds / seconds)) for seconds in first)
+            timed = [replace(one, calls=one.calls or number) for one, number in zip(timed, often, strict=True)]
         number = [self._number(one, seconds) for one, seconds in zip(timed, first, strict=True)]
         found: list[list[float]] = [[] for _ in timed]
         for round_ in range(self.rounds):
@@ -100,13 +103,12 @@ class Rounds:
         """Return the estimates from what `turns` returned, over all ranks. Collective over these.
 
         Ranks with processors of their own need not be free of other work in the same turn: their estimates are
-        averaged. Of ranks that share processors, one is fast in a turn at the cost of the others: what counts is how
-        much all do in the same turn.
+        averaged. Of ranks that share processors, one is fast in a turn at the cost of the others: they make equally
+        many calls, as they would between two collectives, and a turn takes as long as the slowest rank.
         """
         if self.crowded:
-            rates = over_ranks([1 / seconds for each in turns.values() for seconds in each], self.device)
-            shared = iter(1 / rate for rate in rates)
-            return {name: Estimate.of(list(itertools.islice(shared, len(each)))) for name, each in turns.items()}
+            slowest = iter(of_slowest([seconds for each in turns.values() for seconds in each], self.device))
+            return {name: Estimate.of(list(itertools.islice(slowest, len(each)))) for name, each in turns.items()}
         own = [Estimate.of(each) for each in turns.values()]
         seconds = over_ranks([one.seconds for one in own], self.device)
         spread = over_ranks([one.spread for one in own], self.device)
@@ -143,6 +145,14 @@ def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     sums = torch.stack([here.nan_to_num(0.0), (~here.isnan()).double()]).to(device)
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).tolist()
+
+
+def of_slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the most over the ranks on which a value is not nan. Collective over all ranks."""
+    most = torch.tensor(values, dtype=torch.float64).nan_to_num(0.0).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 class OtherLoad:
