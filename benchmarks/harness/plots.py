@@ -79,12 +79,17 @@ def plot_long_rollouts(record: Record, path: Path) -> None:
                 fits = [(row["case"]["length"], row[system]["seconds"]) for row in own if row[system]["seconds"]]
                 label = f"actor of {actor}B" if system == "parallel" else None
                 axes.plot(*zip(*fits, strict=True), line, color=f"C{number}", label=label) if fits else None
-        axes.set(xscale="log", yscale="log", xlabel="tokens of a sample", title=f"{world} H100")
-        axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens of a sample",
+            title=f"{world} H100; dotted: no sequence parallelism",
+        )
+        axes.set_xticks(lengths, ["1M" if length == 2**20 else f"{length // 1024}K" for length in lengths])
         axes.minorticks_off()
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize=8)
-    panels[0].set_ylabel("predicted seconds of a step; dotted: no sequence parallelism")
+    panels[0].set_ylabel("predicted seconds of a step")
     _save(figure, path)
 
 

@@ -179,6 +179,7 @@ def notes(found: Sequence[Result]) -> Iterable[str]:
         "activations, and at least two samples for each pipeline stage and data-parallel rank; Ulysses is inside a "
         "host, a ring between hosts."
     )
+    yield "none: no plan fits into memory; a call takes at least so much besides its weights and optimizer states."
     both = [one for one in found if one.plain.seconds and one.parallel.seconds]
     for length in LENGTHS:
         gains = [one.plain.seconds / one.parallel.seconds for one in both if one.case.length == length]
