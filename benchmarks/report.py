@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.plots import plot_learning, plot_memory
+from benchmarks.harness.plots import plot_learning, plot_long_rollouts, plot_memory
 from benchmarks.harness.record import RESULTS, Record
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-PLOTS = {"learning": plot_learning, "memory": plot_memory}
+PLOTS = {"learning": plot_learning, "long_rollouts": plot_long_rollouts, "memory": plot_memory}
 BENCHMARKS = "## Benchmarks\n"
 GUIDE = """# Benchmarks
 

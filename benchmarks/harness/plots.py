@@ -66,6 +66,33 @@ def plot_learning(record: Record, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_long_rollouts(record: Record, path: Path) -> None:
+    """Plot for each number of devices a step's seconds by tokens of a sample, with sequence parallelism and without."""
+    worlds = sorted({row["case"]["devices"] for row in record.data})
+    figure, panels = _panels(len(worlds), (5.5 * len(worlds), 4.4), sharey=True)
+    lengths = sorted({row["case"]["length"] for row in record.data})
+    for axes, world in zip(panels, worlds, strict=True):
+        rows = sorted(record.data, key=lambda row: row["case"]["length"])
+        for number, actor in enumerate(sorted({row["case"]["actor"] for row in rows})):
+            own = [row for row in rows if (row["case"]["actor"], row["case"]["devices"]) == (actor, world)]
+            for system, line in (("parallel", "o-"), ("plain", "x:")):
+                fits = [(row["case"]["length"], row[system]["seconds"]) for row in own if row[system]["seconds"]]
+                label = f"actor of {actor}B" if system == "parallel" else None
+                axes.plot(*zip(*fits, strict=True), line, color=f"C{number}", label=label) if fits else None
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens of a sample",
+            title=f"{world} H100; dotted: no sequence parallelism",
+        )
+        axes.set_xticks(lengths, ["1M" if length == 2**20 else f"{length // 1024}K" for length in lengths])
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)
+    panels[0].set_ylabel("predicted seconds of a step")
+    _save(figure, path)
+
+
 def _panels(columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """Create a figure with a row of axes."""
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ import torch
 from attention import SequenceLayout
 from parallel import Hardware, bubble_fraction
 from usp.config import TrainConfig
-from usp.cost.job import Job, Output, Pass
+from usp.cost.job import Job, Output
 from usp.cost.memory.footprint import footprint
 from usp.cost.memory.forward_memory import forward_memory
 from usp.cost.time.compute import FLOAT32, LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
@@ -28,6 +28,7 @@ from usp.cost.time.host import layer_launches
 from usp.cost.time.pass_seconds import pass_seconds
 from usp.cost.time.transfers import sent_seconds
 from usp.cost.traffic.call_traffic import decode_traffic, sampling_traffic
+from usp.cost.traffic.pass_traffic import pass_traffic
 from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.rlhf.data.partition import balance
 from usp.rlhf.data.samples import Samples
@@ -48,12 +49,17 @@ class CallOptions:
         slots: sequences that a data-parallel rank decodes at a time.
         loss_chunk: tokens whose logits exist at a time, where the layout says nothing.
         kernel: --attention-kernel.
+        pipelined: whether generation splits its slots into a micro-batch for each pipeline stage, all of which work at
+            once, as ReaL's does; in rlhf.py's they decode one after another.
+        collective_launches: what the host does for a collective, in operators: DTensor's launches it and a wait.
     """
 
     dtype: torch.dtype = torch.bfloat16
     slots: int = 64
     loss_chunk: int = 2048
     kernel: str = "auto"
+    pipelined: bool = False
+    collective_launches: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ def _inference(
     job = _job(layout, model, options, output, tokens=rows.tokens, rows=rows.number, micro_batches=rows.number)
     memory = max((forward_memory(job, rank) for rank in job.ranks("pp", 0)), key=lambda moment: moment.total)
     return CallCost(
-        _passes(job, hardware, rows.visible),
+        _passes(job, hardware, rows.visible, options),
         weight_bytes=memory.parameters,
         work_bytes=memory.total - memory.parameters,
     )
@@ -191,7 +197,7 @@ def _train_step(
     for rows, number in Counter(_packed(mini_batch, layout, unit) for mini_batch in mini_batches).items():
         sizes = {"tokens": rows.tokens, "rows": rows.number, "micro_batches": rows.number}
         job = _job(layout, model, options, work.objective.head, **sizes, trained=True)
-        for part, found in _passes(job, hardware, rows.visible).items():
+        for part, found in _passes(job, hardware, rows.visible, options).items():
             seconds[part] += number * work.epochs * found
         peaks += [footprint(job, rank) for rank in job.ranks("pp", 0)]
     memory = max(peaks, key=lambda found: found.peak.total)
@@ -199,20 +205,37 @@ def _train_step(
     return CallCost(seconds, memory.parameters, memory.peak.total - kept, state_bytes=memory.optimizer)
 
 
-def _passes(job: Job, hardware: Hardware, visible: float) -> dict[str, float]:
-    """Return the seconds of a job's passes on the slowest stage, and those in which other stages are waited for."""
+def _passes(job: Job, hardware: Hardware, visible: float, options: CallOptions) -> dict[str, float]:
+    """Return the seconds of a job's passes on the slowest stage, what the host takes longer than those to launch their
+    operators, and what other stages are waited for."""
 
     def of(rank: int) -> dict[str, float]:
-        found: dict[Pass, float] = {}
+        found: dict[str, float] = {}
         for kind, passed in pass_seconds(job, hardware, rank).items():
             attention = passed.compute.attention
             found[kind] = passed.total - (1 - visible) * attention
+        busy = sum(value for kind, value in found.items() if kind != "update")
+        found["launch"] = _launch_wait(job, hardware, rank, options, busy)
         return {kind: value for kind, value in found.items() if value}
 
     slowest = max((of(rank) for rank in job.slowest_ranks), key=lambda found: sum(found.values()))
     update = slowest.get("update", 0.0)
     busy, fraction = sum(slowest.values()) - update, bubble_fraction("1f1b", job.dims.pp, job.config.micro_batches)
     return {**slowest, "bubble": busy * fraction / (1 - fraction)} if fraction else slowest
+
+
+def _launch_wait(job: Job, hardware: Hardware, rank: int, options: CallOptions, busy: float) -> float:
+    """Return how much longer than `busy` seconds the host needs to launch operators and collectives of all passes."""
+    if not hardware.launch_seconds:
+        return 0.0
+    operators = sum(
+        number * layer_launches(job, job.model.layers[index])
+        for stage in job.stages(rank)
+        for index, number in job.kinds(stage).items()
+    )
+    collectives = sum(sent.calls for passed in pass_traffic(job, rank).values() for sent in passed if sent.axis != "pp")
+    launches = job.config.micro_batches * operators + options.collective_launches * collectives
+    return max(0.0, launches * hardware.launch_seconds - busy)
 
 
 def _generate(
@@ -233,10 +256,11 @@ def _generate(
         for part in parts
         if part
     ]
+    parts_of_batch = dims.pp if options.pipelined else 1
     shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
-    prefills = {shape: _prefill(layout, model, options, hardware, *shape) for shape in shapes}
+    prefills = {shape: _prefill(layout, model, options, hardware, *shape, parts_of_batch) for shape in shapes}
     job = _prefill_job(layout, model, options, 1, multiple)
-    step = cache(lambda slots: decode_step(job, hardware, slots))
+    step = cache(lambda slots: decode_step(job, hardware, slots, parts_of_batch, options.collective_launches))
 
     def seconds(run: Batching) -> tuple[float, float]:
         prefill = sum(prefills[shape] for stretch in run.stretches for shape in stretch.prefills)
@@ -259,11 +283,21 @@ def _prefill_job(layout: CallLayout, model: ModelShape, options: CallOptions, ro
 
 
 def _prefill(
-    layout: CallLayout, model: ModelShape, options: CallOptions, hardware: Hardware, rows: int, tokens: int
+    layout: CallLayout,
+    model: ModelShape,
+    options: CallOptions,
+    hardware: Hardware,
+    rows: int,
+    tokens: int,
+    micro_batches: int,
 ) -> float:
-    """Return the time of one forward over prompts: the stages work one after another."""
-    job = _prefill_job(layout, model, options, rows, tokens)
-    return sum(pass_seconds(job, hardware, rank)["forward"].total for rank in job.slowest_ranks)
+    """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
+    job = _prefill_job(layout, model, options, -(-rows // micro_batches), tokens)
+    stages = []
+    for rank in job.slowest_ranks:
+        busy = pass_seconds(job, hardware, rank)["forward"].total
+        stages.append(busy + _launch_wait(job, hardware, rank, options, busy))
+    return sum(stages) + (micro_batches - 1) * max(stages)
 
 
 def _prefill_bytes(layout: CallLayout, model: ModelShape, options: CallOptions, rows: int, tokens: int) -> int:
@@ -291,14 +325,33 @@ class DecodeStep:
         return max(self.launches, self.fixed + self.per_place * read)
 
 
-def decode_step(job: Job, hardware: Hardware, slots: int) -> DecodeStep:
-    """Return the time of a decode step. job: with output="cache"."""
+def decode_step(
+    job: Job, hardware: Hardware, slots: int, micro_batches: int = 1, collective_launches: float = 2.0
+) -> DecodeStep:
+    """Return the time of a decode step, whose micro-batches follow one another without a pause.
+
+    Args:
+        job: with output="cache".
+        micro_batches: 1, or as many as there are stages: then these take turns, and the slowest one sets the pace.
+        collective_launches: see `CallOptions`.
+    """
     # Where the cache is sharded, attention is computed in float32 copies of it.
     passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
-    read = sum(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
-    fixed = sum(_stage_seconds(job, hardware, rank, slots) for rank in job.ranks("pp", 0))
-    operators = sum(layer_launches(job, layer) for layer in job.model.layers)
-    return DecodeStep(fixed, hardware.memory_seconds(slots * read * passes), operators * hardware.launch_seconds)
+    rows = -(-slots // micro_batches)
+    read, fixed, launched = [], [], []
+    for rank in job.ranks("pp", 0):
+        (stage,) = job.stages(rank)
+        read.append(float(_bytes_per_place(job, stage)))
+        fixed.append(_stage_seconds(job, hardware, rank, rows))
+        collectives = sum(sent.calls for sent in decode_traffic(job, rank, rows) if sent.axis != "pp")
+        operators = sum(layer_launches(job, job.model.layers[index]) for index in job.stage_layers[stage])
+        launched.append(operators + collective_launches * collectives)
+
+    def step(stages: list[float]) -> float:
+        return sum(stages) if micro_batches == 1 else micro_batches * max(stages)
+
+    per_place = hardware.memory_seconds(rows * step(read) * passes)
+    return DecodeStep(step(fixed), per_place, step(launched) * hardware.launch_seconds)
 
 
 def bytes_per_place(job: Job) -> int:

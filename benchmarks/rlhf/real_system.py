@@ -1,0 +1,187 @@
+"""ReaL's system on nodes of eight A100s, as its paper and its public code have it: rates, layouts, plans.
+
+micro-batches   one where there is one pipeline stage; otherwise as many as stages, twice as many in training
+generation      all samples at a time, a micro-batch for each pipeline stage
+training        activations recomputed, Megatron's sequence parallelism, optimizer states sharded over dp
+heuristic       tp 8, a pipeline stage on each host, every call on all devices; ref and reward offloaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
+from parallel import Hardware, ParallelDims, load_hardware
+from usp.cost.calls.call_cost import CallOptions
+from usp.cost.calls.plan_estimates import PlanEstimates
+from usp.cost.planner.choice import usable
+from usp.cost.rlhf.options import ModelLimits, OptionSpace, options
+from usp.cost.rlhf.plan_search import Problem
+from usp.cost.rlhf.predictions import Predictions
+from usp.cost.rlhf.simulator import Simulator
+from usp.rlhf.graph.calls import ModelCall
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+
+HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
+OFFLOADED = ("ref", "reward")
+_PULL = 0.01  # of the first values, in the fit: a factor of e costs as much as an error of 1% in one cell
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is calibrated: ReaL's software. The rates of memory, links and launches are those of the hardware file.
+
+    Attributes:
+        products: by what the efficiencies of matrix products and attention in the hardware file are multiplied.
+        launch: seconds in which the host launches an operator.
+        collective: what it does for a collective, in operators, until the slowest of the ranks has launched it, too.
+        message: seconds between a pipeline stage's output and the next stage's start, between hosts.
+        call: seconds of a call besides its work: its request, its inputs and its outputs.
+    """
+
+    products: float = 1.0
+    launch: float = 1e-5
+    collective: float = CallOptions().collective_launches
+    message: float = 2e-3
+    call: float = 0.1
+
+    def hardware(self) -> Hardware:
+        """Return the node with these constants."""
+        node = load_hardware("a100")
+        inside, outside = node.tiers
+        return replace(
+            node,
+            matmul=tuple((flops, self.products * part) for flops, part in node.matmul),
+            attention={name: rates.scaled(self.products) for name, rates in node.attention.items()},
+            launch_seconds=self.launch,
+            tiers=(inside, replace(outside, send=replace(outside.send, alpha_seconds=self.message))),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.products:.2f} of the file's efficiency of products, {self.launch * 1e6:.1f} us an operator, "
+            f"{self.collective:.1f} operators a collective, {self.message * 1e3:.2f} ms a message between hosts, "
+            f"{self.call * 1e3:.0f} ms a call"
+        )
+
+
+MOST = Constants(1.0, 1e-3, 1e3, 1.0, 10.0)  # products are no faster than the best that the file knows
+# Where the fit begins: with less, a decode step does not feel them, because other things take longer.
+FELT = Constants(launch=3e-5, collective=30.0)
+# Which of them are fitted. The heuristic has tp 8 everywhere, so its seconds do not tell what costs a decode step more:
+# operators, or collectives.
+FITTED = {
+    "operators": ("products", "launch", "message", "call"),
+    "collectives": ("products", "collective", "message", "call"),
+}
+
+
+class RealPredictions(Predictions):
+    """Predictions of calls, each with what ReaL takes to begin and end it."""
+
+    def __init__(self, exact: PlanEstimates, overhead: float) -> None:
+        super().__init__(exact, HOST)
+        self._overhead = overhead
+
+    def call_seconds(self, call: str, layout: CallLayout) -> float:
+        seconds = super().call_seconds(call, layout)
+        return seconds + self._overhead if seconds else 0.0
+
+
+def simulator(cell: Cell, constants: Constants) -> Simulator:
+    """Return a simulator of `STEPS` steps of a cell, between which no rank waits for all others."""
+    graph, hardware = ppo(cell.response), constants.hardware()
+    how = CallOptions(slots=cell.samples, pipelined=True, collective_launches=constants.collective)
+    exact = PlanEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
+    return Simulator(graph, RealPredictions(exact, constants.call), cell.devices, steps=STEPS, barrier=False)
+
+
+def real_layout(call: ModelCall, layout: CallLayout, cell: Cell) -> CallLayout:
+    """Return a layout with ReaL's micro-batches and optimizer states."""
+    if call.kind == "generate":
+        return layout
+    dims, trains = layout.dims, call.kind == "train_step"
+    number = dims.pp * (2 if trains and dims.pp > 1 else 1)
+    samples = cell.samples // (MINI_BATCHES if trains else 1)
+    tokens = -(-samples // (dims.batch * number)) * (cell.workload.sequences[0])
+    return replace(layout, micro_batch_tokens=tokens, zero=int(trains and dims.dp_shard > 1))
+
+
+def heuristic(cell: Cell) -> ExecutionPlan:
+    """Return the plan of ReaL's baseline."""
+    ranks, dims = tuple(range(cell.devices)), ParallelDims(pp=cell.devices // HOST, tp=HOST, dp_shard=1)
+    calls = {}
+    for call in ppo(cell.response).calls:
+        layout = CallLayout(ranks, dims)
+        if call.kind == "compute":
+            layout = CallLayout((0,), ParallelDims(dp_shard=1))
+        elif call.kind == "train_step":
+            layout = replace(layout, tp_sequence_parallel=True, ac="full")
+        calls[call.name] = real_layout(call, layout, cell) if call.role else layout
+    return ExecutionPlan("heuristic", calls, frozenset(OFFLOADED))
+
+
+def problem(cell: Cell, constants: Constants, *, even: bool) -> Problem:
+    """Return what is searched: ReaL's space. even: only hosts as many as divide all of them."""
+    simulated = simulator(cell, constants)
+    limits = {
+        role: ModelLimits(shape.facts.num_heads, shape.facts.num_kv_heads, len(shape.layers))
+        for role, shape in models(cell.actor, cell.critic).items()
+    }
+    space = replace(OptionSpace.real(cell.devices, cell.samples), even=even, limits=limits)
+    layouts = {
+        call.name: (
+            [real_layout(call, layout, cell) for layout in options(call, space)]
+            if call.role
+            else [heuristic(cell)[call.name]]
+        )
+        for call in simulated.graph.calls
+    }
+    return Problem(simulated, layouts, usable(constants.hardware()).device, HOST, OFFLOADED).that_fit()
+
+
+def heuristic_seconds(cell: Cell, constants: Constants) -> float:
+    """Return the predicted time of a step of the baseline."""
+    return simulator(cell, constants).measure(heuristic(cell))[0]
+
+
+def errors(chosen: Sequence[Cell], constants: Constants) -> np.ndarray:
+    """Return log(predicted / measured) seconds of the heuristic."""
+    seconds = np.array([heuristic_seconds(cell, constants) for cell in chosen])
+    return np.log(seconds / [cell.heuristic for cell in chosen])
+
+
+def fit(chosen: Sequence[Cell], free: Sequence[str], rounds: int = 10) -> Constants:
+    """Return the constants with which the heuristic's log seconds have the least squared error (Levenberg-Marquardt).
+
+    Args:
+        free: names of what is fitted; each is pulled weakly to its first value, which decides where the cells do not.
+    """
+    base, most = (np.log([getattr(values, name) for name in free]) for values in (Constants(), MOST))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(chosen, constants(logs)), _PULL * (logs - base)])
+
+    def constants(logs: np.ndarray) -> Constants:
+        return replace(Constants(), **dict(zip(free, np.exp(logs).tolist(), strict=True)))
+
+    at, damping = np.log([getattr(FELT, name) for name in free]), 0.01
+    here = residuals(at)
+    for _ in range(rounds):
+        axes = np.where(at + 0.05 > most, -0.05, 0.05)
+        slopes = np.stack(
+            [(residuals(at + axis * unit) - here) / axis for axis, unit in zip(axes, np.eye(len(at)), strict=True)], 1
+        )
+        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ here)
+        there = np.minimum(at + np.clip(change, -1.0, 1.0), most)
+        found = residuals(there)
+        if found @ found > here @ here:
+            damping *= 10
+            continue
+        gained, at, here, damping = here @ here - found @ found, there, found, damping / 3
+        if gained < 1e-5:
+            break
+    return constants(at)
