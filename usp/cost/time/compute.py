@@ -78,6 +78,8 @@ class Product:
         The kernel runs at the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any
         shape; on a processor with as many FLOPs per element, because caches must serve narrow products more often.
         """
+        if not self.flops:
+            return 0.0
         side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
         square = self.flops if hardware.streams else 2 * side**3
         kernel = hardware.matmul_seconds(square, dtype, self.flops / square)
