@@ -1,4 +1,4 @@
-"""The search for an RLHF plan in a minute, predictions included, beside the same search in half an hour.
+"""The search for an RLHF plan in a minute, predictions included, beside a longer search.
 
 Seconds are those of one core's CPU, so that other programs disturb them little. The long search starts anew with
 another seed where it finds nothing better, and ends early when it is interrupted.
@@ -156,12 +156,12 @@ def main() -> None:
         f"PPO of {case}, {PROMPTS} prompts and responses of {TOKENS} tokens: {made.plans:.1e} plans, ring and Ulysses "
         "among them.",
         f"Short: {short:.0f} seconds with predictions and named plans, which take {predicted:.1f} of them. Long: "
-        "searches from further seeds, the best of all.",
+        "searches from further seeds, without predictions, the best of all.",
         "Steps are simulated. Named plans have their best degrees.",
     )
     record = Record.of(
         "search_quality",
-        "RLHF plans found in a minute, and in half an hour",
+        "RLHF plans found in a minute, beside a longer search",
         COLUMNS,
         rows,
         notes,

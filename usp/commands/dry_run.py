@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from usp.config import TrainConfig
-from usp.run.failures import ConfigurationError
 
-from .flags import as_kind, parse
+from .flags import as_kind, check_world_size, parse
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,7 @@ class DryRunConfig(TrainConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the dry run that `argv` asks for."""
     asked = parse(argv, DryRunConfig, prog, leading_config=True)
-    if asked.world_size < 1:
-        raise ConfigurationError(
-            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"
-        )
+    check_world_size(asked.world_size)
     from usp.cost.dry_run.dry_run import dry_run
     from usp.cost.dry_run.dry_run_report import dry_run_json, render_dry_run
 

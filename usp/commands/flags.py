@@ -133,6 +133,12 @@ def output_problem(flag: str, path: Path | None, *suffixes: str) -> str | None:
     return None if path.parent.is_dir() else f"{flag} {path}: {path.parent} is not a directory"
 
 
+def check_world_size(value: int) -> None:
+    """Raise ConfigurationError unless --world-size = `value` is given and positive."""
+    if value < 1:
+        raise ConfigurationError(f"--world-size = {value} must be at least 1: give --world-size, the number of ranks")
+
+
 class UniqueKeysLoader(yaml.SafeLoader):
     """SafeLoader that refuses duplicate keys."""
 

@@ -13,7 +13,7 @@ from usp.rlhf.config import RlhfConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
-from .flags import as_kind, parse
+from .flags import as_kind, check_world_size, parse
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ class RlhfDryRunConfig(RlhfConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the dry run that `argv` asks for."""
     asked = parse(argv, RlhfDryRunConfig, prog, leading_config=True)
-    if asked.world_size < 1:
-        raise ConfigurationError(
-            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of ranks"
-        )
+    check_world_size(asked.world_size)
     if not 0 <= asked.rank < asked.world_size:
         raise ConfigurationError(
             f"--rank = {asked.rank} must be one of the {asked.world_size} ranks: 0 to {asked.world_size - 1}"

@@ -16,7 +16,7 @@ from parallel import load_hardware, node_names
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, as_kind, data_of, output_problem, parse
+from .flags import DataFlags, as_kind, check_world_size, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,7 @@ class TimeConfig(DataFlags, TrainConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the prediction that `argv` asks for, and write its plot."""
     asked = parse(argv, TimeConfig, prog, leading_config=True)
-    if asked.world_size < 1:
-        raise ConfigurationError(
-            f"--world-size = {asked.world_size} must be at least 1: give --world-size, the number of devices"
-        )
+    check_world_size(asked.world_size)
     if problem := output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"):
         raise ConfigurationError(problem)
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import yaml
 from rich.console import Console
 from tyro.conf import arg
 
 from parallel import load_hardware, node_names
-from usp.commands.flags import output_problem, parse
-from usp.config import MODEL_HELP, TOKENS, one_of, token_count
+from usp.commands.flags import check_world_size, output_problem, parse
+from usp.config import MODEL_HELP, TOKENS, one_of
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 
+if TYPE_CHECKING:
+    from usp.cost.rlhf.question import Question
+
 FUNCTION = "function"
 _SEARCHED = 0.8  # of what is left of --budget after the predictions; the rest is for other memory
-_EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ class RlhfPlanConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write --out and --plot; raise ConfigurationError if nothing fits."""
     asked = parse(argv, RlhfPlanConfig, prog)
+    check_world_size(asked.world_size)
     out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
     problems = [output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", plot, ".png")]
-    least = {"world_size": 1, "prompts": 1, "prompt_tokens": 1, "slots": 1, "max_sp": 1, "group_size": 0}
+    least = {"prompts": 1, "prompt_tokens": 1, "slots": 1, "max_sp": 1, "group_size": 0}
     problems += [
         f"--{name.replace('_', '-')} = {value} must be at least {minimum}"
         for name, minimum in least.items()
@@ -97,13 +99,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     end = time.monotonic() + asked.budget
     with Console(stderr=True).status("predicting the calls in every layout") as status:
-        problem, space, facts = _problem(asked)
+        question = _question(asked)
+        problem = question.problem()
 
         def report(seconds: float, simulated: int, best: float) -> None:
             status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
 
         left = _SEARCHED * (end - time.monotonic())
-        choice = choose_plan(problem, space, facts, seed=asked.seed, budget=left, report=report)
+        choice = choose_plan(problem, question.space, question.facts, seed=asked.seed, budget=left, report=report)
         plan = choice.plan
         status.update("searching: with other memory")
         memory = {"with half the memory": 0.5, "with twice the memory": 2.0}
@@ -119,92 +122,30 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         print(f"written: {plot}")
 
 
-def _problem(asked: RlhfPlanConfig):
-    """Return the problem that is asked for, its space, and what named plans depend on."""
+def _question(asked: RlhfPlanConfig) -> Question:
     from usp.cost.calls.call_cost import CallOptions
-    from usp.cost.calls.plan_estimates import PlanEstimates
     from usp.cost.calls.workload import Workload
-    from usp.cost.planner.choice import usable
-    from usp.cost.rlhf.options import ModelLimits, OptionSpace
-    from usp.cost.rlhf.plan_choice import problem_of
-    from usp.cost.rlhf.predictions import Predictions
-    from usp.cost.rlhf.simulator import Simulator
-    from usp.rlhf.plan.named_plans import Facts
-    from usp.rlhf.plan.plan import optimizer_of
+    from usp.cost.rlhf.described import described_graph, described_models, quantiles_of
+    from usp.cost.rlhf.question import Question
 
-    graph = _graph(asked)
-    hardware = load_hardware(asked.hardware)
-    per_host = min(hardware.host_devices, asked.world_size)
-    quantiles = _quantiles(asked.response_tokens)
-    workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
-    models = _models(asked, graph.roles)
-    limits = {
-        role: ModelLimits(model.facts.num_heads, model.facts.num_kv_heads, len(model.layers))
-        for role, model in models.items()
-    }
-    hosts = asked.world_size // per_host
-    space = OptionSpace(
-        asked.world_size,
-        per_host,
-        len(workload.prompts),
-        smallest=per_host if hosts > 1 else 1,
-        even=hosts > _EVEN_FROM,
-        max_sequence=asked.max_sp,
-        zero=(0, 1, 3),
-        recompute=(("none", False), ("full", False)),
-        limits=limits,
+    quantiles = quantiles_of(asked.response_tokens, "--response-tokens")
+    graph = described_graph(
+        asked.algorithm,
+        asked.options,
+        group_size=asked.group_size,
+        max_new_tokens=quantiles[-1],
+        staleness=asked.staleness,
+        function=asked.reward == FUNCTION,
     )
-    exact = PlanEstimates(graph, models, workload, hardware, CallOptions(slots=asked.slots))
-    simulator = Simulator(graph, Predictions(exact, per_host), asked.world_size, staleness=asked.staleness)
-    untrained = [role for role in graph.roles if role not in graph.trained_roles]
-    offload = (*untrained, *map(optimizer_of, graph.trained_roles))
-    heads = [math.gcd(limit.heads, limit.kv_heads) for limit in limits.values()]
-    facts = Facts(asked.world_size, per_host, math.gcd(*heads), min(limit.layers for limit in limits.values()))
-    return problem_of(simulator, space, usable(hardware).device, offload), space, facts
-
-
-def _quantiles(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(token_count(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigurationError(f"--response-tokens = {text}: {error}") from None
-    if min(found) < 1 or list(found) != sorted(found):
-        raise ConfigurationError(f"--response-tokens = {text} must be positive and ascending")
-    return found
-
-
-def _graph(asked: RlhfPlanConfig):
-    """Return the graph of the algorithm with the given options."""
-    from usp.rlhf.algorithms.registry import build_graph
-    from usp.rlhf.algorithms.rewards import ScoreWith
-    from usp.rlhf.config import default_of, parse_options
-    from usp.rlhf.graph.calls import Generate
-
-    if asked.algorithm not in ALGORITHMS or ALGORITHMS[asked.algorithm].data != "prompts":
-        raise ConfigurationError(f"--algorithm = {asked.algorithm} must be one that generates: see --help")
-    kind = ALGORITHMS[asked.algorithm].options
-    group = asked.group_size or default_of(kind, "generate").group_size
-    generate = Generate(group_size=group, max_new_tokens=_quantiles(asked.response_tokens)[-1])
-    reward = ScoreWith(lambda *_: 0.0, str, str) if asked.reward == FUNCTION else None
-    values = parse_options(asked.options, kind, "--options", without=("generate", "reward", "staleness"))
-    options = kind(**values, generate=generate, reward=reward, staleness=asked.staleness)  # type: ignore[call-arg]
-    return build_graph(asked.algorithm, options)
-
-
-def _models(asked: RlhfPlanConfig, roles: Sequence[str]):
-    """Return the shapes of the model of each role; roles of one size share them."""
-    from usp.hf.models import formula_violation, load_model_config, model_facts
-    from usp.hf.shapes import model_shape
-
     critic = asked.critic or asked.actor
     names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
-    shapes, found = {}, {}
-    for role in roles:
-        name, head = names[role], "scalar" if role in ("critic", "reward") else "lm"
-        if (name, head) not in shapes:
-            config = load_model_config(name, head, new_head=True, weights=False)  # type: ignore[arg-type]
-            if violation := formula_violation(name, config):
-                raise ConfigurationError(f"--{role} = {violation}")
-            shapes[name, head] = model_shape(model_facts(name, config), config)
-        found[role] = shapes[name, head]
-    return found
+    return Question(
+        graph,
+        described_models(names, graph.roles),
+        Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles),
+        load_hardware(asked.hardware),
+        asked.world_size,
+        CallOptions(slots=asked.slots),
+        asked.max_sp,
+        asked.staleness,
+    )

@@ -361,7 +361,7 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
         rows = slots * job.model.experts_per_token
         for p in layer.experts:
             chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
-            products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen * job.dtype.itemsize))
+            products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen, job.dtype.itemsize))
         total += number * sum(product.seconds(hardware, dtype) for product in products)
     traffic = decode_traffic(job, rank, slots) + sampling_traffic(job, rank, slots)
     total += sum(sent_seconds(job, hardware, sent, rank) for sent in traffic)

@@ -10,7 +10,8 @@ half is the whole backward.
     receive buffers    stay for the whole step, and so do their gradients; where the V turns, a rank sends nothing to
                        itself: the output is the next stage's input, the input's gradient the earlier stage's gradient
 
-Once every gradient sum exists, micro-batches of the steady state repeat the same moments: only `unrepeated` ones count.
+Once every gradient sum exists, micro-batches of the steady state repeat the same moments, but for the gradients of
+receive buffers, which each leaves behind: the last of them has the peak, and those between count as bytes alone.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Ite
 
 
 def pipeline_moments(job: Job, schedule: Schedule, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
-    """Yield the peaks of `job` if its micro-batches were as many as the schedule's."""
+    """Yield the peaks of a job in the schedule's micro-batches alone: the first, and the last as they end the step."""
     return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(schedule)
 
 
 def unrepeated(schedule: Schedule) -> Schedule:
-    """Return a schedule with the same moments and as few micro-batches.
+    """Return a schedule with the same peaks and as few micro-batches.
 
-    Two more than the first rank has in flight fill its steady state three times, after which every stage has gradients
-    in both dtypes, and what a rank holds is the same before each of its forwards.
+    Three more than the first rank has in flight fill its steady state three times: in the last, every stage has
+    gradients in both dtypes.
     """
     return replace(schedule, micro_batches=min(schedule.micro_batches, 2 * schedule.pp + 2))
 
@@ -91,8 +92,13 @@ class _Rank:
         self.left = cache(self._left)
 
     def run(self, schedule: Schedule) -> Iterator[Moment]:
+        skipped = self.job.config.micro_batches - schedule.micro_batches
+        last = "forward", min(self.stages), schedule.micro_batches - 1  # begins the last turn of the steady state
         for action in actions(schedule):
             stage = self.stages[action.stage]
+            if (action.kind, action.stage, action.micro_batch) == last:
+                receiving = sum(not each.memory.first for each in self.stages.values()) - (self.early is not None)
+                self.halves += skipped * receiving * stage.memory.handed
             if action.kind == "forward":
                 yield from self._forward(stage)
             elif action.kind == "inputs":

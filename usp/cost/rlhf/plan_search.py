@@ -288,7 +288,7 @@ class _Walk:
     def _key(self, state: _State) -> object:
         """Return the same for plans that differ in which of equal hosts, or ranks of a host, do what."""
         kinds, columns = zip(*map(self._placed, range(len(self._calls)), state.layouts), strict=True)
-        ranks = np.sort(sum(columns).reshape(-1, self._problem.ranks_per_host), axis=1)
+        ranks = np.sort(np.sum(columns, axis=0).reshape(-1, self._problem.ranks_per_host), axis=1)
         hosts = np.sort((ranks * self._of_rank[: ranks.shape[1]]).sum(axis=1))
         return kinds, state.offload, hosts.tobytes()
 

@@ -26,6 +26,7 @@ class Predictions:
         self._exact, self._per_host = exact, ranks_per_host
         self._cost = cache(self._new_cost)
         self._copy_bytes = cache(self._new_copy_bytes)
+        self._state_load = cache(self._new_state_load)
         self._first = {call.name: _alike(exact, call) for call in exact.graph.calls if call.role}
         self._placed = cache(self._somewhere)
         self.fill_seconds = cache(self._fill_seconds)
@@ -50,7 +51,7 @@ class Predictions:
         return self.weight_bytes(copy) / self._exact.hardware.host_link_bytes_per_second
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
-        return self.state_bytes(copy) / self._exact.hardware.host_link_bytes_per_second
+        return self._state_load(copy.role, self._placed(copy.layout))
 
     def transfer_seconds(self, producer: str, source: CallLayout, target: CallLayout) -> float:
         return 0.0
@@ -65,6 +66,9 @@ class Predictions:
 
     def _new_copy_bytes(self, role: str, layout: CallLayout) -> tuple[float, float]:
         return self._exact.copy_bytes(WeightCopy(role, layout))
+
+    def _new_state_load(self, role: str, layout: CallLayout) -> float:
+        return self._exact.state_load_seconds(WeightCopy(role, layout))
 
     def _somewhere(self, layout: CallLayout) -> CallLayout:
         """Return the layout on the first ranks, if it is within a host, or on whole hosts."""

@@ -46,6 +46,7 @@ class Plan:
         heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a sequence in attention.
         stream_bytes: size of each operand in the memory bandwidth measurement.
         rounds, seconds: turns of each measurement, and their duration without communication.
+        crowded: whether ranks share processors.
     """
 
     device: torch.device
@@ -57,6 +58,7 @@ class Plan:
     stream_bytes: int
     rounds: int = 64
     seconds: float = 0.005
+    crowded: bool = False
 
     @staticmethod
     def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
@@ -68,7 +70,7 @@ class Plan:
         crowded = host_size * torch.get_num_threads() > (os.cpu_count() or 1)
         rounds, seconds = (16, 0.1) if crowded else (64, 0.005)
         sizes, lengths = (64, 128, 256, 512, 1024), (256, 1024, 4096)
-        return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds)
+        return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds, crowded)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -108,7 +110,7 @@ def calibrate(plan: Plan, name: str) -> dict[str, Any]:
 
 def measure(plan: Plan) -> Measured:
     """Time everything. Collective over the default process group, if there is one."""
-    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds)
+    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds, plan.crowded)
     kernels, tiers = _kernels(plan), link_tiers(_ranks(), plan.host_size)
     local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
     turns = rounds.turns([*local, *(one for tier in tiers for one in tier.timed(plan.device))])

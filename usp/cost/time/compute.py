@@ -9,7 +9,7 @@ transformers' models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -62,18 +62,26 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product: FLOPs, and bytes read and written."""
+    """A matrix product: FLOPs, elements read and written, and bytes of one."""
 
     flops: float
-    nbytes: float
+    elements: float
+    itemsize: int
 
     @staticmethod
     def of(rows: float, inner: float, columns: float, itemsize: int) -> Product:
-        return Product(2.0 * rows * inner * columns, (rows * inner + inner * columns + rows * columns) * itemsize)
+        return Product(2.0 * rows * inner * columns, rows * inner + inner * columns + rows * columns, itemsize)
 
     def seconds(self, hardware: Hardware, dtype: str) -> float:
-        """Return the time of the kernel or of reading and writing its operands, whichever is longer."""
-        return max(hardware.matmul_seconds(self.flops, dtype), hardware.memory_seconds(self.nbytes))
+        """Return the time of the kernel or of reading and writing its operands, whichever is longer.
+
+        The kernel runs at the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any
+        shape; on a processor with as many FLOPs per element, because caches must serve narrow products more often.
+        """
+        side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
+        square = self.flops if hardware.streams else 2 * side**3
+        kernel = hardware.matmul_seconds(square, dtype, self.flops / square)
+        return max(kernel, hardware.memory_seconds(self.elements * self.itemsize))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -94,8 +102,8 @@ def _linear(job: Job, parameter: ParameterShape) -> Product:
 
 def _of_experts(job: Job, parameter: ParameterShape, rows: int) -> Product:
     _, columns, inner = parameter.shape
-    held = parameter.numel / job.dims.ep + rows * (columns + inner)
-    return Product(2.0 * rows * columns * inner, held * job.dtype.itemsize)
+    elements = parameter.numel / job.dims.ep + rows * (columns + inner)
+    return Product(2.0 * rows * columns * inner, elements, job.dtype.itemsize)
 
 
 def _in_mlp(parameter: ParameterShape) -> bool:
@@ -118,7 +126,7 @@ def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Pro
             before_last = (
                 (-(-job.layout.local_len // job.config.mlp_tile) - 1) * job.config.mlp_tile / job.layout.local_len
             )
-            tiled = [Product(before_last * product.flops, before_last * product.nbytes) for product in mlp]
+            tiled = [replace(p, flops=before_last * p.flops, elements=before_last * p.elements) for p in mlp]
             again = [_linear(job, p) for p in linears if not _in_mlp(p)] + tiled
         again = again + mlp[:-1]
     return forward, again
@@ -162,9 +170,12 @@ def layer_seconds(job: Job, hardware: Hardware, layer: LayerShape) -> LayerSecon
     forward, again = layer_products(job, layer)
     memory = hardware.memory_seconds(sum(_layer_bytes(job, layer)))
     matmul, repeated = _matmul_seconds(job, hardware, forward), _matmul_seconds(job, hardware, again)
-    recomputed = memory if job.config.ac != "none" else 0.0
+    shared = hardware.memory_seconds(_copied_bytes(job))
+    recomputed = memory + shared if job.config.ac != "none" else 0.0
     return LayerSeconds(
-        Seconds(matmul, 0.0, memory), Seconds(repeated, 0.0, recomputed), Seconds(2 * matmul, 0.0, 2 * memory)
+        Seconds(matmul, 0.0, memory + shared),
+        Seconds(repeated, 0.0, recomputed),
+        Seconds(2 * matmul, 0.0, 2 * memory + shared),
     )
 
 
@@ -185,6 +196,18 @@ def _layer_bytes(job: Job, layer: LayerShape) -> Iterator[float]:
         yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
     else:
         yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
+
+
+def _copied_bytes(job: Job) -> float:
+    """Return the bytes that a layer's two gathers and two sums over tp read and write besides what they send.
+
+    Tokens are the second dim: a reduce-scatter's input and an all-gather's output are copied into another order, the
+    latter unless there is a single row; a functional all-reduce copies its input (torch.distributed).
+    """
+    if job.dims.tp == 1:
+        return 0.0
+    copies = 4 if job.config.tp_sequence_parallel and job.rows > 1 else 2
+    return 2.0 * copies * job.tokens * job.model.hidden_size * job.dtype.itemsize
 
 
 def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:

@@ -8,6 +8,7 @@ estimate as well; how far these differ is the spread of the estimate.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -65,11 +66,16 @@ def _fastest(turns: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks."""
+    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks.
+
+    Attributes:
+        crowded: whether ranks share processors.
+    """
 
     device: torch.device
     rounds: int
     seconds: float
+    crowded: bool = False
 
     def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
         """Return the seconds of each call by turn on this rank, nan where it has no call. Collective over all ranks.
@@ -91,10 +97,16 @@ class Rounds:
         return dict(zip((one.name for one in timed), found, strict=True))
 
     def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-        """Return the means over ranks of the estimates from what `turns` returned. Collective over all ranks.
+        """Return the estimates from what `turns` returned, over all ranks. Collective over these.
 
-        Ranks need not be free of other work in the same turn.
+        Ranks with processors of their own need not be free of other work in the same turn: their estimates are
+        averaged. Of ranks that share processors, one is fast in a turn at the cost of the others: what counts is how
+        much all do in the same turn.
         """
+        if self.crowded:
+            rates = over_ranks([1 / seconds for each in turns.values() for seconds in each], self.device)
+            shared = iter(1 / rate for rate in rates)
+            return {name: Estimate.of(list(itertools.islice(shared, len(each)))) for name, each in turns.items()}
         own = [Estimate.of(each) for each in turns.values()]
         seconds = over_ranks([one.seconds for one in own], self.device)
         spread = over_ranks([one.spread for one in own], self.device)

@@ -74,7 +74,7 @@ def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_p
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_micro_batches_of_the_steady_state_repeat_the_same_moments(dtype: str) -> None:
+def test_micro_batches_of_the_steady_state_repeat_the_same_peaks(dtype: str) -> None:
     first = job(
         4, model="llama3-8b", pp=4, pp_schedule="zero-bubble", zero=1, micro_batches=7, batch_size=7, dtype=dtype
     )
@@ -85,8 +85,9 @@ def test_micro_batches_of_the_steady_state_repeat_the_same_moments(dtype: str) -
             schedule = Schedule.of(asked, rank)
             stages = {stage: StageMemory(asked, stage) for stage in asked.stages(rank)}
             assert unrepeated(schedule).micro_batches < number
-            some = set(pipeline_moments(asked, unrepeated(schedule), stages))
-            assert some == set(pipeline_moments(asked, schedule, stages))
+            some, every = (list(pipeline_moments(asked, each, stages)) for each in (unrepeated(schedule), schedule))
+            assert set(some) <= set(every)
+            assert max(some, key=lambda one: one.total) == max(every, key=lambda one: one.total)
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -56,6 +56,8 @@ def test_calls_take_as_long_wherever_their_hosts_are(exact: PlanEstimates) -> No
                 copy = WeightCopy(role, layout.of_weights)
                 assert quick.weight_bytes(copy) == exact.weight_bytes(copy)
                 assert quick.state_bytes(copy) == exact.state_bytes(copy)
+                assert quick.load_seconds(copy) == exact.load_seconds(copy)
+                assert quick.state_load_seconds(copy) == exact.state_load_seconds(copy)
     crossing = CallLayout(tuple(range(4, 12)), next(o.dims for o in OPTIONS["ref_inference"] if o.dims.tp == 8))
     assert quick.call_seconds("ref_inference", crossing) > quick.call_seconds(
         "ref_inference", replace(crossing, ranks=tuple(range(8)))

@@ -12,7 +12,7 @@ from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
 from usp.cost.time.attention_time import attention_seconds
-from usp.cost.time.compute import held_elements
+from usp.cost.time.compute import Product, held_elements, layer_seconds
 from usp.cost.time.pass_flops import pass_flops
 from usp.cost.time.pass_seconds import PassSeconds, pass_seconds
 from usp.cost.time.step_time import StepTime, step_seconds
@@ -214,6 +214,28 @@ def test_more_takes_longer() -> None:
         assert step_seconds(llama(sp_ulysses=8, sp_ring=2, **more), A800).total > 1.1 * base
     slow = replace(A800, link_efficiency=0.1)
     assert step_seconds(llama(sp_ulysses=8, sp_ring=2), slow).total > base
+
+
+def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:
+    narrow, square = Product.of(1 << 16, 64, 64, 4), Product.of(1 << 10, 1 << 9, 1 << 9, 4)
+    assert narrow.flops == square.flops
+    fast_memory = replace(A800, memory_bytes_per_second=1e18)
+    assert narrow.seconds(fast_memory, "float32") == square.seconds(fast_memory, "float32")
+    cpu = replace(fast_memory, streams=False, matmul=((2 * 96**3, 0.5), (2 * 460**3, 1.0)))
+    # 64 x 64 beside very many rows has the FLOPs per element of a square of 96; 1024 x 512 x 512 that of 614.
+    assert narrow.seconds(cpu, "float32") == pytest.approx(2 * square.seconds(cpu, "float32"), rel=1e-3)
+
+
+def test_an_all_gather_over_tp_copies_its_output_unless_there_is_one_row() -> None:
+    def memory(rows: int, *, backward: bool) -> float:
+        split = llama(2, tp=2, tp_sequence_parallel=True, seq_len=8192, batch_size=rows)
+        found = layer_seconds(split, A800, split.model.layers[0])
+        return (found.backward if backward else found.forward).memory
+
+    read_and_written = 2 * (2 * 8192) * 4096 * 2
+    for backward in (False, True):
+        more = memory(2, backward=backward) - 2 * memory(1, backward=backward)
+        assert more == pytest.approx(A800.memory_seconds(2 * read_and_written))
 
 
 def test_a_rank_updates_its_shard() -> None:
