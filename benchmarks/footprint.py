@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def compare(case: Case, known: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def formula(predicted: Footprint) -> dict[str, Any]:
     peak = predicted.peak
-    return {"formula": peak.total, "formula_parts": asdict(peak), "formula_host": predicted.host}
+    return {"formula": peak.total, "formula_parts": peak._asdict(), "formula_host": predicted.host}
 
 
 def dried(run: DryRun) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Benchmarks of RLHF steps: against TRL, and with samples made ahead. Each file imports only earlier ones:
+"""Benchmarks of RLHF steps: against TRL, with samples made ahead, and of the search for plans.
 
-grpo_systems, grpo_step, staleness.
+Each file imports only earlier ones:
+
+grpo_systems, grpo_step, staleness, search_quality.
 """

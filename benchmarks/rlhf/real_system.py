@@ -86,8 +86,8 @@ class RealPredictions(Predictions):
         super().__init__(exact, HOST)
         self._overhead = overhead
 
-    def call_seconds(self, call: str, layout: CallLayout) -> float:
-        seconds = super().call_seconds(call, layout)
+    def _call_seconds(self, call: str, layout: CallLayout) -> float:
+        seconds = super()._call_seconds(call, layout)
         return seconds + self._overhead if seconds else 0.0
 
 

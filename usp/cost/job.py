@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, cycle, takewhile
 from typing import Literal, get_args
 
@@ -174,7 +174,7 @@ class Job:
 
     def kinds(self, stage: int) -> Counter[int]:
         """Count the layers of a stage by the layer that they equal (`ModelShape.alike`)."""
-        return Counter(self.model.alike[index] for index in self.stage_layers[stage])
+        return _kinds(self.model.alike, self.stage_layers[stage])
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -219,6 +219,11 @@ class Job:
         pp, stride = found["pp"]
         found["ends"] = (2, stride * (pp - 1)) if pp > 1 else (1, stride)
         return found
+
+
+@lru_cache(maxsize=4096)
+def _kinds(alike: tuple[int, ...], layers: range) -> Counter[int]:
+    return Counter(alike[index] for index in layers)
 
 
 def job_of(

@@ -124,6 +124,13 @@ class ModelShape:
     experts_per_token: int = 0
     names: ModuleNames = ModuleNames()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # kept, because it is that of all parameters
+        return hash((self.facts, self.embedding, self.layers, self.norm, self.head))
+
     def around_layers(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
         """Return the parameters of a pipeline stage besides its layers; the last one has a copy of a tied embedding."""
         head = self.embedding if self.facts.tied and not first else self.head

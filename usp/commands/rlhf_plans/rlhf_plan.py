@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from usp.cost.rlhf.question import Question
 
 FUNCTION = "function"
+_SEARCHED = 0.8  # of what is left of --budget after the predictions; the rest is for other memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class RlhfPlanConfig:
     max_sp: int = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
-    """Seconds of the search, after the predictions for each call."""
+    """Seconds of the whole command. With fewer than predictions and named plans take, only these are compared."""
     seed: int = 0
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
@@ -95,6 +97,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.rlhf.plan.plan_text import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
+    end = time.monotonic() + asked.budget
     with Console(stderr=True).status("predicting the calls in every layout") as status:
         question = _question(asked)
         problem = question.problem()
@@ -102,14 +105,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         def report(seconds: float, simulated: int, best: float) -> None:
             status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
 
-        choice = choose_plan(
-            problem, question.space, question.facts, seed=asked.seed, budget=asked.budget, report=report
-        )
+        left = _SEARCHED * (end - time.monotonic())
+        choice = choose_plan(problem, question.space, question.facts, seed=asked.seed, budget=left, report=report)
         plan = choice.plan
         status.update("searching: with other memory")
         memory = {"with half the memory": 0.5, "with twice the memory": 2.0}
         others = {name: replace(problem, memory_bytes=problem.memory_bytes * by) for name, by in memory.items()}
-        supposed = list(suppose(others, choice, seed=asked.seed, budget=asked.budget / 6))
+        supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
     Console().print(render_choice(choice, supposed))
     if out:
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))

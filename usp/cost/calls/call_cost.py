@@ -11,9 +11,9 @@ The data-parallel rank with most tokens sets the pace. Nothing is measured: rate
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -25,16 +25,16 @@ from usp.cost.memory.footprint import footprint
 from usp.cost.memory.forward_memory import forward_memory
 from usp.cost.time.compute import FLOAT32, LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
 from usp.cost.time.host import layer_launches
-from usp.cost.time.pass_seconds import pass_seconds
+from usp.cost.time.pass_seconds import different_layers, pass_seconds
 from usp.cost.time.transfers import sent_seconds
 from usp.cost.traffic.call_traffic import decode_traffic, sampling_traffic
 from usp.cost.traffic.pass_traffic import pass_traffic
+from usp.cost.traffic.sharding import gather_counts
 from usp.model.facts import NO_ATTENTION, ModelShape
 from usp.rlhf.data.partition import balance
-from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.rows import pack
+from usp.rlhf.roles.rows import pack_lengths
 
 from .batching_steps import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, batching
 from .workload import Workload
@@ -136,6 +136,21 @@ def _job(
     return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
 
 
+def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
+    """Return (the first, how many) of the pipeline stages that are alike: in layers, ends, links and gathers."""
+    size, found = job.world_size // job.dims.pp, Counter[object]()
+    firsts: dict[object, int] = {}
+    for stage in range(job.dims.pp):
+        ranks = job.global_ranks[stage * size : (stage + 1) * size]
+        links = [tuple(rank // n - ranks[0] // n for rank in ranks) for n in (t.devices for t in hardware.tiers) if n]
+        # Gathers of ZeRO-3 depend on the micro-batches in flight.
+        gathers = gather_counts(job, stage * size, stage) if job.trained and job.config.zero == 3 else ()
+        kind = (*job.kinds(stage).items(), stage == 0, stage == job.dims.pp - 1, *links, gathers)
+        found[kind] += 1
+        firsts.setdefault(kind, stage)
+    return [(firsts[kind], number) for kind, number in found.items()]
+
+
 def forward_job(layout: CallLayout, model: ModelShape, options: CallOptions) -> Job:
     """Return the forward of a layout over the shortest row that it can divide: its weights matter alone."""
     multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses) * layout.dims.tp
@@ -156,21 +171,25 @@ class _Rows:
     visible: float
 
 
-def _packed(lengths: Sequence[int], layout: CallLayout, unit: int = 1) -> _Rows:
+def _packed(lengths: tuple[int, ...], layout: CallLayout, unit: int = 1) -> _Rows:
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
-    parts = balance(range(len(lengths)), lengths, layout.dims.batch, unit)
-    packed = []
-    for part in parts:
-        tokens = [torch.empty(lengths[index], device="meta") for index in part]
-        samples = Samples(tuple(range(len(part))), {"tokens": tokens})
-        rows = pack(samples, unit=unit, budget=layout.token_budget, at_least=layout.dims.pp)
-        packed.append([[len(tokens[index]) for index in row] for row in rows])
-    longest = max(sum(row) for rows in packed for row in rows)
+    number, longest, pairs = _rows(lengths, layout.dims.batch, unit, layout.token_budget, layout.dims.pp)
     multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     row_len = -(-longest // (multiple * layout.dims.tp)) * multiple * layout.dims.tp
-    pairs = max(sum(length**2 for row in rows for length in row) for rows in packed)
-    number = max(map(len, packed))
     return _Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+
+
+@lru_cache(maxsize=1024)
+def _rows(lengths: tuple[int, ...], parts: int, unit: int, budget: int, at_least: int) -> tuple[int, int, int]:
+    """Return (rows, tokens of the longest row, pairs of tokens in sequences), the most of any data-parallel rank."""
+    packed = []
+    for part in balance(range(len(lengths)), lengths, parts, unit):
+        own = [lengths[index] for index in part]
+        rows = pack_lengths(range(len(own)), own, unit=unit, budget=budget, at_least=at_least)
+        packed.append([[own[index] for index in row] for row in rows])
+    longest = max(sum(row) for rows in packed for row in rows)
+    pairs = max(sum(length**2 for row in rows for length in row) for rows in packed)
+    return max(map(len, packed)), longest, pairs
 
 
 def _inference(
@@ -179,7 +198,8 @@ def _inference(
     output: Output = "logprobs" if work.head == "logprobs" else "values"
     rows = _packed(workload.sequences, layout)
     job = _job(layout, model, options, output, tokens=rows.tokens, rows=rows.number, micro_batches=rows.number)
-    memory = max((forward_memory(job, rank) for rank in job.ranks("pp", 0)), key=lambda moment: moment.total)
+    places, ranks = _different_stages(job, hardware), job.ranks("pp", 0)
+    memory = max((forward_memory(job, ranks[place]) for place, _ in places), key=lambda moment: moment.total)
     return CallCost(
         _passes(job, hardware, rows.visible, options),
         weight_bytes=memory.parameters,
@@ -199,7 +219,8 @@ def _train_step(
         job = _job(layout, model, options, work.objective.head, **sizes, trained=True)
         for part, found in _passes(job, hardware, rows.visible, options).items():
             seconds[part] += number * work.epochs * found
-        peaks += [footprint(job, rank) for rank in job.ranks("pp", 0)]
+        # Of stages that are alike, the first has most micro-batches in flight.
+        peaks += [footprint(job, job.ranks("pp", 0)[place]) for place, _ in _different_stages(job, hardware)]
     memory = max(peaks, key=lambda found: found.peak.total)
     kept = memory.parameters + memory.optimizer
     return CallCost(seconds, memory.parameters, memory.peak.total - kept, state_bytes=memory.optimizer)
@@ -209,16 +230,19 @@ def _passes(job: Job, hardware: Hardware, visible: float, options: CallOptions) 
     """Return the seconds of a job's passes on the slowest stage, what the host takes longer than those to launch their
     operators, and what other stages are waited for."""
 
+    layers = different_layers(job, hardware)
+
     def of(rank: int) -> dict[str, float]:
         found: dict[str, float] = {}
-        for kind, passed in pass_seconds(job, hardware, rank).items():
+        for kind, passed in pass_seconds(job, hardware, rank, layers=layers).items():
             attention = passed.compute.attention
             found[kind] = passed.total - (1 - visible) * attention
         busy = sum(value for kind, value in found.items() if kind != "update")
         found["launch"] = _launch_wait(job, hardware, rank, options, busy)
         return {kind: value for kind, value in found.items() if value}
 
-    slowest = max((of(rank) for rank in job.slowest_ranks), key=lambda found: sum(found.values()))
+    stages = (of(job.slowest_ranks[place]) for place, _ in _different_stages(job, hardware))
+    slowest = max(stages, key=lambda found: sum(found.values()))
     update = slowest.get("update", 0.0)
     busy, fraction = sum(slowest.values()) - update, bubble_fraction("1f1b", job.dims.pp, job.config.micro_batches)
     return {**slowest, "bubble": busy * fraction / (1 - fraction)} if fraction else slowest
@@ -241,22 +265,10 @@ def _launch_wait(job: Job, hardware: Hardware, rank: int, options: CallOptions, 
 def _generate(
     layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
 ) -> CallCost:
-    dims, size = layout.dims, workload.group_size
-    multiple = SequenceLayout.multiple_of(layout.sp_layout, dims.ring, dims.ulysses)
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     multiple *= -(-ROW_MULTIPLE // multiple)
-    samples = [
-        Sample(index // size, prompt, response)
-        for index, (prompt, response) in enumerate(zip(workload.prompts, workload.responses, strict=True))
-    ]
-    parts = balance(range(len(samples)), workload.prompts, dims.batch, size)
-    runs = [
-        batching(
-            [samples[index] for index in part], workload.limit, slots=options.slots, ranks=dims.sp, multiple=multiple
-        )
-        for part in parts
-        if part
-    ]
-    parts_of_batch = dims.pp if options.pipelined else 1
+    runs = _runs(workload, layout.dims.batch, options.slots, layout.dims.sp, multiple)
+    parts_of_batch = layout.dims.pp if options.pipelined else 1
     shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
     prefills = {shape: _prefill(layout, model, options, hardware, *shape, parts_of_batch) for shape in shapes}
     job = _prefill_job(layout, model, options, 1, multiple)
@@ -278,6 +290,16 @@ def _generate(
     )
 
 
+@lru_cache(maxsize=256)
+def _runs(workload: Workload, parts: int, slots: int, ranks: int, multiple: int) -> tuple[Batching, ...]:
+    """Return the different batchings of data-parallel ranks, of which `ranks` share a sequence."""
+    size = workload.group_size
+    lengths = list(zip(workload.prompts, workload.responses, strict=True))
+    balanced = balance(range(len(lengths)), workload.prompts, parts, size)
+    samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
+    return tuple(batching(part, workload.limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+
+
 def _prefill_job(layout: CallLayout, model: ModelShape, options: CallOptions, rows: int, tokens: int) -> Job:
     return _job(layout, model, options, "cache", tokens=tokens, rows=rows, micro_batches=1)
 
@@ -293,10 +315,11 @@ def _prefill(
 ) -> float:
     """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
     job = _prefill_job(layout, model, options, -(-rows // micro_batches), tokens)
-    stages = []
-    for rank in job.slowest_ranks:
-        busy = pass_seconds(job, hardware, rank)["forward"].total
-        stages.append(busy + _launch_wait(job, hardware, rank, options, busy))
+    layers, stages = different_layers(job, hardware), []
+    for place, number in _different_stages(job, hardware):
+        rank = job.slowest_ranks[place]
+        busy = pass_seconds(job, hardware, rank, layers=layers)["forward"].total
+        stages += [busy + _launch_wait(job, hardware, rank, options, busy)] * number
     return sum(stages) + (micro_batches - 1) * max(stages)
 
 
@@ -337,15 +360,16 @@ def decode_step(
     """
     # Where the cache is sharded, attention is computed in float32 copies of it.
     passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
-    rows = -(-slots // micro_batches)
+    rows, ranks = -(-slots // micro_batches), job.ranks("pp", 0)
     read, fixed, launched = [], [], []
-    for rank in job.ranks("pp", 0):
+    for place, number in _different_stages(job, hardware):
+        rank = ranks[place]
         (stage,) = job.stages(rank)
-        read.append(float(_bytes_per_place(job, stage)))
-        fixed.append(_stage_seconds(job, hardware, rank, rows))
         collectives = sum(sent.calls for sent in decode_traffic(job, rank, rows) if sent.axis != "pp")
         operators = sum(layer_launches(job, job.model.layers[index]) for index in job.stage_layers[stage])
-        launched.append(operators + collective_launches * collectives)
+        read += [float(_bytes_per_place(job, stage))] * number
+        fixed += [_stage_seconds(job, hardware, rank, rows)] * number
+        launched += [operators + collective_launches * collectives] * number
 
     def step(stages: list[float]) -> float:
         return sum(stages) if micro_batches == 1 else micro_batches * max(stages)

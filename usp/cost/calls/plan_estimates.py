@@ -48,11 +48,16 @@ class PlanEstimates:
 
     def weight_bytes(self, copy: WeightCopy) -> float:
         """Return the memory of a copy's weights in the dtype of untrained ones."""
-        return self._elements(copy) * self.options.dtype.itemsize
+        return self.copy_bytes(copy)[0]
 
     def state_bytes(self, copy: WeightCopy) -> float:
         """Return the memory of a trained copy's moments, and what its float32 weights take beyond `weight_bytes`."""
-        return self._elements(copy) * (3 * FLOAT32 - self.options.dtype.itemsize)
+        return self.copy_bytes(copy)[1]
+
+    def copy_bytes(self, copy: WeightCopy) -> tuple[int, int]:
+        """Return (`weight_bytes`, `state_bytes`)."""
+        elements, itemsize = self._elements(copy), self.options.dtype.itemsize
+        return elements * itemsize, elements * (3 * FLOAT32 - itemsize)
 
     def fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
         """Return the time of the reallocation that fills a copy from another; 0 if both are alike."""

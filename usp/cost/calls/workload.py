@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Workload:
         if wrong := [length for length in self.responses if not 0 < length <= self.limit]:
             raise ValueError(f"responses of {wrong[:5]} tokens must have 1 to limit={self.limit}")
 
-    @property
+    @cached_property
     def sequences(self) -> tuple[int, ...]:
         """Tokens of each sample, prompt and response."""
         return tuple(map(sum, zip(self.prompts, self.responses, strict=True)))

@@ -80,6 +80,7 @@ def comparison_json(found: Sequence[Compared]) -> list[dict[str, Any]]:
             line = {"method": one.method, "problem": line["problem"]}
         else:
             del line["problem"], line["job"]
-            line |= {"sent": one.sent, "memory": line["memory"] | {"peak": one.memory.peak.total}}
+            moments = [moment._asdict() for moment in one.memory.moments]
+            line |= {"sent": one.sent, "memory": line["memory"] | {"moments": moments, "peak": one.memory.peak.total}}
         lines.append(line)
     return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from usp.cost.job import Job
@@ -47,24 +47,46 @@ class Footprint:
 def footprint(job: Job, rank: int) -> Footprint:
     """Return the memory of `rank`."""
     stages = {stage: StageMemory(job, stage) for stage in job.stages(rank)}
-    shards = FLOAT32 * sum(unit.shard for stage in stages.values() for unit in stage.groups)
+    shards = _shards(stages)
     flights, before = _in_flight(Schedule.of(job, rank))
-    most = _most(flights, {number: stage.kept for number, stage in stages.items()})
-    saved = _most(flights, {number: stage.host for number, stage in stages.items()})
-    others = {key: _most(found, {n: stage.kept for n, stage in stages.items()}) for key, found in before.items()}
+    kept = {number: stage.kept for number, stage in stages.items()}
+    others = {key: _most(found, kept) for key, found in before.items()}
     peaks = split_moments(job, rank, stages) if job.splits_backwards else _moments(job, stages, others, shards)
     different = dict.fromkeys(peaks)  # micro-batches have the same ones over and over
-    held, host = (0, 3 * shards) if job.config.optim_offload else (shards, 0)
-    moments = tuple(replace(moment, parameters=held, optimizer=2 * held) for moment in different)
+    held = 0 if job.config.optim_offload else shards
+    moments = tuple(moment._replace(parameters=held, optimizer=2 * held) for moment in different)
     if job.config.optim_offload:
         largest = FLOAT32 * max(unit.shard for stage in stages.values() for unit in stage.groups)
-        every = job.config.zero >= 2 and job.config.micro_batches > 1  # whether every micro-batch reduces
         moments = moments[:-1]  # the host updates the weights
-        if not (every and job.dims.dp_replicate > 1):  # what is not yet reduced over replicas stays on the device
-            moments = tuple(replace(moment, gradients=min(moment.gradients, largest)) for moment in moments)
-        # With one reduction, gradients arrive as activations are freed.
-        saved = saved + shards if every else max(saved, shards)
-    return Footprint(shards, shards, 2 * shards, activations=most, host=host + saved, moments=moments)
+        if not (_reduces_each(job) and job.dims.dp_replicate > 1):
+            # What is not yet reduced over replicas stays on the device.
+            moments = tuple(moment._replace(gradients=min(moment.gradients, largest)) for moment in moments)
+    host = _on_host(job, rank, stages)
+    return Footprint(shards, shards, 2 * shards, activations=_most(flights, kept), host=host, moments=moments)
+
+
+def rank_host_bytes(job: Job, rank: int) -> int:
+    """Return `Footprint.host` of `rank`."""
+    return _on_host(job, rank, {stage: StageMemory(job, stage) for stage in job.stages(rank)})
+
+
+def _on_host(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> int:
+    saved = _most(_in_flight(Schedule.of(job, rank))[0], {number: stage.host for number, stage in stages.items()})
+    if not job.config.optim_offload:
+        return saved
+    shards = _shards(stages)
+    # With one reduction, gradients arrive as activations are freed.
+    return 3 * shards + (saved + shards if _reduces_each(job) else max(saved, shards))
+
+
+def _shards(stages: Mapping[int, StageMemory]) -> int:
+    """Return the bytes of all gradient shards."""
+    return FLOAT32 * sum(stage.units.shard for stage in stages.values())
+
+
+def _reduces_each(job: Job) -> bool:
+    """Return whether every one of several micro-batches reduces its gradients."""
+    return job.config.zero >= 2 and job.config.micro_batches > 1
 
 
 def largest_footprint(job: Job) -> tuple[Footprint, int]:
@@ -78,8 +100,8 @@ def least_saved_bytes(job: Job, layer: int) -> int:
 
     layer: from `least_layer_bytes`, of a job with the same micro-batches, ring, ulysses, tp and ep.
     """
-    units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
-    shards = 0 if job.config.optim_offload else FLOAT32 * sum(unit.shard for unit in units)
+    held = sum(stage_units(job, stage).shard for stage in job.stages(0))
+    shards = 0 if job.config.optim_offload else FLOAT32 * held
     return 3 * shards + max(shards, layer)
 
 
@@ -94,15 +116,15 @@ def least_bytes(job: Job, layers: Mapping[int, LayerActivations]) -> int:
         * (not job.config.ac_offload)
         for stage in job.stages(0)
     }
-    units = [unit for stage in job.stages(0) for unit in stage_units(job, stage).all]
-    whole = 0 if job.config.zero == 3 else job.dtype.itemsize * sum(unit.numel for unit in units)
+    units = [stage_units(job, stage) for stage in job.stages(0)]
+    whole = 0 if job.config.zero == 3 else job.dtype.itemsize * sum(stage.numel for stage in units)
     if job.splits_backwards:  # the first rank begins with so many forwards of its first stage
         flights = (2 * job.dims.pp - 1) * kept[0]
     else:
         _, others = _in_flight(Schedule.of(job, 0))
         flights = kept[0] + max(_most(found, kept) for (stage, _), found in others.items() if stage == 0)
         flights += max(last.mlp, last.norm, last.attention)
-    held = 0 if job.config.optim_offload else 3 * FLOAT32 * sum(unit.shard for unit in units)
+    held = 0 if job.config.optim_offload else 3 * FLOAT32 * sum(stage.shard for stage in units)
     return held + whole + flights
 
 
@@ -118,7 +140,7 @@ def _moments(
         idle = sum(stage.idle(later) for other, stage in stages.items() if other != number)
         for moment in stages[number].moments(later):
             gradients = shards if later and job.config.zero >= 2 else moment.gradients
-            yield replace(moment, gradients=gradients).plus(whole=idle, activations=kept, transient=buffers)
+            yield moment._replace(gradients=gradients).plus(whole=idle, activations=kept, transient=buffers)
     yield Moment("optimizer", gradients=shards, transient=buffers)
 
 

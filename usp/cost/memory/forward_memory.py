@@ -13,8 +13,7 @@ from .stage_memory import Moment
 
 def forward_memory(job: Job, rank: int) -> Moment:
     """Return the peak of a job that is not trained. Nothing is saved, and one layer's tensors exist at a time."""
-    units = [unit for stage in job.stages(rank) for unit in stage_units(job, stage).all]
-    parameters = sum(unit.shard for unit in units) * job.weights.itemsize
+    parameters = sum(stage_units(job, stage).shard for stage in job.stages(rank)) * job.weights.itemsize
     moments = (moment for stage in job.stages(rank) for moment in _moments(job, stage))
     peak = max(moments, key=lambda moment: moment.total)
     return peak.plus(parameters=parameters)

@@ -6,12 +6,12 @@ from collections import Counter
 
 from usp.cost.job import Job
 
-from .footprint import footprint
+from .footprint import rank_host_bytes
 
 
 def host_bytes(job: Job, devices: int) -> int:
     """Return the most bytes that the ranks of one host keep in its memory, `devices` ranks on each host."""
-    kept = [footprint(job, rank).host for rank in job.ranks("pp", 0)]
+    kept = [rank_host_bytes(job, rank) for rank in job.ranks("pp", 0)]
     hosts: Counter[int] = Counter()
     for rank in range(job.world_size):
         hosts[rank // devices] += kept[job.place("pp", rank)]

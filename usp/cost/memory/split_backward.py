@@ -9,16 +9,20 @@ half is the whole backward.
     stages             are unsharded from the first forward to the reduction after the stage's last backward
     receive buffers    stay for the whole step, and so do their gradients; where the V turns, a rank sends nothing to
                        itself: the output is the next stage's input, the input's gradient the earlier stage's gradient
+
+Once every gradient sum exists, micro-batches of the steady state repeat the same moments, but for the gradients of
+receive buffers, which each leaves behind: the last of them has the peak, and those between count as bytes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 
 from usp.cost.job import Job
-from usp.cost.traffic.order import Action, Schedule, actions
+from usp.cost.traffic.order import Schedule, actions
 from usp.cost.traffic.sharding import FLOAT32
 
 from .activations import norm_work, split_layer
@@ -27,8 +31,21 @@ from .stage_memory import Moment, StageMemory
 
 def split_moments(job: Job, rank: int, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
     """Yield the peaks of a step, the optimizer's last, without parameters and optimizer states."""
-    order = actions(Schedule.of(job, rank))
-    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(order)
+    return pipeline_moments(job, unrepeated(Schedule.of(job, rank)), stages)
+
+
+def pipeline_moments(job: Job, schedule: Schedule, stages: Mapping[int, StageMemory]) -> Iterator[Moment]:
+    """Yield the peaks of a job in the schedule's micro-batches alone: the first, and the last as they end the step."""
+    return _Rank(job, {number: _Stage(stage) for number, stage in stages.items()}).run(schedule)
+
+
+def unrepeated(schedule: Schedule) -> Schedule:
+    """Return a schedule with the same peaks and as few micro-batches.
+
+    Three more than the first rank has in flight fill its steady state three times: in the last, every stage has
+    gradients in both dtypes.
+    """
+    return replace(schedule, micro_batches=min(schedule.micro_batches, 2 * schedule.pp + 2))
 
 
 @dataclass(eq=False)
@@ -53,8 +70,14 @@ class _Stage:
         if not self.fresh:
             return self.whole
         memory = self.memory
-        done = sum(unit.numel for later in range(index + 1, len(memory.layers)) for unit in memory.units.layers[later])
+        done = self._after[index]
         return self.whole - done * memory.size + (0 if self.summed else done * FLOAT32)
+
+    @cached_property
+    def _after(self) -> list[int]:
+        """The elements of all layers after each one."""
+        numel = [sum(unit.numel for unit in units) for units in self.memory.units.layers]
+        return [sum(numel) - first for first in accumulate(numel)]
 
 
 class _Rank:
@@ -66,10 +89,16 @@ class _Rank:
         self.activations = self.halves = self.gradients = 0
         self.buffers = sum(stage.memory.buffers for stage in stages.values())
         self.split = cache(lambda kind: split_layer(job, job.model.layers[kind]))
+        self.left = cache(self._left)
 
-    def run(self, order: Sequence[Action]) -> Iterator[Moment]:
-        for action in order:
+    def run(self, schedule: Schedule) -> Iterator[Moment]:
+        skipped = self.job.config.micro_batches - schedule.micro_batches
+        last = "forward", min(self.stages), schedule.micro_batches - 1  # begins the last turn of the steady state
+        for action in actions(schedule):
             stage = self.stages[action.stage]
+            if (action.kind, action.stage, action.micro_batch) == last:
+                receiving = sum(not each.memory.first for each in self.stages.values()) - (self.early is not None)
+                self.halves += skipped * receiving * stage.memory.handed
             if action.kind == "forward":
                 yield from self._forward(stage)
             elif action.kind == "inputs":
@@ -77,7 +106,7 @@ class _Rank:
             else:
                 yield from self._whole_backward(stage) if stage.memory.first else self._weights(stage)
                 stage.weights += 1
-                if stage.weights == self.job.config.micro_batches:
+                if stage.weights == schedule.micro_batches:
                     yield from self._reduce(stage)
         yield self._moment("optimizer", 0, stage)
 
@@ -113,7 +142,7 @@ class _Rank:
                 yield self._moment(name, left + added, stage, stage.summing(index))
             left += layer.left + layer.passed
         stage.summed, stage.fresh = stage.summed or stage.fresh, False
-        self.halves += self._left(stage) + memory.handed  # the input's gradient stays
+        self.halves += self.left(stage) + memory.handed  # the input's gradient stays
         if self.early and stage is not self.early:
             self.buffers -= memory.handed  # the input's gradient replaces the earlier stage's receive buffer
 
@@ -127,7 +156,7 @@ class _Rank:
     def _weights(self, stage: _Stage) -> Iterator[Moment]:
         """Yield the peak of a weight half, which is at its end: the graph is freed as a whole."""
         memory = stage.memory
-        self.halves -= self._left(stage)
+        self.halves -= self.left(stage)
         if memory.cast:
             stage.fresh = True
         else:
@@ -144,7 +173,7 @@ class _Rank:
         self.activations -= memory.kept
         others = self._moment("", 0, stage, whole=0)
         for moment in memory.layer_moments(later=stage.summed, reduces=False):
-            yield replace(others, name=moment.name).plus(
+            yield others._replace(name=moment.name).plus(
                 whole=moment.whole, activations=moment.activations, transient=moment.transient
             )
         stage.summed = True

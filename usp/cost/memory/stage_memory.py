@@ -14,8 +14,8 @@ Only tensor storage counts, without allocator fragmentation. The formulas follow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from usp.cost.job import Job
 from usp.cost.traffic.sharding import FLOAT32, stage_units
@@ -23,8 +23,7 @@ from usp.cost.traffic.sharding import FLOAT32, stage_units
 from .activations import layer_activations, norm_activations
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive at one peak of a step.
 
     Attributes:
@@ -46,7 +45,7 @@ class Moment:
 
     def plus(self, **added: int) -> Moment:
         """Return this moment with more bytes of some categories."""
-        return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in added.items()})
+        return self._replace(**{name: getattr(self, name) + nbytes for name, nbytes in added.items()})
 
 
 class StageMemory:
@@ -83,7 +82,7 @@ class StageMemory:
         self.accumulates = (
             job.config.zero < 2 and job.config.micro_batches > 1
         )  # unsharded gradients, until the last backward
-        self.numel = sum(unit.numel for unit in self.groups)
+        self.numel = self.units.numel
         # torch's pipeline keeps its receive buffers, one per micro-batch.
         self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.handed
 

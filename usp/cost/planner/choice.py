@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,8 +28,10 @@ from usp.cost.memory.footprint import footprint, least_bytes, least_saved_bytes
 from usp.cost.memory.host_memory import host_bytes
 from usp.cost.time.host import saved_bytes
 from usp.cost.time.least_time import (
+    Attends,
     LayerCompute,
     Transfers,
+    attends_of,
     least_exposed,
     least_seconds,
     least_sharded_seconds,
@@ -57,6 +59,7 @@ CHOSEN = (
 
 
 Key = tuple[object, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,29 +157,36 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
     known: of a predictor for the same job, on hardware that differs in the links between devices alone.
     """
     known = known or Known()
+    attends: dict[Key, Attends] = {}
     exposed: dict[Key, dict[int, float]] = {}
     transfers: dict[Key, Transfers] = {}
 
     def job_like(config: TrainConfig) -> Job:
-        if config not in known.jobs:
+        made = known.jobs.get(config)
+        if made is None:
             dims = parallel_dims(config, config.ep).resolve(job.world_size)
-            known.jobs[config] = replace(job, config=config, dims=dims)
-        return known.jobs[config]
+            made = known.jobs[config] = replace(job, config=config, dims=dims)
+        return made
+
+    def attends_in(made: Job) -> Attends:
+        key = _micro_batch(made)
+        if key not in attends:
+            attends[key] = attends_of(made, hardware)
+        return attends[key]
 
     def compute_of(made: Job) -> LayerCompute:
         key = (*_micro_batch(made), made.config.ac, made.config.mlp_tile)
         if key not in known.compute:
-            known.compute[key] = LayerCompute.of(made, hardware)
+            known.compute[key] = LayerCompute.of(made, hardware, attends_in(made))
         return known.compute[key]
 
     def exposed_of(made: Job) -> dict[int, float]:
         key = (*_micro_batch(made), made.config.ac)
         if key not in exposed:
-            exposed[key] = least_exposed(made, hardware)
+            exposed[key] = least_exposed(made, hardware, attends_in(made))
         return exposed[key]
 
-    def least_time(config: TrainConfig) -> float:
-        made = job_like(config)
+    def least_time(made: Job) -> float:
         return least_seconds(made, hardware, compute_of(made), exposed_of(made))
 
     def transfers_of(made: Job) -> Transfers:
@@ -186,22 +196,26 @@ def predictor_for(job: Job, hardware: Hardware, known: Known | None = None) -> P
             transfers[key] = least_transfers(made, hardware)
         return transfers[key]
 
-    def least_sharded_time(config: TrainConfig) -> float:
-        made = job_like(config)
+    def least_sharded_time(made: Job) -> float:
         rates = compute_of(made), exposed_of(made), transfers_of(made)
-        saved = saved_bytes(made, made.slowest_ranks[0], _activations(made, known)) if config.ac_offload else 0
+        saved = saved_bytes(made, made.slowest_ranks[0], _activations(made, known)) if made.config.ac_offload else 0
         return least_sharded_seconds(made, hardware, *rates, saved)
 
-    def step_time(config: TrainConfig) -> StepTime:
-        made = job_like(config)
+    def step_time(made: Job) -> StepTime:
         return step_seconds(made, hardware, layers=compute_of(made).passes)
 
     return Predictor(
-        seconds=cache(step_time),
-        least_seconds=cache(least_time),
-        least_sharded_seconds=cache(least_sharded_time),
+        seconds=_each(step_time, job_like),
+        least_seconds=_each(least_time, job_like),
+        least_sharded_seconds=_each(least_sharded_time, job_like),
         **_memory_of(job_like, hardware, known),
     )
+
+
+def _each(value: Callable[[Job], T], job_like: Callable[[TrainConfig], Job]) -> Callable[[TrainConfig], T]:
+    """Return a value of configurations, computed once for each; their jobs are hashed faster than they are."""
+    known = cache(value)
+    return lambda config: known(job_like(config))
 
 
 def _memory_of(
@@ -209,36 +223,26 @@ def _memory_of(
 ) -> dict[str, Callable[[TrainConfig], int]]:
     """Return the part of a predictor that has to do with memory."""
 
-    @cache
-    def peak_bytes(config: TrainConfig) -> int:
+    def peak_bytes(made: Job) -> int:
         # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
-        ranks = job_like(config).ranks("pp", 0)
-        return max(footprint(job_like(config), rank).peak.total for rank in {ranks[0], ranks[-1]})
+        ranks = made.ranks("pp", 0)
+        return max(footprint(made, rank).peak.total for rank in {ranks[0], ranks[-1]})
 
-    @cache
-    def least_peak(config: TrainConfig) -> int:
-        made = job_like(config)
+    def least_peak(made: Job) -> int:
         return least_bytes(made, _activations(made, known))
 
-    @cache
-    def least_saved(config: TrainConfig) -> int:
-        made = job_like(config)
+    def least_saved(made: Job) -> int:
         key = _micro_batch(made)
         if key not in known.working:
             known.working[key] = least_layer_bytes(made, MLP_TILE)
         return least_saved_bytes(made, known.working[key])
 
-    @cache
-    def on_host(config: TrainConfig) -> int:
-        offloads = config.ac_offload or config.optim_offload
-        return host_bytes(job_like(config), hardware.host_devices) if offloads else 0
+    def on_host(made: Job) -> int:
+        offloads = made.config.ac_offload or made.config.optim_offload
+        return host_bytes(made, hardware.host_devices) if offloads else 0
 
-    return {
-        "peak_bytes": peak_bytes,
-        "least_bytes": least_peak,
-        "least_saved_bytes": least_saved,
-        "host_bytes": on_host,
-    }
+    values = {"peak_bytes": peak_bytes, "least_bytes": least_peak, "least_saved_bytes": least_saved}
+    return {name: _each(value, job_like) for name, value in (values | {"host_bytes": on_host}).items()}
 
 
 def _activations(made: Job, known: Known) -> Mapping[int, LayerActivations]:

@@ -109,7 +109,7 @@ def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConf
     """Yield a layout with every way to save activations, and the sharding that saves most; maybe not valid."""
     local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
     tiles = (0, MLP_TILE) if local > MLP_TILE and not facts.num_experts else (0,)
-    zero = max(_stages(config))
+    zero = max(_stages(config, config.dp_shard))
     for (ac, offload), tile in product(AC, tiles):
         if not tile or ac != "none":
             yield replace(config, zero=zero, ac=ac, ac_offload=offload, mlp_tile=tile)
@@ -119,16 +119,16 @@ def shardings(config: TrainConfig) -> Iterator[TrainConfig]:
     """Yield a layout with every ZeRO stage (1 to 3) and number of replicas of the shards (HSDP) that experts allow;
     maybe not valid."""
     for replicas in divisors(config.dp_shard):
-        sharded = replace(config, dp_replicate=replicas, dp_shard=config.dp_shard // replicas)
-        if sharded.dp_shard * config.sp_ring * config.sp_ulysses * config.tp % config.ep:
+        shards = config.dp_shard // replicas
+        if shards * config.sp_ring * config.sp_ulysses * config.tp % config.ep:
             continue
-        for zero in _stages(sharded):
-            yield replace(sharded, zero=zero)
+        for zero in _stages(config, shards):
+            yield replace(config, dp_replicate=replicas, dp_shard=shards, zero=zero)
 
 
-def _stages(config: TrainConfig) -> tuple[int, ...]:
-    """Return the ZeRO stages that differ."""
-    return (1, 2, 3) if config.dp_shard * config.sp_ring * config.sp_ulysses > 1 else (1,)
+def _stages(config: TrainConfig, shards: int) -> tuple[int, ...]:
+    """Return the ZeRO stages that differ over data-parallel `shards` and the sequence."""
+    return (1, 2, 3) if shards * config.sp_ring * config.sp_ulysses > 1 else (1,)
 
 
 def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:

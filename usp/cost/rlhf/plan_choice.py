@@ -3,8 +3,11 @@ plans would cost, and what would change the verdict. Pure."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
@@ -13,6 +16,7 @@ from .baselines import Baseline, baselines
 from .options import OptionSpace, options
 from .plan_search import Found, Problem, search
 from .simulator import Simulation, Simulator
+from .step_bounds import StepBounds
 
 Report = Callable[[float, int, float], None]
 
@@ -75,36 +79,44 @@ def choose_plan(
 ) -> RlhfChoice:
     """Search from the named plans, and simulate the best plan in full.
 
+    Args:
+        budget: seconds, in which the named plans are measured too.
+
     Raises:
         ValueError: naming the calls that no layout fits into memory.
     """
     if homeless := [name for name, layouts in problem.options.items() if not layouts]:
         memory = problem.memory_bytes / 2**30
         raise ValueError(f"no layout of {', '.join(homeless)} fits into {memory:.1f} GiB per rank: use more ranks")
+    begin = time.monotonic()
     named = baselines(problem, space, facts)
     starts = [one.plan for one in named if one.plan]
-    found = search(problem, seed=seed, budget=budget, starts=starts, progress=report)
+    left = budget - (time.monotonic() - begin)
+    found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if not found.best:
         return RlhfChoice(problem, found, None, named, {})
-    seconds, plan = found.best[0]
+    _, plan = found.best[0]
     simulation = problem.simulator.run(plan)
-    return RlhfChoice(problem, found, simulation, named, dict(_next_best(problem, plan, seconds)))
+    return RlhfChoice(problem, found, simulation, named, dict(_next_best(problem, plan)))
 
 
-def _next_best(problem: Problem, plan: ExecutionPlan, seconds: float) -> Iterator[tuple[str, Alternative]]:
+def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, Alternative]]:
     """Yield for each call the best plan in which it has other ranks or degrees."""
-    for name, layouts in problem.options.items():
-        own = plan[name]
-        others = [o for o in layouts if (len(o.ranks), o.dims) != (len(own.ranks), own.dims)]
-        measured = []
-        for other in others:
+    bounds, calls = StepBounds(problem.simulator, problem.options), tuple(problem.options)
+    for number, (name, layouts) in enumerate(problem.options.items()):
+        own, best = plan[name], None
+        least = bounds.of_options([plan[call] for call in calls], number)
+        for index in np.argsort(least, kind="stable"):
+            other = layouts[index]
+            if best and least[index] >= best.seconds:
+                break
+            if (len(other.ranks), other.dims) == (len(own.ranks), own.dims):
+                continue
             took, peak = problem.simulator.measure(replace(plan, calls={**plan.calls, name: other}))
-            if peak <= problem.memory_bytes:
-                measured.append((took, other))
-        if measured:
-            took, other = min(measured, key=lambda one: one[0])
-            alone = problem.simulator.estimates.call_seconds(name, other)
-            yield name, Alternative(other, took, alone)
+            if peak <= problem.memory_bytes and (best is None or took < best.seconds):
+                best = Alternative(other, took, problem.simulator.estimates.call_seconds(name, other))
+        if best:
+            yield name, best
 
 
 def suppose(
@@ -113,9 +125,13 @@ def suppose(
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
 
     Plans whose gain is below 1% are the chosen one.
+
+    budget: seconds of all searches together.
     """
-    for supposed, problem in suppositions.items():
-        found = search(problem, seed=seed, budget=budget, starts=[choice.plan])
+    end = time.monotonic() + budget
+    for number, (supposed, problem) in enumerate(suppositions.items()):
+        left = (end - time.monotonic()) / (len(suppositions) - number)
+        found = search(problem, seed=seed, budget=left, starts=[choice.plan])
         if not found.best:
             yield supposed, None, 0.0
             continue

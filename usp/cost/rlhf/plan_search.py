@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,11 +26,13 @@ from usp.rlhf.graph.calls import TrainStep
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
-from .simulator import Simulator, rank_index
+from .simulator import Simulator
+from .step_bounds import StepBounds
 
 OVER_MEMORY = 3.0  # the factor of ReaL's search
 _BETAS = (30.0, 100.0, 300.0)  # per relative difference: 1% worse is accepted with 0.74, 0.37, 0.05
 _FRUITLESS = 2000  # moves of a chain without a new best, after which it ends
+_PROPOSALS = 16  # of a move, until the bound of one allows it
 _DRY = 3  # chains without a new best, after which the search ends
 
 
@@ -52,20 +54,18 @@ class Problem:
 
     def that_fit(self) -> Problem:
         """Return the problem without layouts whose call alone takes more memory than there is."""
-        options = {
-            name: [o for o in of if self._alone(name, o) <= self.memory_bytes] for name, of in self.options.items()
-        }
+        options = {name: [o for o in of if self._fits_alone(name, o)] for name, of in self.options.items()}
         return replace(self, options=options)
 
-    def _alone(self, name: str, layout: CallLayout) -> float:
-        """Return the memory of a call whose role has no other, all that can be offloaded being so."""
-        estimates, call = self.simulator.estimates, self.simulator.graph[name]
-        needed = estimates.call_bytes(name, layout)
+    def _fits_alone(self, name: str, layout: CallLayout) -> bool:
+        """Return whether a call fits if its role has no other, and all that can be offloaded is."""
+        estimates, call, needed = self.simulator.estimates, self.simulator.graph[name], 0.0
         if call.role:
             copy = WeightCopy(call.role, layout.of_weights)
             needed += estimates.weight_bytes(copy)
             needed += estimates.state_bytes(copy) if isinstance(call.work, TrainStep) else 0
-        return needed
+        # What the call takes beside its weights is predicted only where these fit.
+        return needed <= self.memory_bytes and needed + estimates.call_bytes(name, layout) <= self.memory_bytes
 
     @property
     def plans(self) -> int:
@@ -99,6 +99,7 @@ def search(
     starts: Sequence[ExecutionPlan] = (),
     keep: int = 10,
     progress: Callable[[float, int, float], None] = lambda seconds, simulated, best: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Search for the plan of lowest energy, until the time is up or chains find nothing better.
 
@@ -107,8 +108,9 @@ def search(
         starts: plans to start from, besides every call's fastest layout. They may be outside of the options.
         keep: how many of the best plans to return.
         progress: called with (seconds, simulated plans, best energy) at each new best.
+        clock: of the budget.
     """
-    walk = _Walk(problem, keep, budget, progress)
+    walk = _Walk(problem, keep, budget, progress, clock)
     first = [walk.state(plan) for plan in starts] + [walk.fastest()]
     chance = random.Random(seed)
     for state in first:
@@ -127,7 +129,7 @@ def search(
 
 def exhaustive(problem: Problem, keep: int = 10) -> Found:
     """Simulate every plan, but for those that are another one with hosts or ranks of a host exchanged."""
-    walk = _Walk(problem, keep, math.inf, lambda seconds, simulated, best: None)
+    walk = _Walk(problem, keep, math.inf)
     names = problem.offload
     subsets = [frozenset(s) for size in range(len(names) + 1) for s in combinations(names, size)]
     for layouts, offload in product(product(*problem.options.values()), subsets):
@@ -144,26 +146,35 @@ class _Walk:
     """Energies of states, each kind of state simulated once, and the best ones."""
 
     def __init__(
-        self, problem: Problem, keep: int, budget: float, progress: Callable[[float, int, float], None]
+        self,
+        problem: Problem,
+        keep: int,
+        budget: float,
+        progress: Callable[[float, int, float], None] = lambda seconds, simulated, best: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._problem, self._keep, self._progress = problem, keep, progress
         self._calls = tuple(problem.options)
-        self._energies: dict[object, float] = {}
-        self._places: dict[CallLayout, tuple[CallLayout, np.ndarray]] = {}
-        self._like: list[dict[object, list[CallLayout]]] = [_grouped(problem.options[name]) for name in self._calls]
+        self._bounds = StepBounds(problem.simulator, problem.options)
+        self._known: dict[_State, float] = {}
+        self._energies: dict[object, float] = {}  # the same, once for plans that are alike
+        self._placed = cache(self._new_placed)
+        self._kinds: dict[CallLayout, int] = {}
+        random_bits = np.random.default_rng(0).integers(1, 2**63, (2, max(len(self._calls), problem.ranks_per_host)))
+        self._of_call, self._of_rank = random_bits.astype(np.uint64)
+        self._options = tuple(problem.options.values())
+        self._like: list[dict[object, list[CallLayout]]] = list(map(_grouped, self._options))
         self._nearest: tuple[float, _State] | None = None
         self._top: list[tuple[float, _State]] = []
-        self._begin = time.monotonic()
-        self._budget = budget
+        self._budget, self._clock = budget, clock
+        self._begin = clock()
         self._history: list[tuple[float, float]] = []
         self._roles = [problem.simulator.graph[name].role for name in self._calls]
-        self._order = [call.name for call in problem.simulator.graph.order]
-        self._before = {name: problem.simulator.graph.before(name) for name in self._order}
 
     @property
     def over(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() - self._begin > self._budget
+        return self._clock() - self._begin > self._budget
 
     @property
     def best(self) -> float:
@@ -191,6 +202,11 @@ class _Walk:
 
     def energy(self, state: _State) -> float:
         """Return the energy of a state, and remember it among the best."""
+        if state not in self._known:
+            self._known[state] = self._new_energy(state)
+        return self._known[state]
+
+    def _new_energy(self, state: _State) -> float:
         key = self._key(state)
         if key not in self._energies:
             seconds, peak = self._problem.simulator.measure(self.plan(state))
@@ -204,7 +220,7 @@ class _Walk:
 
     def _keep_best(self, energy: float, state: _State) -> None:
         if energy < self.best:
-            self._history.append((time.monotonic() - self._begin, energy))
+            self._history.append((self._clock() - self._begin, energy))
             self._progress(self._history[-1][0], len(self._energies), energy)
         if len(self._top) < self._keep or energy < self._top[-1][0]:
             self._top = sorted([*self._top, (energy, state)], key=itemgetter(0))[: self._keep]
@@ -214,11 +230,10 @@ class _Walk:
         energy = self.energy(state)
         best, fruitless = (energy, state), 0
         while fruitless < _FRUITLESS and not self.over:
-            proposed = self._proposal(state, chance)
-            most = (
-                energy - math.log(1 - chance.random()) / beta * best[0]
-            )  # that is exp(-beta x difference) with exp(-beta x difference)
-            if self._bound(proposed) <= most and self.energy(proposed) <= most:
+            # The most that is accepted, with probability exp(-beta x difference).
+            most = energy - math.log(1 - chance.random()) / beta * best[0]
+            proposed = self._proposal(state, most, chance)
+            if proposed and self.energy(proposed) <= most:
                 state, energy = proposed, self.energy(proposed)
             if energy < best[0]:
                 best, fruitless = (energy, state), 0
@@ -228,75 +243,65 @@ class _Walk:
     def descend(self, state: _State, chance: random.Random) -> None:
         """Give every call its best layout in turn, until no change helps."""
         energy, improved = self.energy(state), True
+        numbers = list(range(len(self._calls)))
         while improved and not self.over:
             improved = False
-            for neighbors in self._neighborhoods(state, chance):
-                for neighbor in neighbors:
-                    if self.over:
-                        return
-                    if self._bound(neighbor) < energy and self.energy(neighbor) < energy:
+            for name in self._problem.offload:
+                neighbor = state._replace(offload=state.offload ^ {name})
+                if self.energy(neighbor) < energy:
+                    state, energy, improved = neighbor, self.energy(neighbor), True
+            chance.shuffle(numbers)
+            for number in numbers:
+                bounds, layouts = self._bounds.of_options(state.layouts, number), self._options[number]
+                for index in np.argsort(bounds, kind="stable"):
+                    if bounds[index] >= energy or self.over:
+                        break
+                    neighbor = _with(state, number, layouts[index])
+                    if self.energy(neighbor) < energy:
                         state, energy, improved = neighbor, self.energy(neighbor), True
-                if improved:
-                    break
 
-    def _neighborhoods(self, state: _State, chance: random.Random) -> Iterator[Iterator[_State]]:
-        """Yield the states that differ in what is offloaded, then those that differ in one call, call by call."""
-        yield (state._replace(offload=state.offload ^ {name}) for name in self._problem.offload)
-        numbers = list(range(len(self._calls)))
-        chance.shuffle(numbers)
-        for number in numbers:
-            yield (_with(state, number, layout) for layout in self._problem.options[self._calls[number]])
+    def _proposal(self, state: _State, most: float, chance: random.Random) -> _State | None:
+        """Change one call (as ReaL does), or with it calls of its role to the same place, or what is offloaded.
 
-    def _proposal(self, state: _State, chance: random.Random) -> _State:
-        """Change one call (as ReaL does), or with it calls of its role to the same place, or what is offloaded."""
+        Where a bound exceeds `most`, which is not accepted, another one is proposed; None if there is no other, or
+        after many.
+        """
         kind = chance.random()
         if kind < 0.1 and self._problem.offload:
             return state._replace(offload=state.offload ^ {chance.choice(self._problem.offload)})
         number = chance.randrange(len(self._calls))
-        layout = chance.choice(self._problem.options[self._calls[number]])
-        found = _with(state, number, layout)
-        if kind < 0.5 and self._roles[number]:
-            for other, role in enumerate(self._roles):
-                same = self._like[other].get(_place(layout)) if role == self._roles[number] else None
-                if same and other != number and chance.random() < 0.5:
+        if kind >= 0.5 or not self._roles[number]:
+            allowed = np.flatnonzero(self._bounds.of_options(state.layouts, number) <= most)
+            return _with(state, number, self._options[number][chance.choice(allowed)]) if len(allowed) else None
+        others = [n for n, role in enumerate(self._roles) if role == self._roles[number] and n != number]
+        for _ in range(_PROPOSALS):
+            layout = chance.choice(self._options[number])
+            found = _with(state, number, layout)
+            for other in others:
+                same = self._like[other].get(_place(layout))
+                if same and chance.random() < 0.5:
                     found = _with(found, other, chance.choice(same))
-        return found
-
-    def _bound(self, state: _State) -> float:
-        """Return a lower bound of the energy: the calls of the busiest rank, or those of the longest path."""
-        busy = np.zeros(self._problem.simulator.world_size)
-        seconds = dict(
-            zip(
-                self._calls,
-                map(self._problem.simulator.estimates.call_seconds, self._calls, state.layouts),
-                strict=True,
-            )
-        )
-        for name, layout in zip(self._calls, state.layouts, strict=True):
-            busy[rank_index(layout.ranks)] += seconds[name]
-        ends: dict[str, float] = {}
-        for name in self._order:
-            ends[name] = seconds[name] + max((ends[before] for before in self._before[name]), default=0.0)
-        return max(float(busy.max()), *ends.values())
+            if self._bounds.of(found.layouts) <= most:
+                return found
+        return None
 
     def _key(self, state: _State) -> object:
         """Return the same for plans that differ in which of equal hosts, or ranks of a host, do what."""
-        kinds, columns = zip(*map(self._placed, state.layouts), strict=True)
-        hosts = np.stack(columns, axis=-1).reshape(-1, self._problem.ranks_per_host, len(columns))
-        return kinds, state.offload, tuple(sorted(b"".join(sorted(map(bytes, host))) for host in hosts))
+        kinds, columns = zip(*map(self._placed, range(len(self._calls)), state.layouts), strict=True)
+        ranks = np.sort(np.sum(columns, axis=0).reshape(-1, self._problem.ranks_per_host), axis=1)
+        hosts = np.sort((ranks * self._of_rank[: ranks.shape[1]]).sum(axis=1))
+        return kinds, state.offload, hosts.tobytes()
 
-    def _placed(self, layout: CallLayout) -> tuple[CallLayout, np.ndarray]:
-        """Return a layout without its ranks, and for each rank its part of the model; -1: none."""
-        if layout not in self._places:
-            parts = np.full(self._problem.simulator.world_size, -1, np.int16)
-            parts[list(layout.ranks)] = [_part(layout, place) for place in range(len(layout.ranks))]
-            self._places[layout] = replace(layout, ranks=()), parts
-        return self._places[layout]
+    def _new_placed(self, number: int, layout: CallLayout) -> tuple[int, np.ndarray]:
+        """Return a number for a call's layout without its ranks, and random bits for each rank's part of the model."""
+        parts = np.zeros(self._problem.simulator.world_size, np.uint64)
+        parts[list(layout.ranks)] = [1 + _part(layout, place) for place in range(len(layout.ranks))]
+        return self._kinds.setdefault(replace(layout, ranks=()), len(self._kinds)), parts * self._of_call[number]
 
     def found(self) -> Found:
         best = tuple((energy, self.plan(state)) for energy, state in self._top)
         nearest = (self._nearest[0], self.plan(self._nearest[1])) if self._nearest and not best else None
-        return Found(best, nearest, len(self._energies), time.monotonic() - self._begin, tuple(self._history))
+        return Found(best, nearest, len(self._energies), self._clock() - self._begin, tuple(self._history))
 
 
 def _with(state: _State, number: int, layout: CallLayout) -> _State:

@@ -30,17 +30,21 @@ class Predictions:
         self._first = {call.name: _alike(exact, call) for call in exact.graph.calls if call.role}
         self._placed = cache(self._somewhere)
         self.fill_seconds = cache(self._fill_seconds)
+        self.call_seconds = cache(self._call_seconds)
+        self.call_bytes = cache(self._call_bytes)
+        self.weight_bytes = cache(self._weight_bytes)
+        self.state_bytes = cache(self._state_bytes)
 
-    def call_seconds(self, call: str, layout: CallLayout) -> float:
+    def _call_seconds(self, call: str, layout: CallLayout) -> float:
         return self._cost(self._first[call], self._placed(layout)).total if call in self._first else 0.0
 
-    def call_bytes(self, call: str, layout: CallLayout) -> float:
+    def _call_bytes(self, call: str, layout: CallLayout) -> float:
         return self._cost(self._first[call], self._placed(layout)).work_bytes if call in self._first else 0.0
 
-    def weight_bytes(self, copy: WeightCopy) -> float:
+    def _weight_bytes(self, copy: WeightCopy) -> float:
         return self._copy_bytes(copy.role, self._placed(copy.layout))[0]
 
-    def state_bytes(self, copy: WeightCopy) -> float:
+    def _state_bytes(self, copy: WeightCopy) -> float:
         return self._copy_bytes(copy.role, self._placed(copy.layout))[1]
 
     def load_seconds(self, copy: WeightCopy) -> float:
@@ -61,8 +65,7 @@ class Predictions:
         return call_cost(call, layout, exact.models[call.role], exact.workload, exact.hardware, exact.options)
 
     def _new_copy_bytes(self, role: str, layout: CallLayout) -> tuple[float, float]:
-        copy = WeightCopy(role, layout)
-        return self._exact.weight_bytes(copy), self._exact.state_bytes(copy)
+        return self._exact.copy_bytes(WeightCopy(role, layout))
 
     def _new_state_load(self, role: str, layout: CallLayout) -> float:
         return self._exact.state_load_seconds(WeightCopy(role, layout))

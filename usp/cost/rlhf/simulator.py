@@ -163,18 +163,18 @@ class _Clock:
         self.spans: list[Span] = []
         self._ended: dict[str, float] = {}  # by call: when it ended last
         self._arrives: dict[str, float] = {}  # by call: when the last of its inputs arrives
-        self._held = np.zeros((len(CATEGORIES), world_size))
+        self._total = np.zeros(world_size)
+        self._held = np.zeros((len(CATEGORIES), world_size if detailed else 0))  # the same by category
         self.copies = weight_copies(graph, plan)
         self.sources = {copy: trained_copy(graph, plan, copy.role) for copy in self.copies}
         self._of_call = {call.name: copy for copy, calls in self.copies.items() for call in calls}
         for copy, source in self.sources.items():
             at = rank_index(copy.layout.ranks)
             if source == copy or (source is None and copy.role not in plan.offload):
-                self._held[_WEIGHTS, at] += estimates.weight_bytes(copy)
+                self._hold(_WEIGHTS, at, estimates.weight_bytes(copy))
             if source == copy and optimizer_of(copy.role) not in plan.offload:
-                self._held[_OPTIMIZER, at] += estimates.state_bytes(copy)
-        self.peak = self._held.copy()
-        self.most = self._held.sum(axis=0)
+                self._hold(_OPTIMIZER, at, estimates.state_bytes(copy))
+        self.peak, self.most = self._held.copy(), self._total.copy()
 
     def run(self, step: int, operation: Operation) -> None:
         """Run an operation on its ranks."""
@@ -219,29 +219,35 @@ class _Clock:
         if copy and isinstance(call.work, TrainStep) and optimizer_of(call.role) in self._plan.offload:
             seconds += 2 * self._estimates.state_load_seconds(copy)
             taken += self._estimates.state_bytes(copy)
-        self._held[_CALLS, at] = taken
+        self._hold(_CALLS, at, taken)
         self._note(at)
-        self._held[_CALLS, at] = 0.0
+        self._hold(_CALLS, at, -taken)
         return seconds
 
     def _move(self, kind: str, copy: WeightCopy, source: WeightCopy | None) -> float:
         """Return the time of an operation on weights, and count what it leaves in memory."""
         at, size = rank_index(copy.layout.ranks), self._estimates.weight_bytes(copy)
         if kind in ("reallocate", "load"):
-            self._held[_COPIES, at] += size
+            self._hold(_COPIES, at, size)
             self._note(at)
         else:
-            self._held[_COPIES, at] -= size
+            self._hold(_COPIES, at, -size)
         if source:
             return self._estimates.fill_seconds(source, copy)
         return self._estimates.load_seconds(copy) if kind in ("load", "offload") else 0.0
 
+    def _hold(self, category: int, at: slice | list[int], nbytes: float) -> None:
+        """Let ranks hold more bytes, or fewer."""
+        self._total[at] += nbytes
+        if self._detailed:
+            self._held[category, at] += nbytes
+
     def _note(self, at: slice | list[int]) -> None:
         """Remember what the ranks hold where it is more than before."""
-        total = self._held[:, at].sum(axis=0)
+        total, most = self._total[at], self.most[at]
         if self._detailed:
-            self.peak[:, at] = np.where(total > self.most[at], self._held[:, at], self.peak[:, at])
-        self.most[at] = np.maximum(self.most[at], total)
+            self.peak[:, at] = np.where(total > most, self._held[:, at], self.peak[:, at])
+        self.most[at] = np.maximum(most, total)
 
 
 @lru_cache(1 << 16)

@@ -284,7 +284,7 @@ def ring_step_seconds(
 
 def held_elements(job: Job, rank: int) -> int:
     """Return the number of parameter elements that this rank stores and updates."""
-    return sum(unit.shard for stage in job.stages(rank) for unit in stage_units(job, stage).all)
+    return sum(stage_units(job, stage).shard for stage in job.stages(rank))
 
 
 def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:

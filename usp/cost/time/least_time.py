@@ -16,11 +16,13 @@ from usp.cost.traffic.attention_traffic import attention_traffic
 from usp.cost.traffic.pass_traffic import layer_traffic
 from usp.cost.traffic.sharding import fsdp_traffic
 
-from .attention_time import attention_passes
+from .attention_time import AttentionSeconds, attention_passes
 from .compute import OPTIMIZER_BYTES, head_seconds
 from .host import host_copies, sharing
 from .pass_seconds import Layers, different_layers, parameter_transfers
 from .transfers import OVERLAP, overlapped_in_pieces, sent_seconds
+
+Attends = Mapping[int, tuple[AttentionSeconds, AttentionSeconds]]  # by window: of a micro-batch's (forward, backward)
 
 
 @dataclass(frozen=True)
@@ -39,22 +41,27 @@ class LayerCompute:
     loss: float
 
     @staticmethod
-    def of(job: Job, hardware: Hardware) -> LayerCompute:
+    def of(job: Job, hardware: Hardware, attends: Attends) -> LayerCompute:
         """Compute it; links between devices have no part in it."""
         forward, backward, passes = {}, {}, different_layers(job, hardware)
         windows, again = job.model.facts.windows, job.config.ac == "full"
-        # Where ranks share processors, those with less attention help the slowest.
-        counts = hardware.crowding == 1
-        rank = job.slowest_ranks[0]
-        attends = {w: attention_passes(job, hardware, OVERLAP, rank, w) for w in set(windows)} if counts else {}
         for index, layer in passes.items():
-            ahead, back = (one.kernels for one in attends[windows[index]]) if counts else (0.0, 0.0)
+            ahead, back = (one.kernels for one in attends[windows[index]]) if attends else (0.0, 0.0)
             forward[index] = layer.forward.total + ahead
             backward[index] = layer.recompute.total + layer.backward.total + back + (ahead if again else 0.0)
         return LayerCompute(passes, forward, backward, sum(part.total for part in head_seconds(job, hardware)))
 
 
-def least_exposed(job: Job, hardware: Hardware) -> dict[int, float]:
+def attends_of(job: Job, hardware: Hardware) -> Attends:
+    """Return a layer's attention on the slowest rank by window, the same for all recomputation.
+
+    Empty where ranks share processors: those with less attention help the slowest.
+    """
+    windows = set(job.model.facts.windows) if hardware.crowding == 1 else ()
+    return {window: attention_passes(job, hardware, OVERLAP, job.slowest_ranks[0], window) for window in windows}
+
+
+def least_exposed(job: Job, hardware: Hardware, attends: Attends) -> dict[int, float]:
     """Return the seconds of a micro-batch in which each different layer waits for its activations' traffic."""
     if hardware.crowding > 1:
         return dict.fromkeys(set(job.model.alike), 0.0)
@@ -69,7 +76,7 @@ def least_exposed(job: Job, hardware: Hardware) -> dict[int, float]:
             if part.axis != "ring" and job.degree(part.axis) > 1
         )
         if job.dims.ring > 1:
-            forward, backward = attention_passes(job, hardware, OVERLAP, rank, window)
+            forward, backward = attends[window]
             times = 2 if job.config.ac == "full" else 1
             found[index] += times * forward.messages.exposed + backward.messages.exposed
     return found

@@ -89,8 +89,8 @@ class Rounds:
             self._turn(Timed(one.name, one.call, 1))
         first = over_ranks([self._turn(Timed(one.name, one.call, 1)) for one in timed], self.device)
         if self.crowded:
-            often = (max(1, round(self.seconds / seconds)) for seconds in first)
-            timed = [replace(one, calls=one.calls or number) for one, number in zip(timed, often, strict=True)]
+            calls = [max(1, round(self.seconds / seconds)) for seconds in first]
+            timed = [replace(one, calls=one.calls or often) for one, often in zip(timed, calls, strict=True)]
         number = [self._number(one, seconds) for one, seconds in zip(timed, first, strict=True)]
         found: list[list[float]] = [[] for _ in timed]
         for round_ in range(self.rounds):

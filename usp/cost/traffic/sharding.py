@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from usp.cost.job import Job, ParameterShape, Pass
+from usp.cost.job import Job, ModelShape, ParameterShape, Pass
 
 from .order import Schedule, actions
 from .sent import Sent, all_reduce
@@ -22,8 +22,7 @@ from .sent import Sent, all_reduce
 FLOAT32 = 4  # bytes: the dtype of sharded parameters and of gradient reductions
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Parameters that are gathered together over one axis, after tensor or expert parallelism.
 
     Attributes:
@@ -47,34 +46,26 @@ class StageUnits:
     root: tuple[Unit, ...]
     layers: tuple[tuple[Unit, ...], ...]
 
-    @property
-    def all(self) -> list[Unit]:
-        return [
+    @cached_property
+    def all(self) -> tuple[Unit, ...]:
+        return (
             *self.root,
             *(units[0] for units in self.layers),
             *(unit for _, *experts in self.layers for unit in experts),
-        ]
+        )
+
+    @cached_property
+    def numel(self) -> int:
+        """Gathered elements of all units."""
+        return sum(unit.numel for unit in self.all)
+
+    @cached_property
+    def shard(self) -> int:
+        """Elements of all units that a rank stores."""
+        return sum(unit.shard for unit in self.all)
 
 
-@lru_cache(maxsize=64)
-def stage_units(job: Job, stage: int) -> StageUnits:
-    """Return the units that `apply_fsdp` makes of a pipeline stage."""
-    model, cuts = job.model, job.stage_layers
-    first, last = stage == 0, stage == len(cuts) - 1
-    root = model.around_layers(first, last)
-    over = _Sharding(
-        fsdp=job.degree("fsdp") if job.config.zero else 1,
-        efsdp=job.degree("efsdp") if job.config.zero else 1,
-        ep=job.dims.ep,
-        tp=job.dims.tp,
-        tp_sequence_parallel=job.config.tp_sequence_parallel,
-    )
-    made = {kind: _units(over, model.layers[kind].parameters, model.layers[kind].experts) for kind in job.kinds(stage)}
-    return StageUnits(_units(over, root), tuple(made[model.alike[index]] for index in cuts[stage]))
-
-
-@dataclass(frozen=True)
-class _Sharding:
+class _Sharding(NamedTuple):
     """The ranks over which parameters (fsdp, tp) and experts (efsdp, ep) are sharded."""
 
     fsdp: int
@@ -82,6 +73,27 @@ class _Sharding:
     ep: int
     tp: int
     tp_sequence_parallel: bool
+
+
+def stage_units(job: Job, stage: int) -> StageUnits:
+    """Return the units that `apply_fsdp` makes of a pipeline stage."""
+    over = _Sharding(
+        fsdp=job.degree("fsdp") if job.config.zero else 1,
+        efsdp=job.degree("efsdp") if job.config.zero else 1,
+        ep=job.dims.ep,
+        tp=job.dims.tp,
+        tp_sequence_parallel=job.config.tp_sequence_parallel,
+    )
+    return _stage_units(over, job.model, job.stage_layers[stage], stage == 0, stage == len(job.stage_layers) - 1)
+
+
+@lru_cache(maxsize=4096)
+def _stage_units(over: _Sharding, model: ModelShape, layers: range, first: bool, last: bool) -> StageUnits:
+    """Return the units of a stage, the same object for all jobs that have the same."""
+    kinds = {model.alike[index] for index in layers}
+    made = {kind: _units(over, model.layers[kind].parameters, model.layers[kind].experts) for kind in kinds}
+    root = _units(over, model.around_layers(first, last))
+    return StageUnits(root, tuple(made[model.alike[index]] for index in layers))
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +162,7 @@ def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass
     if unit.ranks > 1:
         gathered = Sent(unit.axis, "_allgather_base_", unit.shard * (unit.ranks - 1) * job.dtype.itemsize)
         passes: tuple[Pass, ...] = ("count", "forward", "backward")
-        yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True))
+        yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True) if times)
     if job.trained:
         yield from (("backward", sent) for sent in _reductions(job, unit))
 

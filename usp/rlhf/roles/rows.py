@@ -39,24 +39,36 @@ class RowPlan:
 
 
 def pack(samples: Samples, *, unit: int = 1, budget: int = 0, at_least: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the samples in each row, as `pack_lengths`.
+
+    Raises:
+        ValueError: naming samples without tokens, and incomplete units.
+    """
+    lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
+    return pack_lengths(samples.ids, lengths, unit=unit, budget=budget, at_least=at_least)
+
+
+def pack_lengths(
+    ids: Sequence[int], lengths: Sequence[int], *, unit: int = 1, budget: int = 0, at_least: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the samples in each row: `at_least` rows, more if they would exceed `budget` tokens.
 
     Worst-fit decreasing: the longest unit first, each into the shortest row. A unit longer than the budget gets a
     separate row.
 
     Args:
+        lengths: tokens of each of `ids`.
         unit: number of samples with consecutive ids, starting at a multiple of it, that share a row.
         budget: 0: no limit.
 
     Raises:
         ValueError: naming samples without tokens, and incomplete units.
     """
-    lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
-    empty = [sample for sample, length in zip(samples.ids, lengths, strict=True) if not length]
+    empty = [sample for sample, length in zip(ids, lengths, strict=True) if not length]
     units: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples.ids):
+    for index, sample in enumerate(ids):
         units.setdefault(sample // unit, []).append(index)
-    incomplete = [samples.ids[members[0]] for members in units.values() if len(members) != unit]
+    incomplete = [ids[members[0]] for members in units.values() if len(members) != unit]
     violations = [f"samples {empty} have no tokens"] if empty else []
     if incomplete:
         violations.append(f"samples {incomplete} are in incomplete units, expected {unit} consecutive samples")

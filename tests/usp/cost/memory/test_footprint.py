@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import dry_run
 from usp.cost.job import Job, job_of
-from usp.cost.memory.footprint import footprint
+from usp.cost.memory.footprint import footprint, rank_host_bytes
+from usp.cost.memory.split_backward import pipeline_moments, unrepeated
+from usp.cost.memory.stage_memory import StageMemory
 from usp.cost.traffic.order import Schedule, actions
 from usp.hf.models import load_model_config
 
@@ -52,6 +55,7 @@ def test_the_peak_equals_that_of_the_dry_run(world_size: int, flags: dict[str, A
     measured = dry_run(TrainConfig(**flags), world_size, 0)
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
     assert formula.host == pytest.approx(measured.host_bytes, rel=0.05)
+    assert rank_host_bytes(job(world_size, **flags), 0) == formula.host
     states = 0 if measured.config.optim_offload else formula.parameters + formula.optimizer
     assert states == pytest.approx(measured.start_bytes, rel=0.001, abs=2**12)  # buffers stay
 
@@ -67,6 +71,23 @@ def test_the_peak_of_split_backwards_equals_that_of_the_dry_run(rank: int, tmp_p
     formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
     assert formula.peak.name == "first norm, inputs"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_micro_batches_of_the_steady_state_repeat_the_same_peaks(dtype: str) -> None:
+    first = job(
+        4, model="llama3-8b", pp=4, pp_schedule="zero-bubble", zero=1, micro_batches=7, batch_size=7, dtype=dtype
+    )
+    for pp, number in ((2, 7), (2, 16), (3, 9), (3, 14), (4, 11), (4, 40)):
+        config = replace(first.config, pp=pp, micro_batches=number, batch_size=number)
+        asked = replace(first, config=config, dims=replace(first.dims, pp=pp))
+        for rank in range(pp):
+            schedule = Schedule.of(asked, rank)
+            stages = {stage: StageMemory(asked, stage) for stage in asked.stages(rank)}
+            assert unrepeated(schedule).micro_batches < number
+            some, every = (list(pipeline_moments(asked, each, stages)) for each in (unrepeated(schedule), schedule))
+            assert set(some) <= set(every)
+            assert max(some, key=lambda one: one.total) == max(every, key=lambda one: one.total)
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -13,6 +13,7 @@ from tests.usp.cost.rlhf.estimates import Simple
 from tests.usp.rlhf.toy import ppo
 from usp.cost.rlhf.options import OptionSpace, options
 from usp.cost.rlhf.simulator import Simulation, Simulator
+from usp.cost.rlhf.step_bounds import StepBounds
 from usp.rlhf.plan.named_plans import Facts, named_plan
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
@@ -110,6 +111,9 @@ def test_stale_rollouts_run_beside_training() -> None:
     synchronous = simulated(plan).seconds
     found = simulated(plan, staleness=1)
     assert found.seconds == pytest.approx(synchronous - (5 + 6))
+    simulator = Simulator(GRAPH, Written(SECONDS | {"actor_train": 30.0}), 8, staleness=1)
+    bounds = StepBounds(simulator, {name: [layout] for name, layout in plan.calls.items()})
+    assert bounds.of(list(plan.calls.values())) <= simulator.run(plan).seconds < 8 + 4 + 0.5 + 30
 
 
 def test_without_a_barrier_ranks_begin_the_next_step_early() -> None:
@@ -131,9 +135,14 @@ def test_a_schedule_made_for_another_plan_gives_the_same() -> None:
     space = OptionSpace(16, 8, 64, 2, max_sequence=2, zero=(0, 3))
     choices = {call.name: list(options(call, space)) for call in GRAPH.calls}
     chance, one = random.Random(0), Simulator(GRAPH, Simple(), 16)
+    bounds = StepBounds(one, choices)
     for _ in range(60):
         calls = {name: chance.choice(layouts) for name, layouts in choices.items()}
         plan = ExecutionPlan("any", calls, frozenset({"ref"}) if chance.random() < 0.5 else frozenset())
         alone = Simulator(GRAPH, Simple(), 16).run(plan)
         assert one.run(plan) == alone
         assert one.measure(plan) == pytest.approx((alone.seconds, alone.peak_bytes))
+        number, found = chance.randrange(len(calls)), list(calls.values())
+        each = bounds.of_options(found, number)
+        assert bounds.of(found) <= alone.seconds * (1 + 1e-12)
+        assert each[choices[list(calls)[number]].index(found[number])] == pytest.approx(bounds.of(found))
