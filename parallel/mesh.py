@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class ParallelMesh:
     ranks: tuple[int, ...]
     views: tuple[DeviceMesh, ...]
     ends: dist.ProcessGroup | None = None
+    _known: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def create(
@@ -77,9 +78,11 @@ class ParallelMesh:
         Raises:
             ValueError: if no view has all of them.
         """
+        if axes in self._known:  # slicing a mesh takes torch almost a millisecond
+            return self._known[axes]
         for view in self.views:
             if set(axes) <= set(view.mesh_dim_names or ()):
-                return view[axes]
+                return self._known.setdefault(axes, view[axes])
         known = "; ".join(", ".join(view.mesh_dim_names or ()) for view in self.views)
         raise ValueError(f"axes {', '.join(axes)} must all belong to one view of the mesh, which are {known}")
 
