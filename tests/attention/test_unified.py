@@ -69,12 +69,16 @@ class Case:
 
 
 def cases(everything: bool = False) -> list[Case]:
-    """Return all layouts, head counts, masks and batches in fp32.
+    """Return all layouts, head counts, masks and batches in fp32 (`everything`: each with each batch).
 
     Some also in bf16, fp64, with softcap, with another head dim of v (`everything`: all masks and layouts), and long.
     """
     fits = [(mask, batch) for mask, batch in product(MASKS, (1, 2)) if (mask, batch) != (DIFFERENT_ROWS, 1)]
-    every = [Case(layout, heads, mask, batch) for layout, heads, (mask, batch) in product(LAYOUTS, HEADS, fits)]
+    every = [
+        Case(layout, heads, mask, batch)
+        for (number, layout), (other, heads), (mask, batch) in product(enumerate(LAYOUTS), enumerate(HEADS), fits)
+        if everything or mask == DIFFERENT_ROWS or (number + other + batch) % 2 == 0
+    ]
     every += [Case("zigzag", (8, 2), mask, 2, torch.bfloat16, 1e-2) for mask in MASKS]
     every += [Case("striped", (8, 2), mask, 2, torch.float64, 1e-13) for mask in MASKS]
     every += [Case("zigzag", (8, 2), mask, 2, softcap=3.0, sinks=True) for mask in MASKS]
