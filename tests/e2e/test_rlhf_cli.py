@@ -350,21 +350,19 @@ def scores_of(run: Path) -> list[tuple[int, float, float]]:
     return [(record["step"], record["score"], record["actor/loss"]) for record in records]
 
 
-def test_a_rank_killed_in_any_kind_of_call_loses_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
-) -> None:
-    deaths = DEATHS if exhaustive else DEATHS[2:3]
+@pytest.mark.exhaustive  # in two kinds of call, with samples in flight: the next test
+def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kills.py").write_text(KILLS)
     args = [*SMALL, "--steps", "3", "--checkpoint-every", "1", "--reward-function", "kills.py:reward", "--ac", "full"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    monkeypatch.setenv("DEADLY", ",".join(deaths))
-    restarts = ("--max-restarts", str(len(deaths)))
+    monkeypatch.setenv("DEADLY", ",".join(DEATHS))
+    restarts = ("--max-restarts", str(len(DEATHS)))
     # Neither changes a number.
     args += ["--output", "deadly", *OFFLOADING, "--eval-every", "2", "--eval-prompts", "3"]
     with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=restarts) as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    assert all((tmp_path / f"died-in-{kind}").exists() for kind in deaths)
+    assert all((tmp_path / f"died-in-{kind}").exists() for kind in DEATHS)
     assert scores_of(tmp_path / "deadly") == scores_of(tmp_path / "calm")
     AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
 
