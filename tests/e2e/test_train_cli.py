@@ -80,6 +80,7 @@ def test_interrupting_leaves_no_process(tmp_path: Path) -> None:
     assert "usp/commands/" not in ended.err
 
 
+@pytest.mark.exhaustive  # two ranks: the test above
 def test_interrupting_one_process_exits_with_130(tmp_path: Path) -> None:
     with Run([*FOREVER, "--sp-ulysses", "1"], tmp_path) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())

@@ -216,6 +216,7 @@ def test_a_stopped_run_says_how_to_resume() -> None:
     assert ending.exit_code == 143
     assert ending.message == "stopped by SIGTERM after step 7; checkpoint run/checkpoints/7: continue with --resume"
     assert ending_of(Stopped(signal.SIGUSR1, 1, None), rank=1).exit_code == 138
+    assert ending_of(KeyboardInterrupt(), rank=0).exit_code == 130
 
 
 def test_a_rank_that_lost_its_peer_exits_when_the_launcher_asked(capsys: pytest.CaptureFixture[str]) -> None:
