@@ -90,8 +90,8 @@ def sent_in_dry_run(config: TrainConfig, rank: int) -> Sent:
 def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
     ranks: RankPool, configs: list[TrainConfig], exhaustive: bool
 ) -> None:
-    """Check one rank of each combination, or of every fourth, so that each of the eight ranks occurs."""
-    every = 1 if exhaustive else 4
+    """Check one rank of each combination, or of every fifth, so that each of the eight ranks occurs."""
+    every = 1 if exhaustive else 5
     mixtures, configs = MIXTURES[::every], configs[::every]
     wire = ranks.run(sent_by_steps, WORLD, configs, timeout=300.0)
     wrong = []
@@ -107,7 +107,6 @@ MEMORY: list[tuple[int, dict[str, Any]]] = [
     (1, {"ac": "full"}),
     (1, {"ac": "attention-saved", "mlp_tile": 256}),
     (2, {"sp_ulysses": 2, "ac": "selective"}),
-    (2, {"sp_ulysses": 2}),
     (2, {"sp_ring": 2, "zero": 1, "batch_size": 2, "micro_batches": 2}),
     (2, {"tp": 2, "tp_sequence_parallel": True}),
     (2, {"pp": 2, "batch_size": 4, "micro_batches": 4, "seq_len": 512}),
