@@ -8,8 +8,9 @@ import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -43,7 +44,11 @@ def train_here(config: TrainConfig | RlhfConfig) -> str:
     launch = Launch(rank, size, local_rank=rank, local_world_size=size)
     where = "trainer" if isinstance(config, TrainConfig) else "rlhf"
     group = patch(f"usp.{'train' if where == 'trainer' else where}.trainer.process_group", lambda *_: nullcontext())
-    with group if many else nullcontext():
+    with ExitStack() as stack:
+        if many:
+            stack.enter_context(group)
+        stack.enter_context(patch("usp.train.claim.locked", partial(locked, seconds=0.2)))
+        stack.enter_context(patch("usp.train.claim.SEEN_SECONDS", 0.2))
         try:
             if isinstance(config, TrainConfig):
                 train(prepare(config, launch), launch)
