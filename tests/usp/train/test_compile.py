@@ -71,11 +71,13 @@ def train(folder: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def compare(ranks: RankPool, folder: Path, model_type: str, backend: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def compare(
+    ranks: RankPool, folder: Path, model_type: str, backend: str, flags: Mapping[str, Any], world_size: int = 4
+) -> dict[str, Any]:
     """Assert that losses and norms are those of eager layers, and that only first steps and evaluations compile."""
     if not folder.exists():
         tiny_model(model_type).save_pretrained(folder)
-    eager, compiled = (ranks.run(train, 4, str(folder), b, SP | flags, timeout=500) for b in ("", backend))
+    eager, compiled = (ranks.run(train, world_size, str(folder), b, SP | flags, timeout=500) for b in ("", backend))
     found, wanted = (torch.tensor([rank["history"] for rank in run], dtype=torch.float64) for run in (compiled, eager))
     assert float((found / wanted - 1).abs().max()) <= 1e-5
     assert compiled[0]["names"] == eager[0]["names"]
@@ -86,7 +88,8 @@ def compare(ranks: RankPool, folder: Path, model_type: str, backend: str, flags:
 
 
 def test_a_layer_is_one_graph(ranks: RankPool, tmp_path: Path) -> None:
-    full_and_windowed = compare(ranks, tmp_path / "gemma3_text", "gemma3_text", "aot_eager", {"ac": "attention-saved"})
+    flags = {"sp_ulysses": 1, "ac": "attention-saved"}
+    full_and_windowed = compare(ranks, tmp_path / "gemma3_text", "gemma3_text", "aot_eager", flags, world_size=2)
     assert (full_and_windowed["graphs"][0], full_and_windowed["breaks"]) == (2, [])
 
 
