@@ -35,14 +35,16 @@ class Break:
     window: bool = False  # forget the documents' borders in the attention
 
 
-def train_sharded(family: str, dims: ParallelDims, layout: str, broken: Break) -> list[tuple[float, float]]:
+def train_sharded(
+    family: str, dims: ParallelDims, layout: str, broken: Break, steps: int = STEPS
+) -> list[tuple[float, float]]:
     mesh = ParallelMesh.create(dims)
     model = apply_unified_sp(tiny_model(family), mesh, layout)
     apply_fsdp(model, mesh, decoder_layers(model))
     optimizer, history = optimiser(model), []
     share = ROWS // mesh.size("batch")
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
-    for step in range(STEPS):
+    for step in range(steps):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         if broken.window:
             whole.pop("cu_seqlens")
@@ -97,9 +99,9 @@ def test_qwen2_with_a_window_in_some_layers(ranks: RankPool, alone: dict) -> Non
 
 @pytest.mark.parametrize("broken", [Break(labels=True), Break(scale=True), Break(window=True)], ids=str)
 def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
-    dims = ParallelDims(ulysses=2, ring=2, dp_shard=2)
-    found = ranks.run(train_sharded, 8, "llama", dims, "zigzag", broken, timeout=180)
-    assert largest_difference(found, alone["llama"]) > 1e-3
+    dims = ParallelDims(ring=2, dp_shard=2)
+    found = ranks.run(train_sharded, 4, "llama", dims, "zigzag", broken, 3, timeout=180)
+    assert largest_difference(found, alone["llama"][:3]) > 1e-3
 
 
 def wrong_positions() -> str:
