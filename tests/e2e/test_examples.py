@@ -1,7 +1,8 @@
-"""Every example runs on 4 ranks with the command in its docstring."""
+"""Every example runs with the command in its docstring; on two ranks where one grid of four has run."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -14,20 +15,23 @@ import pytest
 
 from tests.e2e.processes import ROOT
 
-EXAMPLES = [
-    ("training_loop.py", (), None),
-    ("hf_trainer.py", ("--output", "out"), "accelerate"),
-    ("deepspeed_ulysses.py", (), "deepspeed"),
+EXAMPLES = [  # ulysses, ring
+    ("training_loop.py", (2, 2), (), None),
+    ("hf_trainer.py", (2, 1), ("--output", "out"), "accelerate"),
+    ("deepspeed_ulysses.py", (1, 2), (), "deepspeed"),
 ]
 
 
-@pytest.mark.parametrize(("name", "args", "needs"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
-def test_an_example_runs_and_learns(tmp_path: Path, name: str, args: tuple[str, ...], needs: str | None) -> None:
+@pytest.mark.parametrize(("name", "grid", "args", "needs"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
+def test_an_example_runs_and_learns(
+    tmp_path: Path, name: str, grid: tuple[int, int], args: tuple[str, ...], needs: str | None
+) -> None:
     if needs and find_spec(needs) is None:
         pytest.skip(f"the package {needs} is not installed")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    flags = ["--ulysses", str(grid[0]), "--ring", str(grid[1]), "--seq-len", "512", *args]
     ended = subprocess.run(
-        [*torchrun, str(ROOT / "examples" / name), "--ulysses", "2", "--ring", "2", "--seq-len", "512", *args],
+        [*torchrun, str(math.prod(grid)), str(ROOT / "examples" / name), *flags],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
