@@ -2,8 +2,9 @@
 
 A burst of other work then reaches one turn of several calls, rather than all turns of one call. Other work can only
 slow a call down, so the estimate is the mean of its fastest eighth of turns, which differs less between runs under
-load than the median or the mean do (`benchmarks/calibration`). Each third of the rounds, every third one, gives an
-estimate as well; how far these differ is the spread of the estimate.
+load than the median or the mean do (`benchmarks/calibration`). Ranks that share processors are other work to each
+other, in every step of training too: there, the estimate is the median. Each third of the rounds, every third one,
+gives an estimate as well; how far these differ is the spread of the estimate.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ class Estimate:
     spread: float
 
     @staticmethod
-    def of(turns: Sequence[float]) -> Estimate:
+    def of(turns: Sequence[float], *, typical: bool = False) -> Estimate:
         """Estimate from the mean seconds of a call in each turn.
+
+        Args:
+            typical: take the median, rather than the fastest turns.
 
         Raises:
             ValueError: for fewer turns than PARTS.
         """
         if len(turns) < PARTS:
             raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
-        thirds = [_fastest(turns[part::PARTS]) for part in range(PARTS)]
-        return Estimate(_fastest(turns), max(thirds) / min(thirds) - 1)
+        estimate = statistics.median if typical else _fastest
+        thirds = [estimate(turns[part::PARTS]) for part in range(PARTS)]
+        return Estimate(estimate(turns), max(thirds) / min(thirds) - 1)
 
 
 def _fastest(turns: Sequence[float]) -> float:
@@ -90,7 +95,7 @@ class Rounds:
         first = over_ranks([self._turn(Timed(one.name, one.call, 1)) for one in timed], self.device)
         if self.crowded:
             calls = [max(1, round(self.seconds / seconds)) for seconds in first]
-            timed = [replace(one, calls=one.calls or often) for one, often in zip(timed, calls, strict=True)]
+            timed = [replace(one, calls=max(one.calls, often)) for one, often in zip(timed, calls, strict=True)]
         number = [self._number(one, seconds) for one, seconds in zip(timed, first, strict=True)]
         found: list[list[float]] = [[] for _ in timed]
         for round_ in range(self.rounds):
@@ -108,7 +113,10 @@ class Rounds:
         """
         if self.crowded:
             slowest = iter(of_slowest([seconds for each in turns.values() for seconds in each], self.device))
-            return {name: Estimate.of(list(itertools.islice(slowest, len(each)))) for name, each in turns.items()}
+            return {
+                name: Estimate.of(list(itertools.islice(slowest, len(each))), typical=True)
+                for name, each in turns.items()
+            }
         own = [Estimate.of(each) for each in turns.values()]
         seconds = over_ranks([one.seconds for one in own], self.device)
         spread = over_ranks([one.spread for one in own], self.device)
