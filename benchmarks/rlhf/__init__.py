@@ -2,5 +2,5 @@
 
 Each file imports only earlier ones:
 
-grpo_systems, grpo_step, staleness, search_quality.
+grpo_systems, grpo_step, staleness, long_rollouts, search_quality, real_rows, real_system, real_figure, replan.
 """

@@ -134,6 +134,13 @@ BAD = [
     (["--plan", "plan.yaml", "--sft-steps", "0", "--ac", "full"], ["--plan = plan.yaml does not use --ac: remove"]),
     (["--model", "mixtral-tiny", "--mlp-tile", "64"], ["mlp_tile=64 tiles dense MLPs, and those of mixtral-tiny"]),
     (["--tp", "3", "--dp-shard", "1"], ["tp=3"]),
+    (["--replan", "every=0"], ["--replan = every=0: every=0 must be at least 1"]),
+    (
+        ["--replan", "every=150", "--lora-rank", "4", "--algorithm", "dpo"],
+        ["dpo generates none", "searches after step 150 of --steps = 150", "no predictions of calls with adapters"],
+    ),
+    (["--replan", "gain=5%", "--sft-steps", "0"], ["--replan = gain=5%: --hardware auto does not know a CPU: measure"]),
+    (["--hardware", "a100"], ["--hardware = a100 is for the predictions of --replan: remove it"]),
 ]
 
 

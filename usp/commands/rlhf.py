@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 
 from usp.rlhf.config import RlhfConfig
+from usp.run.launch import Launch
+from usp.run.signals import StopRequest
 
 from .command import Command
 
-program = Command("rlhf.py", RlhfConfig, lambda: import_module("usp.rlhf.trainer").train_rlhf)
+
+def _load() -> Callable[[RlhfConfig, Launch, StopRequest, str | None], None]:
+    from usp.rlhf.trainer import train_rlhf
+
+    def train(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+        if config.replan:
+            from usp.cost.replanning.run_planner import run_planner
+
+            train_rlhf(config, launch, stop, error_file, replanner=run_planner)
+        else:
+            train_rlhf(config, launch, stop, error_file)
+
+    return train
+
+
+program = Command("rlhf.py", RlhfConfig, _load)
 main = program.main

@@ -9,6 +9,8 @@ from typing import Any
 from usp.config import ALL_LINEAR, flag
 from usp.data.files import STDLIB
 from usp.presets import PRESETS
+from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan_text import from_mapping
 from usp.train.checkpoints import lora_violations, steps_violations
 
 from .config import RlhfConfig
@@ -31,6 +33,7 @@ class RlhfState:
         config: the resolved configuration.
         evaluations: `Evaluations.to_extra()`.
         in_flight: `InFlight.to_extra()`; empty without samples in flight.
+        running: with --replan, the plan that runs, as `plan_text.to_mapping`, and the number of ranks.
     """
 
     step: int
@@ -39,6 +42,7 @@ class RlhfState:
     config: Mapping[str, Any]
     evaluations: Mapping[str, Any] = field(default_factory=dict)
     in_flight: Mapping[str, Any] = field(default_factory=dict)
+    running: Mapping[str, Any] = field(default_factory=dict)
 
     def to_extra(self) -> dict[str, Any]:
         """Convert to the `extra` of `Checkpointer.save`."""
@@ -48,7 +52,7 @@ class RlhfState:
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
         """Convert from the result of `read_extra`. Raises ValueError if it is not of an RLHF run."""
         names = [one.name for one in fields(RlhfState)]
-        if missing := [name for name in names if name not in (*extra, "evaluations", "in_flight")]:
+        if missing := [name for name in names if name not in (*extra, "evaluations", "in_flight", "running")]:
             raise ValueError(f"the checkpoint is not of an RLHF run: {', '.join(missing)} missing")
         return RlhfState(**{name: extra[name] for name in names if name in extra})
 
@@ -74,6 +78,16 @@ def resume_violations(
             if saved.config.get(name) != getattr(config, name)
         ]
     return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
+
+
+def running_plan(saved: RlhfState | None, config: RlhfConfig, world_size: int) -> ExecutionPlan | None:
+    """Return the plan of a checkpoint from which re-planning goes on: where --plan and the number of ranks are as then.
+
+    None: the run begins with the plan that --plan names.
+    """
+    if saved is None or not (config.replan and saved.running) or saved.config.get("plan") != config.plan:
+        return None
+    return from_mapping(saved.running["plan"]) if saved.running["world_size"] == world_size else None
 
 
 def sft_violations(saved: Mapping[str, Any], config: RlhfConfig, steps: int) -> list[str]:

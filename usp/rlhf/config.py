@@ -74,6 +74,13 @@ class _Rlhf:
     chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
 
+    replan: Annotated[str, arg(metavar="every=N,gain=5%", help_behavior_hint="(optional)")] = ""
+    """Correct the predictions of --plan search by what steps take, search again every N steps (10 without), and change
+    the plan between two steps where another one saves at least `gain` (5%) of a step, and over the steps that remain
+    more than the change takes. A search takes at most budget=5 seconds."""
+    hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
+    """Hardware for --replan: detected, a known node type, or a file from `python -m usp calibrate`."""
+
     staleness: Annotated[int, one_of(("0", "1"))] = 0
     """1: generate and score the samples of a step while the step before trains, with the weights from before it. Needs
     a plan with different ranks for both, such as separation."""

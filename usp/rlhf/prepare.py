@@ -41,7 +41,7 @@ from usp.train.validate import parallel_dims
 from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
-from .checkpoints import RlhfState, resume_violations, sft_violations
+from .checkpoints import RlhfState, resume_violations, running_plan, sft_violations
 from .config import DEFAULT_SFT_STEPS, REWARD_FLAGS, RlhfConfig, default_of, parse_options
 from .role_specs import (
     context,
@@ -151,6 +151,7 @@ def prepare(
     assert plan is not None and kernel is not None
     if config.lora_rank and config.ref in ("", config.model):
         graph, plan = policy_as_reference(graph, plan)
+    plan = running_plan(saved, config, launch.world_size) or plan
     specs = {role: specs[role] for role in graph.roles}
     return PreparedRlhf(
         config,

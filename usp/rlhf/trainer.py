@@ -10,6 +10,7 @@ RUN/                          the output of a run
     tensorboard/              the same
     samples.jsonl             some prompts with their responses and scores: python -m usp rlhf-samples RUN
     bad-samples.jsonl         samples that the reward function failed for
+    replan.jsonl              with --replan: every decision; plan.yaml is the plan that runs
     timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained; with LoRA model/ only for
@@ -23,11 +24,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -45,8 +46,10 @@ from usp.rlhf.data.samples import Samples
 from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import Compute, ModelCall
-from usp.rlhf.plan.plan import CallLayout, optimizer_of
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.replan.replan_options import ReplanOptions
+from usp.rlhf.replan.replanning import Replanner, Replanning
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
 from usp.run.failures import CheckpointFailed, ConfigurationError, UserCodeFailed
@@ -72,6 +75,9 @@ from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_
 from .sample_page import SAMPLES_FILE, sample_record
 from .validate import without_evaluation
 
+# Returns what predicts the steps of a run; raises ConfigurationError, on every rank, if they cannot be predicted.
+BuildReplanner: TypeAlias = Callable[[PreparedRlhf, Launch], Replanner]
+
 MOST = 0.5  # share of clipped rewards above which the run warns
 _IN_FLIGHT = "in_flight"  # prefix of the names of samples in a checkpoint
 SHOWN = 2  # samples of a step written to samples.jsonl
@@ -85,10 +91,15 @@ def train_rlhf(
     stop: StopRequest,
     error_file: str | None,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    replanner: BuildReplanner | None = None,
 ) -> None:
-    """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`."""
+    """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`.
+
+    replanner: what `config.replan` needs to predict steps.
+    """
     hide_progress_bars()
     prepared = prepare(config, launch, algorithms=algorithms)
+    predicts = replanner(prepared, launch) if replanner and config.replan else None
     timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
     with (
         process_group(launch, prepared.device, timeout),
@@ -104,7 +115,7 @@ def train_rlhf(
         remember_folder(folder, launch)
         if prepared.sft_steps:
             prepared = _after_sft(prepared, launch, stop, watchdog)
-        trainer = RlhfTrainer(prepared, launch, stop, watchdog)
+        trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)
         outlast(timeout)
         trainer.run()
 
@@ -135,6 +146,8 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             output=str(folder),
             export_dtype="float32",  # the run's own start: nothing is rounded
             **without_evaluation(),
+            replan="",
+            hardware=default_of(RlhfConfig, "hardware"),
             eval_prompts=0 if prepared.config.eval_data else prepared.config.eval_prompts,  # still held out
             **sft_lora(prepared.config),
         )
@@ -190,13 +203,22 @@ class RlhfRecord:
 class RlhfTrainer(TrainingLoop):
     """The models of a graph under a plan, with their data. Every rank calls every method, in the same order."""
 
-    def __init__(self, prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRlhf,
+        launch: Launch,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        replanner: Replanner | None = None,
+    ) -> None:
+        if bool(prepared.config.replan) != bool(replanner):
+            raise ValueError(f"replan={prepared.config.replan!r} and a replanner must be given together")
+        begin = time.perf_counter()
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
         self.schedule = LearningRate.of(self.config, self.config.steps, self.config.warmup_steps)
         self.groups = ProcessGroups()
-        self.trained: dict[str, RoleModel] = {}  # of this rank, by role
         if self.config.lora_rank:
             self.result = ADAPTER
         keys = {*prepared.graph.given, *prepared.graph.producers}
@@ -216,16 +238,12 @@ class RlhfTrainer(TrainingLoop):
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        self.evaluator: Evaluator | None = None
-        if prepared.held_out:
-            self.evaluator = Evaluator(
-                self.config,
-                self.executor,
-                prepared.graph,
-                prepared.plan,
-                prepared.held_out,
-                progress=lambda doing: self.watchdog.progress(self.done, f"evaluation: {doing}", long=True),
-            )
+        self.evaluator = self._evaluator()
+        self.replanning: Replanning | None = None
+        if replanner is not None:
+            took, steps = time.perf_counter() - begin, self.config.steps
+            options = ReplanOptions.parse(self.config.replan)
+            self.replanning = Replanning(options, replanner, prepared.graph, steps, took, self.folder)
         self.samples = LineFile(self.folder / SAMPLES_FILE)
         self.taken = 0  # examples, with those of samples in flight
         self._number = 0  # of the step whose samples are scored, or were last
@@ -233,6 +251,11 @@ class RlhfTrainer(TrainingLoop):
         self._warned: set[str] = set()
         if prepared.saved is not None:
             self._resume(prepared.saved)
+
+    @property
+    def trained(self) -> dict[str, RoleModel]:
+        """The models that this rank trains, by role."""
+        return {role: model for role, model in self.executor.trained.items() if isinstance(model, RoleModel)}
 
     def step(self, number: int) -> RlhfRecord:
         """Run step `number` (from 1): from prompts to new weights."""
@@ -253,7 +276,8 @@ class RlhfTrainer(TrainingLoop):
         seconds = time.perf_counter() - begin
         evaluated = self._evaluate(number)
         self.stopping = self._any(self.stop.requested)
-        return RlhfRecord(number, {**result.metrics, **evaluated}, seconds)
+        replanned = self._replan(number, result)
+        return RlhfRecord(number, {**result.metrics, **evaluated, **replanned}, seconds)
 
     def _run_step(self, number: int) -> StepResult:
         asked = self._asked(number)
@@ -298,6 +322,48 @@ class RlhfTrainer(TrainingLoop):
         if samples is not None:
             self._keep_samples(number, samples, evaluation=True)
         return metrics
+
+    def _evaluator(self) -> Evaluator | None:
+        prepared = self.prepared
+        if not prepared.held_out:
+            return None
+        return Evaluator(
+            self.config,
+            self.executor,
+            prepared.graph,
+            prepared.plan,
+            prepared.held_out,
+            progress=lambda doing: self.watchdog.progress(self.done, f"evaluation: {doing}", long=True),
+        )
+
+    def _replan(self, number: int, result: StepResult) -> dict[str, float]:
+        """Return the figures of a decision, if one follows this step, after which another plan may run."""
+        if self.replanning is None:
+            return {}
+        self.replanning.add(number, result)
+        if self.stopping or not self.replanning.due(number):
+            return {}
+        self.watchdog.progress(number, "searching a plan", long=True)
+        decision = self.replanning.decide(self.prepared.plan)
+        if not decision.switches:
+            return decision.metrics()
+        begin = time.perf_counter()
+        self.watchdog.progress(number, "changing the plan", long=True)
+        self._change_plan(decision.best)
+        seconds = time.perf_counter() - begin
+        self.replanning.changed(decision, seconds)
+        return {**decision.metrics(), "replan/seconds": seconds}
+
+    def _change_plan(self, plan: ExecutionPlan) -> None:
+        """Run the steps that follow under another plan."""
+        self.prepared = replace(self.prepared, plan=plan)
+        past = self.evaluator.past if self.evaluator else None
+        self.executor.change_plan(plan)
+        self.evaluator = self._evaluator()
+        if self.evaluator and past:
+            self.evaluator.past = past
+        if self.is_writer:
+            self.write_files()
 
     def _check_rewards(self) -> None:
         """Keep the samples that the reward function failed for; raise UserCodeFailed on every rank if it must not."""
@@ -356,12 +422,9 @@ class RlhfTrainer(TrainingLoop):
 
         spec, trained = self.prepared.roles[call.role], call.kind == "train_step"
         offloads = optimizer_of(call.role) in self.prepared.plan.offload
-        model = RoleModel(
+        return RoleModel(
             spec, layout, mesh, trained=trained, make_generator=generator, offload_optimizer=trained and offloads
         )
-        if trained:
-            self.trained[call.role] = model
-        return model
 
     def _any(self, asked: bool) -> bool:
         flag = torch.tensor(int(asked), device=self.device)
@@ -383,17 +446,11 @@ class RlhfTrainer(TrainingLoop):
     def extra(self) -> dict[str, Any]:
         evaluations = self.evaluator.past.to_extra() if self.evaluator else {}
         in_flight = self.executor.in_flight.to_extra() if self.executor.in_flight else {}
-        config = asdict(self.config)
-        return RlhfState(self.done, self.taken, self._remembered(), config, evaluations, in_flight).to_extra()
-
-    def _remembered(self) -> dict[str, dict[str, float]]:
-        """Collect the state of stateful functions, which only the ranks that call them have."""
-        found = {}
-        for name, function in stateful(self.prepared.graph).items():
-            state = [function.state_dict()]
-            dist.broadcast_object_list(state, src=self.prepared.plan[name].ranks[0], device=self.device)
-            found[name] = state[0]
-        return found
+        config, functions = asdict(self.config), self.executor.function_states()
+        running = (
+            {"plan": to_mapping(self.prepared.plan), "world_size": dist.get_world_size()} if self.replanning else {}
+        )
+        return RlhfState(self.done, self.taken, functions, config, evaluations, in_flight, running).to_extra()
 
     def _resume(self, saved: RlhfState) -> None:
         assert self.prepared.start.checkpoint is not None
@@ -491,6 +548,8 @@ class RlhfTrainer(TrainingLoop):
         yield self.samples
         if self.executor.timeline.file is not None:
             yield self.executor.timeline.file
+        if self.replanning is not None:
+            yield self.replanning.file
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {**super().files(), "plan.yaml": to_mapping(self.prepared.plan)}

@@ -26,6 +26,7 @@ from usp.train.validate import (
 
 from .algorithms.algorithm import Algorithm
 from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, RlhfConfig, default_of
+from .replan.replan_options import ReplanOptions
 
 OWN_RANGES = {
     **dict.fromkeys(("prompt_tokens", "max_new_tokens", "slots", "eval_samples"), AT_LEAST_ONE),
@@ -73,6 +74,7 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
             f"scalar head, and heads get no adapters: remove it"
         )
     yield from _evaluation(config, algorithm)
+    yield from _replanning(config, algorithm)
     if problem := wandb_problem(config.wandb_project):
         yield problem
 
@@ -94,6 +96,25 @@ def _evaluation(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str
         yield f"--eval-samples = {config.eval_samples} with --eval-temperature = 0 are equal responses: change one"
     if config.keep_best and not config.checkpoint_every:
         yield "--keep-best keeps a checkpoint, but --checkpoint-every is 0: set it, or remove --keep-best"
+
+
+def _replanning(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
+    if not config.replan:
+        if config.hardware != default_of(RlhfConfig, "hardware"):
+            yield f"--hardware = {config.hardware} is for the predictions of --replan: remove it"
+        return
+    try:
+        options = ReplanOptions.parse(config.replan)
+    except ValueError as error:
+        yield str(error)
+        return
+    if algorithm and algorithm.data != "prompts":
+        yield f"--replan = {config.replan} follows the lengths of responses, and {config.algorithm} generates none"
+    if options.every >= config.steps:
+        yield f"--replan = {config.replan} searches after step {options.every} of --steps = {config.steps}: too late"
+    for name, what in (("lora_rank", "with adapters"), ("ep", "with divided experts")):
+        if getattr(config, name) != default_of(RlhfConfig, name):
+            yield f"--replan = {config.replan} has no predictions of calls {what}: remove it, or {flag(name)}"
 
 
 def without_evaluation() -> dict[str, Any]:

@@ -204,6 +204,11 @@ class TrainingLoop(ABC):
 
     def _begin_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.write_files()
+        print("\n".join((*self.summary(), f"run: {self.folder}")), flush=True)
+
+    def write_files(self) -> None:
+        """Write `files`, on the rank that writes the run's folder."""
         for name, content in self.files().items():
             new = self.folder / f"{name}.new"
             try:
@@ -211,7 +216,6 @@ class TrainingLoop(ABC):
                 new.replace(self.folder / name)
             except OSError as error:
                 warn(f"{self.folder / name} cannot be written: {error}; the run goes on")
-        print("\n".join((*self.summary(), f"run: {self.folder}")), flush=True)
 
     def _log(self) -> RunLog | nullcontext[None]:
         if not self.is_writer:

@@ -19,7 +19,7 @@ from usp.rlhf.graph.calls import Generate, ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.graph.keys import KeyKind, canonical, key_kinds
 
-from .plan import CallLayout, ExecutionPlan
+from .plan import CallLayout, ExecutionPlan, optimizer_of
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,20 @@ def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> Weight
     """Return the copy that the optimizer updates and other copies are filled from; None for an untrained role."""
     call = graph.train_call(role)
     return WeightCopy(role, plan[call.name].of_weights) if call else None
+
+
+def kept_copies(graph: DataflowGraph, before: ExecutionPlan, after: ExecutionPlan) -> frozenset[WeightCopy]:
+    """Return the copies that stay as they are when another plan begins.
+
+    Of a role that is trained, all copies change with the layout of its train step, and with where its optimizer is.
+    """
+
+    def trains(plan: ExecutionPlan, role: str) -> object:
+        call = graph.train_call(role)
+        return call and (plan[call.name], optimizer_of(role) in plan.offload)
+
+    both = weight_copies(graph, before).keys() & weight_copies(graph, after).keys()
+    return frozenset(copy for copy in both if trains(before, copy.role) == trains(after, copy.role))
 
 
 def schedule(

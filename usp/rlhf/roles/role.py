@@ -68,6 +68,20 @@ class SupportsSharing(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsSwitching(Protocol):
+    """A model whose values can move to that of another plan."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the live weights and optimizer states of a trained copy, by names that do not depend on its layout."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state()`, whose tensors have been filled."""
+
+    def discard(self) -> None:
+        """Free all memory of a copy that has values between steps; it is not used again."""
+
+
 # The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
 # uses the copy.
 BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]

@@ -243,6 +243,12 @@ class RoleModel:
         if self._offload_optimizer:
             self._moments.offload()
 
+    def discard(self) -> None:
+        """Free the memory of all weights and optimizer states; the model cannot be used again."""
+        if self.engine is not None:
+            self._moments.release()
+        WeightMemory(lambda: [weight for _, weight in self._stored()]).release()
+
     def _optimizer_states(self) -> Iterator[Tensor]:
         """Yield the moments; the step counts are single numbers."""
         for kept in self._trained_engine().optimizer.state.values():

@@ -1,19 +1,19 @@
-"""The weight copies of a plan on this rank, and the reallocations between them."""
+"""The weight copies of a plan on this rank, the reallocations between them, and those from one plan to another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout
+from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
 from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.operations import StepWeights, WeightCopy, trained_copy, weight_copies
+from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.step_weights import plan_weights
-from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing
+from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing, SupportsSwitching
 
 from .timeline import BytesMoved
 
@@ -28,6 +28,10 @@ class RoleCopies:
 
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
+        before: the copies of another plan, between two steps; every role's model must be a `SupportsSwitching`. What
+            both plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
+            cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
+        moved: is filled in with what this rank sends and receives then.
 
     Attributes:
         aliases: copies that share the memory of their role's trained copy.
@@ -41,28 +45,42 @@ class RoleCopies:
         build_role: BuildRole,
         device: torch.device,
         ranks_per_host: int,
+        before: RoleCopies | None = None,
+        moved: BytesMoved | None = None,
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
+        self._graph, self._plan, self._moved = graph, plan, moved or BytesMoved()
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], Reallocation] = {}
         self._minimum: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[int, int]] = {}  # what this rank lacks
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
+        self._uses = weight_copies(graph, plan)
+        kept = kept_copies(graph, before._plan, plan) if before else frozenset()
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
-        for copy, calls in weight_copies(graph, plan).items():
-            place = (copy.layout.ranks, copy.layout.dims)
-            if place not in meshes:
-                meshes[place] = ParallelMesh.create(copy.layout.dims, device.type, copy.layout.ranks, groups)
-            if meshes[place].member:
-                call = graph.train_call(copy.role) if copy == self._trained.get(copy.role) else calls[0]
-                assert call
-                self._models[copy] = build_role(call, plan[call.name], meshes[place])
-                if self._trained.get(copy.role, copy) == copy:
-                    self._models[copy].fill()
-        filled = [copy for copy in weight_copies(graph, plan) if self._trained.get(copy.role, copy) != copy]
-        copies = [*self._trained.values(), *filled]
+        for role in dict.fromkeys(copy.role for copy in self._uses):
+            new = [copy for copy in self._uses if copy.role == role and copy not in kept]
+            for copy in new:
+                place = (copy.layout.ranks, copy.layout.dims)
+                if place not in meshes:
+                    meshes[place] = ParallelMesh.create(copy.layout.dims, device.type, copy.layout.ranks, groups)
+                if meshes[place].member:
+                    self._models[copy] = self._build(copy, build_role, meshes[place])
+                    if before is None and self._holds_values(copy):
+                        self._models[copy].fill()
+            if before:
+                self._take_over(role, new, before, kept)
+        filled = [copy for copy in self._uses if not self._holds_values(copy)]
+        copies = [*self._trained.values(), *(copy for copy in self._uses if copy not in self._trained.values())]
         layouts = self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
-        self.aliases = frozenset(copy for copy in filled if self._share(copy, layouts, frozen))
+        shared = before.aliases & kept if before else frozenset()
+        unsure = [copy for copy in filled if copy not in kept]
+        self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, layouts, frozen))
+
+    @property
+    def trained(self) -> dict[str, Role]:
+        """The models that this rank trains, by role."""
+        return {role: self._models[copy] for role, copy in self._trained.items() if copy in self._models}
 
     def plan_step(self, graph: DataflowGraph, plan: ExecutionPlan, staleness: int = 0) -> StepWeights:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
@@ -89,6 +107,71 @@ class RoleCopies:
         moved.sent, moved.received = fill.sent_bytes.get(rank, 0), fill.received_bytes.get(rank, 0)
         moved.crossed = fill.crossed_bytes.get(rank, 0)
         moved.minimum, moved.host_minimum = self._minimum[copy, sources]
+
+    def _build(self, copy: WeightCopy, build_role: BuildRole, mesh: ParallelMesh) -> Role:
+        train = self._graph.train_call(copy.role) if copy == self._trained.get(copy.role) else None
+        call = train or self._uses[copy][0]
+        return build_role(call, self._plan[call.name], mesh)
+
+    def _holds_values(self, copy: WeightCopy) -> bool:
+        """Return whether a copy has its values between steps, instead of being filled where it is needed."""
+        return self._trained.get(copy.role, copy) == copy
+
+    def _take_over(self, role: str, new: Sequence[WeightCopy], before: RoleCopies, kept: frozenset[WeightCopy]) -> None:
+        """Take the models of a role that stay, and fill the new ones from those of `before`, which are then freed."""
+        old = [copy for copy in before._uses if copy.role == role]
+        sources = [copy for copy in old if before._holds_values(copy)]
+        targets = [copy for copy in new if self._holds_values(copy)]
+        loaded = [copy for copy in sources if targets or role not in self._plan.offload]
+        for model in (before._models[copy] for copy in loaded if copy in before._models):
+            model.load()
+        for copy in targets:
+            self._fill_from(before, sources, copy)
+        for copy in old:
+            if copy not in before._models:
+                continue
+            model = before._models.pop(copy)
+            if copy in kept:
+                self._models[copy] = model
+            elif isinstance(model, SupportsSwitching) and copy in sources:
+                model.discard()
+        if role in self._plan.offload:
+            for copy in (copy for copy in self._uses if copy.role == role and copy in self._models):
+                self._models[copy].offload()
+
+    def _fill_from(self, before: RoleCopies, sources: Sequence[WeightCopy], copy: WeightCopy) -> None:
+        """Allocate a copy and fill it, a trained one with its optimizer states, from those of another plan."""
+        trained = copy in self._trained.values()
+        held = [before._values(source, trained) for source in sources]
+        if copy in self._models:
+            self._models[copy].allocate()
+        wanted = self._values(copy, trained)
+        layouts, target = [gather_layout(one) for one in held], gather_layout(wanted)
+        plan = plan_realloc(
+            layouts[0],
+            target,
+            copies=layouts[1:],
+            bucket_bytes=_BUCKET_BYTES,
+            ranks_per_host=self._ranks_per_host,
+        )
+        Reallocation(plan, self._groups, self._device).run(held[0], wanted, held[1:])
+        model = self._models.get(copy)
+        if trained and isinstance(model, SupportsSwitching):
+            model.restore(wanted)
+        rank = dist.get_rank()
+        self._moved.sent += plan.sent_bytes.get(rank, 0)
+        self._moved.received += plan.received_bytes.get(rank, 0)
+        self._moved.crossed += plan.crossed_bytes.get(rank, 0)
+        self._moved.minimum += plan.lacking_bytes(rank)
+        self._moved.host_minimum += plan.host_lacking_bytes(rank)
+
+    def _values(self, copy: WeightCopy, states: bool) -> Mapping[str, Tensor]:
+        """Return all that a copy on this rank has between steps: its weights, and if trained its optimizer's states."""
+        model = self._models.get(copy)
+        if model is None or not states:
+            return self._weights(copy)
+        assert isinstance(model, SupportsSwitching), f"{copy.role} cannot change its layout"
+        return model.state()
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         return self._models[copy].weights() if copy in self._models else {}

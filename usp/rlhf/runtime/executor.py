@@ -2,13 +2,15 @@
 
 The ranks compare the graph (a hash of each call) and the plan at the start, and from then on know what the others do.
 In a step, each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics. With
-staleness 1, an iteration runs those of two steps: one trains while the next one's samples are made.
+staleness 1, an iteration runs those of two steps: one trains while the next one's samples are made. Between two steps
+another plan may begin: all values move to its layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from usp.rlhf.graph.keys import key_kinds
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations
 from usp.rlhf.plan.plan_text import to_mapping
-from usp.rlhf.roles.role import BuildRole
+from usp.rlhf.roles.role import BuildRole, Role
 from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
@@ -54,11 +56,13 @@ class StepResult:
         metrics: see `summary.merge`; the same on every rank.
         samples: the collected samples, on rank 0.
         events: of this rank.
+        lengths: see `StepData`; the same on every rank.
     """
 
     metrics: dict[str, float]
     samples: Samples | None
     events: tuple[Event, ...]
+    lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class Executor:
@@ -99,43 +103,95 @@ class Executor:
         copies: RoleCopies | None = None,
         staleness: int = 0,
     ) -> None:
-        world_size, self._rank = dist.get_world_size(), dist.get_rank()
-        plan.check(graph, world_size)
-        if staleness and (shared := list(staleness_violations(graph, plan))):
-            raise ValueError(f"plan {plan.name!r} with staleness={staleness}: {'; '.join(shared)}")
-        self._staleness = staleness
+        self._rank, self._staleness = dist.get_rank(), staleness
+        self._graph, self._groups, self._collect = graph, groups, collect
+        self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
+        self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
         self.in_flight: InFlight | None = None
         self._collected: list[Samples] = []
-        graph, plan = with_measures(graph, plan, collect, self._collected.append)
         assert dist.group.WORLD
         self._world = [dist.group.WORLD]
-        calls = {call.name: fingerprint(call) for call in graph.calls}
-        compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": collect}
-        options = {"ranks_per_host": ranks_per_host, "staleness": staleness}
-        agree({**compared, **options}, self._world, "the graph and the plan", device)
+        graph, plan = self._agreed(plan)
         built = copies is None
         if copies is None:
             copies = RoleCopies(graph, plan, groups, build_role, device, ranks_per_host)
-        weights = copies.plan_step(graph, plan, staleness)
-        operations = schedule(graph, plan, world_size, copies.aliases, weights, staleness)
-        for operation in operations:
-            if operation.kind in ("call", "transfer") or (
-                operation.kind == "announce" and len(operation.ranks) < world_size
-            ):
-                # NCCL connects at a group's first communication, in which all members must take part.
-                if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
-                    dist.all_reduce(torch.zeros(1, device=device), group=group)
-            elif built and operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
+        self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
+        self._context = self._ready(graph, plan, copies)
+        for operation in self._context.operations if built else ():
+            if operation.kind == "offload" and operation.copy and self._rank in operation.ranks:
                 copies.model(operation.copy).offload()
-        timeline = self.timeline = Timeline(self._rank, clock_offset(device=device), device, folder)
-        self._context = RunContext(graph, plan, key_kinds(graph), groups, copies, operations, timeline, device)
-        self._progress, self._before_changes = progress, before_changes
+
+    @property
+    def trained(self) -> dict[str, Role]:
+        """The models that this rank trains, by role."""
+        return self._context.copies.trained
+
+    def change_plan(self, plan: ExecutionPlan) -> None:
+        """Run the following steps under another plan, with all values as they are. Collective, between two steps.
+
+        Weights, optimizer states, the state of functions and samples in flight move to the new layouts, as `RoleCopies`
+        does. Executors from `another` cannot be used afterwards. A timeline event of kind switch records it.
+
+        Raises:
+            ValueError, RanksDisagree: as construction, before anything moves.
+        """
+        old = self._context
+        graph, plan = self._agreed(plan)
+        with self.timeline.record("switch", plan.name) as moved:
+            for name, state in self.function_states().items():
+                stateful(self._graph)[name].load_state_dict(state)
+            in_flight = self.in_flight and (self.in_flight.to_extra(), self.in_flight.whole(self.device))
+            copies = RoleCopies(
+                graph, plan, self._groups, self._build_role, self.device, self._ranks_per_host, old.copies, moved
+            )
+            self._context = self._ready(graph, plan, copies)
+            if in_flight:
+                extra, whole = in_flight
+                saved = self.saved_in_flight(extra)
+                saved.values.update(whole)
+                self.in_flight = saved.restored()
+            gc.collect()  # models refer to themselves
+        self.timeline.take()
+
+    def function_states(self) -> dict[str, dict[str, float]]:
+        """Collect the state of stateful functions, which only the ranks that call them have. Collective."""
+        found = {}
+        for name, function in stateful(self._graph).items():
+            state = [function.state_dict()]
+            dist.broadcast_object_list(state, src=self._context.plan[name].ranks[0], device=self.device)
+            found[name] = state[0]
+        return found
+
+    def _agreed(self, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
+        """Check a plan, on all ranks the same, and return it and the graph with what is measured."""
+        plan.check(self._graph, dist.get_world_size())
+        if self._staleness and (shared := list(staleness_violations(self._graph, plan))):
+            raise ValueError(f"plan {plan.name!r} with staleness={self._staleness}: {'; '.join(shared)}")
+        graph, plan = with_measures(self._graph, plan, self._collect, self._collected.append)
+        calls = {call.name: fingerprint(call) for call in graph.calls}
+        compared = {"graph": calls, "given": graph.given, "plan": to_mapping(plan), "collect": self._collect}
+        options = {"ranks_per_host": self._ranks_per_host, "staleness": self._staleness}
+        agree({**compared, **options}, self._world, "the graph and the plan", self.device)
+        return graph, plan
+
+    def _ready(self, graph: DataflowGraph, plan: ExecutionPlan, copies: RoleCopies) -> RunContext:
+        """Return the context of steps under a plan, whose process groups are connected. Collective."""
+        world_size, groups, device = dist.get_world_size(), self._groups, self.device
+        weights = copies.plan_step(graph, plan, self._staleness)
+        operations = schedule(graph, plan, world_size, copies.aliases, weights, self._staleness)
+        for operation in operations:
+            announces = operation.kind == "announce" and len(operation.ranks) < world_size
+            if not announces and operation.kind not in ("call", "transfer"):
+                continue
+            # NCCL connects at a group's first communication, in which all members must take part.
+            if group := groups.get(operation.ranks, TRANSFER_LANE if operation.kind == "transfer" else ""):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
         trains = (call.name for call in graph.calls if isinstance(call.work, TrainStep))
-        changing = {*stateful(graph), *(() if staleness else trains)}  # with it, of samples that were checked before
+        changing = {*stateful(graph), *(() if self._staleness else trains)}  # with it, of samples checked before
         changes = (operation.kind == "call" and operation.call in changing for operation in operations)
         self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
-        self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
+        return RunContext(graph, plan, key_kinds(graph), groups, copies, operations, self.timeline, device)
 
     def another(
         self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
@@ -147,7 +203,7 @@ class Executor:
         return Executor(
             graph,
             plan,
-            self._context.groups,
+            self._groups,
             self._build_role,
             self.device,
             ranks_per_host=self._ranks_per_host,
@@ -172,7 +228,7 @@ class Executor:
         self._progress("end of the step")
         runner.finish()
         metrics = merge(self._told(summarize(runner.step, runner.metrics)), runner.step.lengths)
-        return StepResult(metrics, self._take_collected(), self._context.timeline.take())
+        return StepResult(metrics, self._take_collected(), self._context.timeline.take(), runner.step.lengths)
 
     def roll_out(self, asked: StepInput) -> None:
         """Make the samples of a step, with staleness 1 and none in flight: at the beginning of a run.
@@ -194,8 +250,9 @@ class Executor:
         """
         assert self._staleness and self.in_flight is not None
         self._context.timeline.step = self.in_flight.number
+        lengths = self.in_flight.step.lengths
         metrics = self._iterate(self.in_flight, following)
-        return StepResult(metrics, self._take_collected(), self._context.timeline.take())
+        return StepResult(metrics, self._take_collected(), self._context.timeline.take(), lengths)
 
     def _iterate(self, trained: InFlight | None, following: StepInput | None) -> dict[str, float]:
         """Run an iteration, and return the metrics of the step that it trained."""

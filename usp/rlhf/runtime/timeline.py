@@ -25,8 +25,9 @@ class Event:
 
     Attributes:
         kind: of an `Operation`, with "call" replaced by the call's kind (generate, inference, train_step, compute); or
-            wait, for values from other ranks. Transfers overlap with other events: on a receiving rank they last from
-            the post to the end of the wait, on other ranks until the post returns.
+            wait, for values from other ranks; or switch, of a change of plans after the step. Transfers overlap with
+            other events: on a receiving rank they last from the post to the end of the wait, on other ranks until the
+            post returns.
         start, end: seconds since the run began, on rank 0's clock. An event includes the time until all of the
             operation's ranks have arrived; `activity` tells waiting from work.
         sent, received: bytes that the operation moves between ranks, without communication inside a model.

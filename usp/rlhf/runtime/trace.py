@@ -26,6 +26,7 @@ _COLOURS = {
     "load": "#997755",
     "offload": "#ccaa77",
     "release": "#444444",
+    "switch": "#882255",
     "waiting": "#e4e4e4",
     "critical path": "black",
 }

@@ -1,0 +1,168 @@
+"""Seconds of a run whose responses grow 8-fold, with --replan and under fixed plans, on two emulated hosts.
+
+python -m benchmarks.rlhf.replan
+
+Every rank is a host of its own. Short responses are computed faster by one host alone, which sends no gradients; long
+ones by both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.measure import in_turns
+from benchmarks.harness.record import Record, finish
+from parallel import ParallelDims
+from usp.cost.replanning.run_planner import run_planner
+from usp.cost.time.calibrate import Plan, calibrate
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.graph.calls import Generate
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.prepare import prepare
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.trainer import RlhfTrainer
+from usp.run.launch import Launch
+from usp.run.signals import StopRequest
+from usp.run.watchdog import Watchdog
+from usp.train.resume import Start
+
+RATE = "200mbit"  # between the hosts
+PROMPTS, GROUP, PROMPT_TOKENS = 2, 8, 64
+SHORTEST, GROWTH = 8, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
+REPLANNED, ALONE = "--replan", "one host"
+FIXED = (ALONE, "flattening", "separation")
+OPTIONS = "every=5,gain=5%,budget=1"
+
+
+def tokens_of(step: int, steps: int) -> int:
+    """Return the tokens of each response in a step (from 1)."""
+    return SHORTEST * GROWTH[(step - 1) * len(GROWTH) // steps]
+
+
+@contextmanager
+def responses_of(tokens: int) -> Iterator[None]:
+    """Limit responses to a number of tokens; those of random weights rarely end before."""
+    generate = RoleModel.generate
+
+    def limited(self: RoleModel, prompts: Samples, work: Generate, seed: int) -> Samples:
+        return generate(self, prompts, replace(work, max_new_tokens=tokens), seed)
+
+    with patch.object(RoleModel, "generate", limited):
+        yield
+
+
+def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTrainer:
+    launch = Launch(dist.get_rank(), dist.get_world_size())
+    config = RlhfConfig(
+        plan="flattening" if system in (REPLANNED, ALONE) else system,
+        prompts=PROMPTS,
+        group_size=GROUP,
+        prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=SHORTEST * GROWTH[-1],
+        steps=steps,
+        sft_steps=0,
+        device="cpu",
+        tokenizer="bytes",
+    )
+    config = replace(config, replan=OPTIONS, hardware=str(hardware)) if system == REPLANNED else config
+    prepared = prepare(config, launch, Start(folder / system))
+    if system in (REPLANNED, ALONE):  # the run with --replan begins with the plan that is best for short responses
+        first = CallLayout((0,), ParallelDims(dp_shard=1))
+        plan = ExecutionPlan(ALONE, dict.fromkeys(prepared.plan.calls, first))
+        prepared = replace(prepared, plan=plan)
+    replanner = run_planner(prepared, launch) if config.replan else None
+    return RlhfTrainer(prepared, launch, StopRequest(), Watchdog(launch, 0.0), replanner)
+
+
+def measure(steps: int, folder: str) -> dict[str, Any]:
+    """Return by system the seconds and the metrics of every step, one step of each in turn, with changes of plans."""
+    torch.set_num_threads(1)
+    hardware = Path(folder, f"hardware-{dist.get_rank()}.json")
+    shared = [calibrate(Plan.of(torch.device("cpu"), 1, 4, 16), "two emulated hosts")]
+    dist.broadcast_object_list(shared, src=0)
+    hardware.write_text(json.dumps(shared[0]))
+    systems = (REPLANNED, *FIXED)
+    trainers = {system: trainer(system, steps, Path(folder), hardware) for system in systems}
+    found: dict[str, Any] = {system: {"seconds": [], "metrics": []} for system in systems}
+    for round_, system in in_turns(systems, steps):
+        step = round_ + 1
+        dist.barrier()
+        begin = time.perf_counter()
+        with responses_of(tokens_of(step, steps)):
+            record = trainers[system].step(step)
+        dist.barrier()
+        found[system]["seconds"].append(time.perf_counter() - begin)
+        found[system]["metrics"].append(record.metrics)
+    for system, one in trainers.items():
+        found[system]["plan"] = to_mapping(one.prepared.plan)
+        for file in one.logs():
+            file.close()
+    found["hardware"] = shared[0]
+    return found
+
+
+def rows_of(found: Mapping[str, Any], steps: int) -> list[tuple[str, ...]]:
+    """Return of each system the seconds in each quarter and in total, of the best fixed plan, and of changes."""
+    quarters = [slice(steps * q // len(GROWTH), steps * (q + 1) // len(GROWTH)) for q in range(len(GROWTH))]
+    best = min(sum(found[system]["seconds"]) for system in FIXED)
+    rows = []
+    for system in (REPLANNED, *FIXED):
+        seconds, metrics = found[system]["seconds"], found[system]["metrics"]
+        spent = sum(one.get("replan/seconds", 0.0) + one.get("replan/search_seconds", 0.0) for one in metrics)
+        each = [f"{sum(seconds[quarter]):.1f}" for quarter in quarters]
+        rows.append((system, *each, f"{spent:.1f}", f"{sum(seconds):.1f}", f"{sum(seconds) / best:.3f}"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=80, help="steps of each run")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
+    arguments = parser.parse_args()
+    if reason := unavailable():
+        raise SystemExit(f"emulated hosts are not available: {reason}")
+    with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
+        found = hosts.call(measure, 1, arguments.steps, folder, timeout=1800.0)[0]
+    changes = [one for one in found[REPLANNED]["metrics"] if one.get("replan/switched")]
+    same = max(
+        abs(a["actor/loss"] - b["actor/loss"])
+        for a, b in zip(found[REPLANNED]["metrics"], found[ALONE]["metrics"], strict=True)
+    )
+    lengths = ", ".join(str(SHORTEST * factor) for factor in GROWTH)
+    record = Record.of(
+        "replan",
+        f"GRPO whose responses grow from {SHORTEST} to {SHORTEST * GROWTH[-1]} tokens, on two hosts of a rank, {RATE}",
+        ("plan", *(f"{SHORTEST * f} tokens (s)" for f in GROWTH), "re-planning (s)", "run (s)", "of the best fixed"),
+        rows_of(found, arguments.steps),
+        (
+            f"Preset tiny, one thread per rank: {PROMPTS} prompts of up to {PROMPT_TOKENS} tokens, {GROUP} responses "
+            f"each of {lengths} tokens, {arguments.steps // len(GROWTH)} steps of each length.",
+            f"One step of each system in turn. --replan {OPTIONS} begins with the plan of one host alone; searches and "
+            f"{len(changes)} changes of plans are part of its run. Its last plan: "
+            f"{yaml.safe_dump(found[REPLANNED]['plan']['calls'], default_flow_style=True, width=10**6).strip()}",
+            f"Its losses differ from those of one host by at most {same:.1e}.",
+        ),
+        [{"system": system, **found[system]} for system in (REPLANNED, *FIXED)],
+        command="python -m benchmarks.rlhf.replan",
+    )
+    finish(record, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Runs whose plan changes between steps, compared with one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from parallel import ParallelDims
+from parallel.testing import RankPool
+from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_alone, shown_of
+from tests.usp.rlhf.test_numerics import (
+    ALGORITHMS,
+    FACTS,
+    Result,
+    Steps,
+    check,
+    given,
+    plan_of,
+    run,
+    weights_of,
+)
+from usp.rlhf.algorithms.registry import build_graph
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.named_plans import separation
+from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.executor import Executor, StepInput
+
+OFFLOADED = "separation, offloaded"
+# From ZeRO 3 over ulysses and ring, to ZeRO 1 on half of the ranks, offloaded, and to pipelines with tp on all of them.
+SEQUENCE = ("generate tp4 dp2, train u2 r2 dp2", OFFLOADED, "tp2 pp2 dp2")
+MORE = {
+    "ppo": [("flattening", "separation", "interleaving"), ("heuristic", OFFLOADED, "u2 r2 tp2")],
+    "grpo": [SEQUENCE, ("interleaving", "tp2 pp2 dp2", "flattening")],
+    "dpo": [("flattening", "heuristic", "u2 r2 tp2")],
+    "remax": [("u2 r2 tp2", "separation", "flattening")],
+}
+
+
+def plan_named(name: str, graph: DataflowGraph) -> ExecutionPlan:
+    if name != OFFLOADED:
+        return plan_of(name, graph)
+    plan = separation(graph, replace(FACTS, dims=ParallelDims(ring=2), zero=1))
+    untrained = set(graph.roles) - set(graph.trained_roles)
+    return replace(plan, name=name, offload=frozenset({*untrained, *map(optimizer_of, graph.trained_roles)}))
+
+
+def run_switching(algorithm: str, plans: tuple[str, ...]) -> Result:
+    """Like `run`, each step under another plan."""
+    graph = build_graph(algorithm, ALGORITHMS[algorithm])
+    executor = executor_of(graph, plan_named(plans[0], graph), {}, staleness=0)
+    told: Steps = []
+    for number, plan in enumerate(plans, start=1):
+        if number > 1:
+            executor.change_plan(plan_named(plan, graph))
+        result = executor.run_step(given(algorithm, number), number, seed=number)
+        if result.samples is not None:
+            told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
+    return told, trained_weights(executor)
+
+
+def trained_weights(executor: Executor) -> dict[str, torch.Tensor]:
+    return weights_of({role: model for role, model in executor.trained.items() if isinstance(model, RoleModel)})
+
+
+def run_ahead_switching(name: str) -> Result:
+    """Like `run_ahead`, with samples in flight when the plan changes."""
+    graph = build_graph(*AHEAD[name])
+    executor = executor_of(graph, plan_of("separation", graph), {}, staleness=1)
+
+    def asked(number: int) -> StepInput:
+        return StepInput(given(name, number), number, seed=number)
+
+    executor.roll_out(asked(1))
+    told: Steps = []
+    for number in range(1, STEPS + 1):
+        facts = replace(FACTS, dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)
+        executor.change_plan(separation(graph, facts) if number % 2 else plan_of("separation", graph))
+        result = executor.train(asked(number + 1) if number < STEPS else None)
+        if result.samples is not None:
+            told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
+    return told, trained_weights(executor)
+
+
+def run_both(sequences: dict[str, list[tuple[str, ...]]], ahead: tuple[str, ...]) -> dict[str, Result]:
+    found = {f"{name} ahead": run_ahead_switching(name) for name in ahead}
+    found |= {f"{name} ahead, alone": run_alone(name) for name in ahead}
+    for algorithm, of in sequences.items():
+        found[f"{algorithm} alone"] = run(algorithm, "alone", len(of[0]))
+        found |= {f"{algorithm}, {plans}": run_switching(algorithm, plans) for plans in of}
+    return found
+
+
+def test_switching_changes_nothing(ranks: RankPool, exhaustive: bool) -> None:
+    sequences = MORE if exhaustive else {}
+    sequences = {**sequences, "ppo": [SEQUENCE, *sequences.get("ppo", ())]}
+    ahead = ("ppo", "corrected", "dapo") if exhaustive else ("ppo",)
+    results = ranks.run(run_both, 8, sequences, ahead, timeout=1200)
+    for name in ahead:
+        check(results, f"{name} ahead", f"{name} ahead, alone")
+    for algorithm, of in sequences.items():
+        for plans in of:
+            check(results, f"{algorithm}, {plans}", f"{algorithm} alone")
