@@ -2,5 +2,6 @@
 
 Each file imports only earlier ones:
 
-grpo_systems, grpo_step, staleness, long_rollouts, search_quality, real_rows, real_system, real_figure, replan.
+grpo_systems, grpo_step, staleness, search_quality, real_rows, real_system, real_figure, long_rollouts,
+searched_plans, replan.
 """

@@ -21,7 +21,7 @@ from usp.cost.calls.plan_estimates import PlanEstimates
 from usp.cost.calls.workload import Workload
 from usp.cost.planner.choice import usable
 from usp.cost.rlhf.options import ModelLimits, OptionSpace, options
-from usp.cost.rlhf.plan_search import Problem, search
+from usp.cost.rlhf.plan_search import NothingFits, Problem, search
 from usp.cost.rlhf.predictions import Predictions
 from usp.cost.rlhf.simulator import Simulator
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
@@ -105,8 +105,10 @@ def searched(
     problem: Problem, budget: float, start: ExecutionPlan | None = None
 ) -> tuple[Searched, ExecutionPlan | None]:
     """Search from a plan, if there is one, and from the fastest layout of every call."""
-    fitting, calls = problem.that_fit(), problem.simulator.graph
-    if not all(fitting.options.values()):
+    calls = problem.simulator.graph
+    try:
+        fitting = problem.that_fit()
+    except NothingFits:
         return Searched(0.0, min_bytes(problem) / 2**30, {}), None
     found = search(fitting, budget=budget, starts=[start] if start else [])
     if not found.best:

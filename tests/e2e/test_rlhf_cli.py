@@ -67,6 +67,7 @@ BAD = [
         ["--reward-failure = drop is not used: dpo does not score responses"],
     ),
     (["--plan", "flatening"], ["--plan = flatening must be one of heuristic, flattening", "did you mean 'flattening'"]),
+    (["--search-budget", "5"], ["--search-budget = 5.0 is only used by --plan search: give both or neither"]),
     (["--plan", "plan.yaml"], ["ranks 8-9 are missing from the world of 8 ranks", "nobody", "actor_train"]),
     (
         ["--plan", "heuristic", "--sft-steps", "0", "--sp-ulysses", "2", "--zero", "1", "--rollout", "tp=2"],
@@ -140,7 +141,7 @@ BAD = [
         ["dpo generates none", "searches after step 150 of --steps = 150", "no predictions of calls with adapters"],
     ),
     (["--replan", "gain=5%", "--sft-steps", "0"], ["--replan = gain=5%: --hardware auto does not know a CPU: measure"]),
-    (["--hardware", "a100"], ["--hardware = a100 is for the predictions of --replan: remove it"]),
+    (["--hardware", "a100"], ["--hardware = a100 is only used by --plan search and --replan: give one, or remove it"]),
 ]
 
 
@@ -445,3 +446,20 @@ def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
     kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 4}
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")
+
+
+@pytest.mark.exhaustive
+def test_a_searched_plan_runs_and_is_kept_on_resume(tmp_path: Path) -> None:
+    args = [*SMALL, "--output", "run", "--checkpoint-every", "1", "--plan", "search", "--hardware", "a100"]
+    with Run([*args, "--steps", "1", "--search-budget", "2"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 0 and ended.out.count("plan: searching for 2 ranks") == 1, ended.err
+    plan = (tmp_path / "run" / "plan.yaml").read_text()
+    with Run([*args, "--steps", "2", "--resume", "auto"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 0 and "plan: that of the run, from run/plan.yaml" in ended.out, ended.err
+    assert (tmp_path / "run" / "plan.yaml").read_text() == plan
+    with Run([*SMALL, "--plan", "search"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
+        ended = run.end()
+    assert ended.exit_code == 1, ended.err
+    assert ended.err.startswith("error: --plan = search: --hardware auto does not know a CPU: measure it"), ended.err

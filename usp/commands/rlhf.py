@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from usp.rlhf.config import RlhfConfig
+from usp.rlhf.config import SEARCH, RlhfConfig
 from usp.run.launch import Launch
 from usp.run.signals import StopRequest
 
@@ -15,12 +15,17 @@ def _load() -> Callable[[RlhfConfig, Launch, StopRequest, str | None], None]:
     from usp.rlhf.trainer import train_rlhf
 
     def train(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+        planner = None
+        if config.plan == SEARCH:
+            from usp.cost.rlhf.run_plan import SearchedPlan  # takes seconds
+
+            planner = SearchedPlan()
+        replanner = None
         if config.replan:
             from usp.cost.replanning.run_planner import run_planner
 
-            train_rlhf(config, launch, stop, error_file, replanner=run_planner)
-        else:
-            train_rlhf(config, launch, stop, error_file)
+            replanner = run_planner
+        train_rlhf(config, launch, stop, error_file, planner=planner, replanner=replanner)
 
     return train
 

@@ -25,6 +25,8 @@ from .algorithms.registry import ALGORITHMS
 DEFAULT_SFT_STEPS = 100
 REWARD_FAILURES = ("stop", "zero", "drop")
 LONG_PROMPTS = ("refuse", "drop")
+SEARCH = "search"  # --plan
+SEARCH_FLAGS = ("hardware", "search_budget")
 REWARD_FLAGS = ("reward_function", "reward_retries", "reward_failure")
 
 
@@ -35,7 +37,13 @@ class _Rlhf:
     algorithm: Annotated[str, one_of((*ALGORITHMS, "PATH.py:NAME"))] = "grpo"
     """Training algorithm; PATH.py:NAME: an Algorithm in a file, see docs/algorithms.md."""
     plan: Annotated[str, arg(metavar="NAME|PATH")] = "flattening"
-    """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file."""
+    """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file. search: the
+    plan of the shortest predicted step; a resumed run keeps the one that it found, if it has as many ranks."""
+    hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
+    """Hardware for --plan search and --replan: detected, a known node type, or a file of `python -m usp calibrate`."""
+    search_budget: float = 60.0
+    """Seconds of --plan search, which --seed seeds. With fewer than predictions and named plans take, only these are
+    compared."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
     """Algorithm options, e.g. kl=0.1,mini_batches=2. An unknown name lists all options with their defaults."""
     ep: int = 1
@@ -78,8 +86,6 @@ class _Rlhf:
     """Correct the predictions of --plan search by what steps take, search again every N steps (10 without), and change
     the plan between two steps where another one saves at least `gain` (5%) of a step, and over the steps that remain
     more than the change takes. A search takes at most budget=5 seconds."""
-    hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
-    """Hardware for --replan: detected, a known node type, or a file from `python -m usp calibrate`."""
 
     staleness: Annotated[int, one_of(("0", "1"))] = 0
     """1: generate and score the samples of a step while the step before trains, with the weights from before it. Needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from .algorithms.algorithm import Algorithm, Options
 from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_violations
-from .config import DEFAULT_SFT_STEPS, REWARD_FLAGS, RlhfConfig, default_of, parse_options
+from .config import DEFAULT_SFT_STEPS, REWARD_FLAGS, SEARCH, RlhfConfig, default_of, parse_options
 from .role_specs import (
     context,
     generation_violations,
@@ -59,6 +59,25 @@ from .validate import violations
 SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set
 CRITIC_RATE, SFT_RATE = 1e-3, 2e-3  # peak learning rates for presets
+
+
+@dataclass(frozen=True)
+class Unplanned:
+    """A run that lacks nothing but its plan. Attributes as of `PreparedRlhf`."""
+
+    config: RlhfConfig
+    algorithm: Algorithm
+    launch: Launch
+    device: torch.device
+    tokenizer: Tokenizer
+    examples: Examples
+    graph: DataflowGraph
+    roles: dict[str, RoleSpec]
+    start: Start
+    drawn: int
+
+
+Planner = Callable[[Unplanned], ExecutionPlan]  # the same plan or ValueError on every rank
 
 
 @dataclass(frozen=True)
@@ -88,18 +107,35 @@ class PreparedRlhf:
     drawn: int
     held_out: Sequence[Example] = ()
 
+    def unplanned(self, launch: Launch) -> Unplanned:
+        """Return the run as it was before it had a plan."""
+        return Unplanned(
+            self.config,
+            self.algorithm,
+            launch,
+            self.device,
+            self.tokenizer,
+            self.examples,
+            self.graph,
+            self.roles,
+            self.start,
+            self.drawn,
+        )
+
 
 def prepare(
     config: RlhfConfig,
     launch: Launch,
     start: Start | None = None,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    planner: Planner | None = None,
 ) -> PreparedRlhf:
     """Check `config` and load what it names, with the same result or the same error on every rank.
 
     Args:
         start: where the run begins; None: `find_rlhf_start` decides, and `saved` stays None for a damaged checkpoint.
         algorithms: `config.algorithm` names one of them, or PATH.py:NAME.
+        planner: finds the plan for --plan search, once all else is known to be right.
 
     Raises:
         ConfigurationError: with every violation found, before any rank communicates.
@@ -124,7 +160,6 @@ def prepare(
     strict, start = start is not None, start or attempt(lambda: find_rlhf_start(config, sft_steps, launch)) or Start()
     problems.check()
     assert device is not None and tokenizer is not None and specs is not None
-    vocabulary = specs["actor"].config.vocab_size
     kernel = attempt(partial(kernel_choice, config, specs["actor"], device))
     problems += vocabulary_violations(specs, tokenizer)
     if algorithm.data == "prompts":
@@ -135,23 +170,22 @@ def prepare(
     assert opened is not None
     examples, held_out = opened
     reward = attempt(lambda: _reward(config, algorithm, tokenizer, examples))
-    options = attempt(lambda: _algorithm_options(config, algorithm, tokenizer, reward, vocabulary))
+    options = attempt(partial(_algorithm_options, config, algorithm, tokenizer, reward, specs["actor"]))
     graph = attempt(lambda: build_graph(config.algorithm, options, algorithms)) if options else None
     problems.check()
     assert options is not None and graph is not None
     config = replace(config, prompts=config.prompts or math.ceil(RESPONSES / graph.group_size))
-    problems += unused_models(config, algorithm, graph)
-    problems += missing_models(specs, graph)
-    problems += router_violations(config, graph, specs)
     drawn = options.drawn(config.prompts)
-    problems += _step_violations(config, algorithm, options, graph, drawn)
+    problems += _graph_violations(config, algorithm, options, graph, specs, drawn)
     used = {role: specs[role] for role in graph.roles if role in specs}
-    plan = attempt(partial(_plan, config, sft_steps, graph, used, launch))
+    if config.plan == SEARCH:
+        problems.check()
+    run = Unplanned(config, algorithm, launch, device, tokenizer, examples, graph, used, start, drawn)
+    plan = attempt(partial(_plan, run, sft_steps, planner))
     problems.check()
     assert plan is not None and kernel is not None
     if config.lora_rank and config.ref in ("", config.model):
         graph, plan = policy_as_reference(graph, plan)
-    plan = running_plan(saved, config, launch.world_size) or plan
     specs = {role: specs[role] for role in graph.roles}
     return PreparedRlhf(
         config,
@@ -161,7 +195,7 @@ def prepare(
         tokenizer,
         examples,
         graph,
-        plan,
+        running_plan(saved, config, launch.world_size) or plan,
         specs,
         kernel,
         start,
@@ -315,7 +349,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
 
 
 def _algorithm_options(
-    config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, reward: ScoreWith | None, vocabulary: int
+    config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, reward: ScoreWith | None, actor: RoleSpec
 ) -> Options:
     """Return the defaults, overridden by --options and the flags of sampling."""
     kind = algorithm.options
@@ -327,7 +361,7 @@ def _algorithm_options(
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            **_stops(config, tokenizer, vocabulary),
+            **_stops(config, tokenizer, actor.config.vocab_size),
         )
         values |= {"generate": generate, "reward": reward, "staleness": config.staleness}
     return kind(**values)
@@ -359,6 +393,21 @@ def _stop_strings(stop: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _graph_violations(
+    config: RlhfConfig,
+    algorithm: Algorithm,
+    options: Options,
+    graph: DataflowGraph,
+    specs: dict[str, RoleSpec],
+    drawn: int,
+) -> Iterator[str]:
+    """Yield why the models and the samples do not fit the graph."""
+    yield from unused_models(config, algorithm, graph)
+    yield from missing_models(specs, graph)
+    yield from router_violations(config, graph, specs)
+    yield from _step_violations(config, algorithm, options, graph, drawn)
+
+
 def _step_violations(
     config: RlhfConfig, algorithm: Algorithm, options: Options, graph: DataflowGraph, drawn: int
 ) -> Iterator[str]:
@@ -369,14 +418,14 @@ def _step_violations(
     yield from (f"--options = {config.options}: {violation}" for violation in options.step_violations(samples))
 
 
-def _plan(
-    config: RlhfConfig, sft_steps: int, graph: DataflowGraph, specs: dict[str, RoleSpec], launch: Launch
-) -> ExecutionPlan:
-    """Return the plan that --plan names, checked against graph, world and models."""
+def _plan(run: Unplanned, sft_steps: int, planner: Planner | None) -> ExecutionPlan:
+    """Return the plan that --plan names or asks for, checked against graph, world and models."""
+    config, graph, specs, launch = run.config, run.graph, run.roles, run.launch
     named, file = config.plan in NAMED_PLANS, Path(config.plan).expanduser()
-    if not named and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
-        near = nearest(config.plan, NAMED_PLANS)
-        raise ValueError(f"--plan = {config.plan} must be one of {', '.join(NAMED_PLANS)}, or a YAML file{near}")
+    if not named and config.plan != SEARCH and (file.suffix not in (".yaml", ".yml") or not file.is_file()):
+        known = (*NAMED_PLANS, SEARCH)
+        near = nearest(config.plan, known)
+        raise ValueError(f"--plan = {config.plan} must be one of {', '.join(known)}, or a YAML file{near}")
     unused = [] if sft_steps else list(unused_layout_flags(config))  # supervised steps use them
     if config.rollout and config.plan != "separation":
         unused.append("rollout")
@@ -384,6 +433,14 @@ def _plan(
         raise ValueError(f"--plan = {config.plan} does not use {', '.join(map(flag, unused))}: remove them")
     if named:
         plan = named_plan(config.plan, graph, _plan_facts(config, specs, launch))
+    elif config.plan == SEARCH:
+        if planner is None:
+            raise ValueError(
+                f"--plan = {SEARCH} is searched by rlhf.py as it starts: give the plan.yaml of its run, or one that "
+                f"python -m usp rlhf-plan writes"
+            )
+        plan = planner(run)
+        plan.check(graph, launch.world_size)
     else:
         plan = from_mapping(yaml.safe_load(file.read_text()))
         plan.check(graph, launch.world_size)

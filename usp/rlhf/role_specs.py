@@ -18,7 +18,7 @@ from usp.model.rules import ep_violations, pp_violations
 from usp.presets import PRESETS
 from usp.rlhf.generation.support import generation_problems
 from usp.rlhf.graph.dataflow import ROLES, DataflowGraph
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.roles.role_spec import RoleSpec
 from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.train.engines.base import AdamW
@@ -127,24 +127,23 @@ def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str
     for call in graph.calls:
         if call.role not in specs:
             continue
-        layout, spec, trained = plan[call.name], specs[call.role], call.kind == "train_step"
-        facts, dims = model_facts(spec.source, spec.config), layout.dims
-        shared = layout.tp_sequence_parallel
-        found = [*ep_violations(facts, dims.ep), *pp_violations(facts, dims.pp)]
-        if dims.tp > 1:
-            found += tp_problems(empty_model(spec.config), dims.tp, shared, trained)
-        if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
-            found.append(
-                f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
-            )
-        if layout.mlp_tile and facts.num_experts:
-            found.append(
-                f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
-            )
-        for text in found:
+        for text in call_violations(plan[call.name], specs[call.role], trained=call.kind == "train_step"):
             if text not in seen:
                 seen.add(text)
                 yield f"{call.name}: {text}"
+
+
+def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Iterator[str]:
+    """Yield why a model cannot have a layout. trained: in a train step."""
+    facts, dims = model_facts(spec.source, spec.config), layout.dims
+    yield from ep_violations(facts, dims.ep)
+    yield from pp_violations(facts, dims.pp)
+    if dims.tp > 1:
+        yield from tp_problems(empty_model(spec.config), dims.tp, layout.tp_sequence_parallel, trained)
+    if trained and facts.num_experts and layout.zero == 0 and dims.ep * dims.tp > 1:
+        yield f"zero=0 replicates every expert, but ep={dims.ep} x tp={dims.tp} ranks share them: use zero=1"
+    if layout.mlp_tile and facts.num_experts:
+        yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
 
 
 def context(spec: RoleSpec, sampled: bool) -> int:

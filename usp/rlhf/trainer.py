@@ -69,9 +69,9 @@ from .algorithms.policy import CLIPPED
 from .algorithms.registry import ALGORITHMS
 from .algorithms.rewards import RewardFailed, ScoreWith
 from .checkpoints import RlhfState, sft_lora
-from .config import REWARD_FLAGS, RlhfConfig, default_of
+from .config import REWARD_FLAGS, SEARCH_FLAGS, RlhfConfig, default_of
 from .evaluation import Evaluator
-from .prepare import SFT, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
+from .prepare import SFT, Planner, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
 from .sample_page import SAMPLES_FILE, sample_record
 from .validate import without_evaluation
 
@@ -91,6 +91,7 @@ def train_rlhf(
     stop: StopRequest,
     error_file: str | None,
     algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    planner: Planner | None = None,
     replanner: BuildReplanner | None = None,
 ) -> None:
     """Train as `config` asks and leave a model; every rank calls it. Raises as `usp.train.trainer.train`.
@@ -98,7 +99,7 @@ def train_rlhf(
     replanner: what `config.replan` needs to predict steps.
     """
     hide_progress_bars()
-    prepared = prepare(config, launch, algorithms=algorithms)
+    prepared = prepare(config, launch, algorithms=algorithms, planner=planner)
     predicts = replanner(prepared, launch) if replanner and config.replan else None
     timeout, sft_steps, resolved = config.hang_timeout, prepared.sft_steps, prepared.config
     with (
@@ -110,17 +111,19 @@ def train_rlhf(
             prepared,
             folder,
             lambda damaged: find_rlhf_start(resolved, sft_steps, launch, damaged),
-            lambda start: prepare(config, launch, start, algorithms),
+            lambda start: prepare(config, launch, start, algorithms, planner),
         )
         remember_folder(folder, launch)
         if prepared.sft_steps:
-            prepared = _after_sft(prepared, launch, stop, watchdog)
+            prepared = _after_sft(prepared, launch, stop, watchdog, planner)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)
         outlast(timeout)
         trainer.run()
 
 
-def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog) -> PreparedRlhf:
+def _after_sft(
+    prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchdog: Watchdog, planner: Planner | None
+) -> PreparedRlhf:
     """Train the supervised steps, as a run in a subfolder, and prepare the run that starts from their model."""
     assert prepared.start.folder is not None
     folder = prepared.start.folder / SFT
@@ -132,7 +135,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             options="",
             rollout="",
             reward_model="",
-            **{name: default_of(RlhfConfig, name) for name in REWARD_FLAGS},
+            **{name: default_of(RlhfConfig, name) for name in (*REWARD_FLAGS, *SEARCH_FLAGS)},
             critic="",
             ref="",
             stop="",
@@ -147,7 +150,6 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
             export_dtype="float32",  # the run's own start: nothing is rounded
             **without_evaluation(),
             replan="",
-            hardware=default_of(RlhfConfig, "hardware"),
             eval_prompts=0 if prepared.config.eval_data else prepared.config.eval_prompts,  # still held out
             **sft_lora(prepared.config),
         )
@@ -162,7 +164,7 @@ def _after_sft(prepared: PreparedRlhf, launch: Launch, stop: StopRequest, watchd
     # Degrees that the plan does not use were for the supervised steps.
     rest = {"model": str(folder / MODEL), "sft_steps": 0, **unused_layout_flags(prepared.config)}
     config = replace(prepared.config, **rest)
-    return prepare(config, launch, prepared.start, {config.algorithm: prepared.algorithm})
+    return prepare(config, launch, prepared.start, {config.algorithm: prepared.algorithm}, planner)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,9 @@ class RlhfTrainer(TrainingLoop):
         stop: StopRequest,
         watchdog: Watchdog,
         replanner: Replanner | None = None,
+        groups: ProcessGroups | None = None,
     ) -> None:
+        """groups: to share with other trainers of this process."""
         if bool(prepared.config.replan) != bool(replanner):
             raise ValueError(f"replan={prepared.config.replan!r} and a replanner must be given together")
         begin = time.perf_counter()
@@ -218,7 +222,7 @@ class RlhfTrainer(TrainingLoop):
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device
         super().__init__(self.config, self.config.steps, prepared.start.folder, self.device.type, stop, watchdog)
         self.schedule = LearningRate.of(self.config, self.config.steps, self.config.warmup_steps)
-        self.groups = ProcessGroups()
+        self.groups = groups or ProcessGroups()
         if self.config.lora_rank:
             self.result = ADAPTER
         keys = {*prepared.graph.given, *prepared.graph.producers}

@@ -25,7 +25,7 @@ from usp.train.validate import (
 )
 
 from .algorithms.algorithm import Algorithm
-from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, RlhfConfig, default_of
+from .config import DEFAULT_SFT_STEPS, LONG_PROMPTS, REWARD_FAILURES, SEARCH, RlhfConfig, default_of
 from .replan.replan_options import ReplanOptions
 
 OWN_RANGES = {
@@ -39,6 +39,7 @@ OWN_RANGES = {
     "micro_batch_tokens": Range(
         lambda value: value >= -1, f"at least 1, 0 for no limit, or -1: {TOKENS_PER_RANK} per sequence-parallel rank"
     ),
+    "search_budget": Range(lambda value: 0 <= value < math.inf, "at least 0 seconds"),
     "wrong_answers": FRACTION,
     "sft_steps": Range(lambda value: value >= -1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights"),
 }
@@ -73,10 +74,29 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
             f"scalar head, and heads get no adapters: remove it"
         )
+    yield from _search(config)
     yield from _evaluation(config, algorithm)
     yield from _replanning(config, algorithm)
     if problem := wandb_problem(config.wandb_project):
         yield problem
+
+
+def _search(config: RlhfConfig) -> Iterator[str]:
+    """Yield which flags contradict how the plan is chosen."""
+    if config.plan != SEARCH:
+        if config.hardware != default_of(RlhfConfig, "hardware") and not config.replan:
+            yield f"--hardware = {config.hardware} is only used by --plan {SEARCH} and --replan: give one, or remove it"
+        if config.search_budget != default_of(RlhfConfig, "search_budget"):
+            yield f"--search-budget = {config.search_budget} is only used by --plan {SEARCH}: give both or neither"
+        return
+    for name in ("offload", "offload_optimizer"):
+        if getattr(config, name):
+            yield f"{flag(name)} is chosen by --plan {SEARCH}: remove it"
+    if config.lora_rank:
+        yield (
+            f"--plan {SEARCH} does not predict steps of adapters (--lora-rank = {config.lora_rank}): give a named plan "
+            f"or a YAML file"
+        )
 
 
 def _evaluation(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
@@ -100,8 +120,6 @@ def _evaluation(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str
 
 def _replanning(config: RlhfConfig, algorithm: Algorithm | None) -> Iterator[str]:
     if not config.replan:
-        if config.hardware != default_of(RlhfConfig, "hardware"):
-            yield f"--hardware = {config.hardware} is for the predictions of --replan: remove it"
         return
     try:
         options = ReplanOptions.parse(config.replan)

@@ -7,18 +7,21 @@ torchrun keeps a key-value store for as long as it runs: it outlives the ranks a
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 STORE_SECONDS = 30.0  # a store that does not answer within this is gone
 LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times hang_timeout
@@ -77,6 +80,23 @@ class Launch:
         host, port = self.agent_store
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         return dist.PrefixStore(f"train.py/{self.run_id}", store)
+
+    def from_first(self, key: str, find: Callable[[], T]) -> T:
+        """Return what `find` returns on rank 0, through torchrun's store; without a store every rank calls it.
+
+        Args:
+            find: its result is plain values, and its errors are among these: if it raises, all ranks end.
+        """
+        store = self.store() if self.world_size > 1 else None
+        if store is None:
+            return find()
+        key = f"{key}/{self.attempt}"
+        if self.rank == 0:
+            store.set(key, json.dumps(find()))
+        while not store.check([key]):  # if rank 0 ends, so does this process
+            time.sleep(0.05)
+        found: T = json.loads(store.get(key))
+        return found
 
     def remember(self, key: str, value: str) -> None:
         """Store `value` for all ranks of this launch, across restarts; no effect without a store."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from usp.cost.rlhf.question import Question
 
 FUNCTION = "function"
-_SEARCHED = 0.8  # of what is left of --budget after the predictions; the rest is for other memory
+_SEARCHED = 0.8  # of --budget; the rest is for what-ifs
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class RlhfPlanConfig:
     max_sp: int = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
-    """Seconds of the whole command. With fewer than predictions and named plans take, only these are compared."""
+    """Seconds of the whole command; a what-if that has begun by then is ended. With fewer than predictions and named
+    plans take, only these are compared."""
     seed: int = 0
     """Seed of the search."""
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
@@ -92,32 +93,29 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if found := [problem for problem in problems if problem]:
         raise ConfigurationError("\n".join(found))
 
-    from usp.cost.rlhf.plan_choice import choose_plan, suppose
+    from usp.cost.rlhf.plan_choice import suppose
     from usp.cost.rlhf.plan_choice_report import render_choice
+    from usp.cost.rlhf.question import answer, what_ifs
     from usp.rlhf.plan.plan_text import to_mapping
     from usp.rlhf.runtime.trace import plot as draw
 
     end = time.monotonic() + asked.budget
     with Console(stderr=True).status("predicting the calls in every layout") as status:
         question = _question(asked)
-        problem = question.problem()
 
         def report(seconds: float, simulated: int, best: float) -> None:
             status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
 
-        left = _SEARCHED * (end - time.monotonic())
-        choice = choose_plan(problem, question.space, question.facts, seed=asked.seed, budget=left, report=report)
+        choice = answer(question, seed=asked.seed, budget=_SEARCHED * asked.budget, report=report)
         plan = choice.plan
-        status.update("searching: with other memory")
-        memory = {"with half the memory": 0.5, "with twice the memory": 2.0}
-        others = {name: replace(problem, memory_bytes=problem.memory_bytes * by) for name, by in memory.items()}
+        status.update("searching: with other memory, lengths and links")
+        others = what_ifs(question, choice.problem)
         supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
     Console().print(render_choice(choice, supposed))
     if out:
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
     if plot:
-        assert choice.simulation
         draw(list(choice.simulation.events()), plot)
         print(f"written: {plot}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -39,6 +39,11 @@ class Workload:
     def sequences(self) -> tuple[int, ...]:
         """Tokens of each sample, prompt and response."""
         return tuple(map(sum, zip(self.prompts, self.responses, strict=True)))
+
+    def longer(self, factor: float) -> Workload:
+        """Return the workload with the lengths of responses, and their limit, times a factor."""
+        responses = tuple(max(1, round(factor * length)) for length in self.responses)
+        return replace(self, responses=responses, limit=max(1, round(factor * self.limit)))
 
     @staticmethod
     def of(

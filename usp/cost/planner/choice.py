@@ -8,10 +8,8 @@ planned         apply --plan auto to the configuration that training starts with
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -352,15 +350,7 @@ def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
     """
     if config.plan != "auto":
         return config
-    store, key = launch.store() if launch.world_size > 1 else None, f"plan/{launch.attempt}"
-    if store is not None and launch.rank > 0:
-        while not store.check([key]):  # if rank 0 ends, so does this process
-            time.sleep(0.05)
-        told = json.loads(store.get(key))
-    else:
-        told = _plan(config, launch)
-        if store is not None:
-            store.set(key, json.dumps(told))
+    told = launch.from_first("plan", lambda: _plan(config, launch))
     if problem := told.get("problem"):
         raise ConfigurationError(problem)
     return replace(config, plan="none", hardware="auto", global_batch_size=0, **told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from usp.cost.rlhf.baselines import baselines
@@ -24,7 +24,6 @@ class SearchingPlanner:
     Args:
         question: returns the step and the devices for the lengths of a step's samples.
         completed: returns a plan that was found with what flags say of all calls.
-        violations: yields why the run cannot have a plan.
 
     Attributes:
         corrections: of the estimates, after the last decision.
@@ -36,10 +35,9 @@ class SearchingPlanner:
         options: ReplanOptions,
         seed: int,
         completed: Callable[[ExecutionPlan], ExecutionPlan],
-        violations: Callable[[ExecutionPlan], Iterator[str]],
     ) -> None:
         self._question, self._options, self._seed = question, options, seed
-        self._completed, self._violations = completed, violations
+        self._completed = completed
         self.corrections = Corrections()
 
     def decide(
@@ -82,7 +80,7 @@ class SearchingPlanner:
             plan = self._completed(each)
             if (seconds := problem.simulator.measure(plan)[0]) >= stays.running_seconds:
                 break
-            why_not = next(self._violations(plan), "")
+            why_not = next(plan.violations(question.graph, question.world_size), "")
             decision = replace(stays, best=plan, best_seconds=seconds, why_not=why_not)
             if not why_not:
                 break

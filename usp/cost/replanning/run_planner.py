@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from usp.cost.calls.call_cost import CallOptions
 from usp.cost.calls.workload import Workload
-from usp.cost.planner.choice import hardware_here
 from usp.cost.rlhf.question import Question
-from usp.hf.models import formula_violation, model_facts
-from usp.hf.shapes import model_shape
-from usp.model.facts import ModelShape
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of, staleness_violations
+from usp.cost.rlhf.run_plan import question_of
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 from usp.rlhf.prepare import PreparedRlhf
 from usp.rlhf.replan.measured_steps import Lengths
 from usp.rlhf.replan.replan_options import ReplanOptions
-from usp.rlhf.role_specs import layout_violations
-from usp.rlhf.roles.role_spec import RoleSpec
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
@@ -30,43 +23,18 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     Raises:
         ConfigurationError: for a model that there are no formulas for, or hardware that is not known.
     """
-    config, graph, specs = prepared.config, prepared.graph, prepared.roles
-    models = _shapes(specs)
+    config, group_size = prepared.config, prepared.graph.group_size
     try:
-        hardware = hardware_here(config.hardware, prepared.device, launch)
+        first = question_of(prepared.unplanned(launch))
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
-    actor = specs["actor"]
-    options = CallOptions(actor.dtype, config.slots, config.loss_chunk, config.attention_kernel)
 
     def question(lengths: Lengths) -> Question:
-        workload = Workload(lengths.prompts, lengths.responses, graph.group_size, config.max_new_tokens)
-        return Question(graph, models, workload, hardware, launch.world_size, options, staleness=config.staleness)
+        workload = Workload(lengths.prompts, lengths.responses, group_size, config.max_new_tokens)
+        return replace(first, workload=workload)
 
-    def violations(plan: ExecutionPlan) -> Iterator[str]:
-        yield from plan.violations(graph, launch.world_size)
-        if config.staleness:
-            yield from staleness_violations(graph, plan)
-        yield from layout_violations(graph, plan, specs)
-
-    return SearchingPlanner(
-        question,
-        ReplanOptions.parse(config.replan),
-        config.seed,
-        lambda plan: _completed(plan, prepared),
-        violations,
-    )
-
-
-def _shapes(specs: dict[str, RoleSpec]) -> dict[str, ModelShape]:
-    """Return the shapes of each role's model; equal models share them."""
-    shapes: dict[str, ModelShape] = {}
-    for role, spec in specs.items():
-        if violation := formula_violation(spec.source, spec.config):
-            raise ConfigurationError(f"--replan predicts no steps of {role}: {violation}")
-        shape = model_shape(model_facts(spec.source, spec.config), spec.config)
-        shapes[role] = next((known for known in shapes.values() if known == shape), shape)
-    return shapes
+    options = ReplanOptions.parse(config.replan)
+    return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))
 
 
 def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:

@@ -70,7 +70,8 @@ def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> 
         plan = named_plan(name, graph, facts)
     except ValueError:
         return None
-    if not all(allows(call, plan[call.name].dims, space) for call in graph.calls):
+    layouts = [(call, plan[call.name]) for call in graph.calls]
+    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
         return None
     found = Baseline(name, *problem.simulator.measure(plan), plan)
     if found.peak_bytes <= problem.memory_bytes:

@@ -9,7 +9,7 @@ checkpointing are beyond it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -45,6 +45,7 @@ class OptionSpace:
         recompute: activation checkpointing of train steps: (--ac, --ac-offload).
         train_within_host: keep dp x tp of a train step within a host, as ReaL does.
         limits: by role; a role that is missing has none.
+        allowed: whether the model of a call can have a layout, beyond these limits.
 
     Raises:
         ValueError: for ranks that are not whole hosts.
@@ -61,6 +62,7 @@ class OptionSpace:
     recompute: tuple[tuple[str, bool], ...] = (("none", False),)
     train_within_host: bool = False
     limits: dict[str, ModelLimits] = field(default_factory=dict, hash=False)
+    allowed: Callable[[ModelCall, CallLayout], bool] = field(default=lambda call, layout: True, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size > self.ranks_per_host and self.world_size % self.ranks_per_host:
@@ -117,7 +119,7 @@ def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
     for ranks in rank_sets(space):
         for dims in degrees(len(ranks), space):
             if allows(call, dims, space):
-                yield from _with_memory(call, ranks, dims, space)
+                yield from (one for one in _with_memory(call, ranks, dims, space) if space.allowed(call, one))
 
 
 def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from usp.cost.grid import GIB
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 from .baselines import Baseline, baselines
 from .options import OptionSpace, options
-from .plan_search import Found, Problem, search
+from .plan_search import Found, NothingFits, Problem, search
 from .simulator import Simulation, Simulator
 from .step_bounds import StepBounds
 
@@ -40,36 +41,29 @@ class RlhfChoice:
     """A chosen plan.
 
     Attributes:
-        found: of the search. simulation: of the best plan; None if none fits.
+        found: of the search, with at least one plan that fits. simulation: of the best plan.
         named: the named plans at their best.
         next_best: by call; calls with a single layout are missing.
     """
 
     problem: Problem
     found: Found
-    simulation: Simulation | None
+    simulation: Simulation
     named: tuple[Baseline, ...]
     next_best: Mapping[str, Alternative]
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The best plan.
-
-        Raises:
-            ValueError: if none fits, with what it would need.
-        """
-        if self.found.best:
-            return self.found.best[0][1]
-        assert self.found.nearest
-        needed, memory = self.found.nearest[0] / 2**30, self.problem.memory_bytes / 2**30
-        raise ValueError(
-            f"no plan fits into {memory:.1f} GiB per rank: the nearest needs {needed:.1f} GiB. Use more ranks, "
-            f"offloading, activation checkpointing, shorter sequences or smaller mini-batches"
-        )
+        """The best plan."""
+        return self.found.best[0][1]
 
 
 def problem_of(simulator: Simulator, space: OptionSpace, memory_bytes: float, offload: tuple[str, ...] = ()) -> Problem:
-    """Return the problem of all options of a space, less those of calls that alone do not fit into memory."""
+    """Return the problem of all options of a space, less those of calls that alone do not fit into memory.
+
+    Raises:
+        NothingFits: naming the calls that no layout fits.
+    """
     found = {call.name: list(options(call, space)) for call in simulator.graph.calls}
     return Problem(simulator, found, memory_bytes, min(space.ranks_per_host, space.world_size), offload).that_fit()
 
@@ -83,21 +77,29 @@ def choose_plan(
         budget: seconds, in which the named plans are measured too.
 
     Raises:
-        ValueError: naming the calls that no layout fits into memory.
+        NothingFits: with the plan that needs least memory.
     """
-    if homeless := [name for name, layouts in problem.options.items() if not layouts]:
-        memory = problem.memory_bytes / 2**30
-        raise ValueError(f"no layout of {', '.join(homeless)} fits into {memory:.1f} GiB per rank: use more ranks")
     begin = time.monotonic()
     named = baselines(problem, space, facts)
     starts = [one.plan for one in named if one.plan]
     left = budget - (time.monotonic() - begin)
     found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
     if not found.best:
-        return RlhfChoice(problem, found, None, named, {})
+        raise NothingFits(_nothing_fits(problem, found))
     _, plan = found.best[0]
     simulation = problem.simulator.run(plan)
     return RlhfChoice(problem, found, simulation, named, dict(_next_best(problem, plan)))
+
+
+def _nothing_fits(problem: Problem, found: Found) -> str:
+    if found.nearest is None:
+        return "no plan keeps rollouts and training on different ranks, as --staleness 1 needs: use more ranks"
+    needed, plan = found.nearest
+    layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
+    return (
+        f"no plan fits into {problem.memory_bytes / GIB:.1f} GiB per rank. The nearest needs {needed / GIB:.1f} GiB: "
+        f"{layouts}"
+    )
 
 
 def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, Alternative]]:
@@ -112,7 +114,10 @@ def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, Alt
                 break
             if (len(other.ranks), other.dims) == (len(own.ranks), own.dims):
                 continue
-            took, peak = problem.simulator.measure(replace(plan, calls={**plan.calls, name: other}))
+            changed = replace(plan, calls={**plan.calls, name: other})
+            if not problem.allows(changed):
+                continue
+            took, peak = problem.simulator.measure(changed)
             if peak <= problem.memory_bytes and (best is None or took < best.seconds):
                 best = Alternative(other, took, problem.simulator.estimates.call_seconds(name, other))
         if best:
@@ -120,16 +125,25 @@ def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, Alt
 
 
 def suppose(
-    suppositions: Mapping[str, Problem], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
+    suppositions: Mapping[str, Callable[[], Problem]], choice: RlhfChoice, *, seed: int = 0, budget: float = 10.0
 ) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
     """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
 
     Plans whose gain is below 1% are the chosen one.
 
-    budget: seconds of all searches together.
+    Args:
+        suppositions: each makes the problem, or raises NothingFits.
+        budget: seconds, after which only the first one is looked at.
     """
     end = time.monotonic() + budget
-    for number, (supposed, problem) in enumerate(suppositions.items()):
+    for number, (supposed, make) in enumerate(suppositions.items()):
+        if number and time.monotonic() >= end:
+            return
+        try:
+            problem = make()
+        except NothingFits:
+            yield supposed, None, 0.0
+            continue
         left = (end - time.monotonic()) / (len(suppositions) - number)
         found = search(problem, seed=seed, budget=left, starts=[choice.plan])
         if not found.best:

@@ -28,7 +28,6 @@ def render_choice(
 
 
 def _calls(choice: RlhfChoice) -> Grid:
-    assert choice.simulation
     spans = {span.name: span for span in choice.simulation.spans if span.step == 0}
     rows = []
     for call in choice.problem.simulator.graph.order:
@@ -41,7 +40,6 @@ def _calls(choice: RlhfChoice) -> Grid:
 
 
 def _plans(choice: RlhfChoice) -> Grid:
-    assert choice.simulation
     memory, best = choice.problem.memory_bytes, choice.simulation.seconds
     rows = [("search", seconds(best), "1.00", f"{choice.simulation.peak_bytes / GIB:.1f}", "")]
     for named in choice.named:

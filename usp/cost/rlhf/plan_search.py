@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from usp.cost.grid import GIB
 from usp.rlhf.graph.calls import TrainStep
 from usp.rlhf.plan.operations import WeightCopy
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, staleness_violations
 
 from .simulator import Simulator
 from .step_bounds import StepBounds
@@ -34,6 +35,10 @@ _BETAS = (30.0, 100.0, 300.0)  # per relative difference: 1% worse is accepted w
 _FRUITLESS = 2000  # moves of a chain without a new best, after which it ends
 _PROPOSALS = 16  # of a move, until the bound of one allows it
 _DRY = 3  # chains without a new best, after which the search ends
+
+
+class NothingFits(ValueError):
+    """No plan fits into memory."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,55 @@ class Problem:
     offload: tuple[str, ...] = ()
 
     def that_fit(self) -> Problem:
-        """Return the problem without layouts whose call alone takes more memory than there is."""
+        """Return the problem without layouts whose call alone takes more memory than there is.
+
+        Raises:
+            NothingFits: naming the calls that no layout fits.
+        """
         options = {name: [o for o in of if self._fits_alone(name, o)] for name, of in self.options.items()}
+        if missing := [name for name, of in self.options.items() if not of]:
+            raise NothingFits(
+                f"{', '.join(missing)}: no layout, as the model and the samples of a step allow none on these ranks"
+            )
+        if homeless := [name for name, of in options.items() if not of]:
+            raise NothingFits(
+                f"no layout of some calls fits into {self.memory_bytes / GIB:.1f} GiB per rank. The nearest: "
+                f"{'; '.join(map(self._nearest, homeless))}"
+            )
         return replace(self, options=options)
 
+    def allows(self, plan: ExecutionPlan) -> bool:
+        """Return whether rollouts have ranks of their own, if they run beside the training of the step before."""
+        return not self.simulator.staleness or not any(staleness_violations(self.simulator.graph, plan))
+
     def _fits_alone(self, name: str, layout: CallLayout) -> bool:
-        """Return whether a call fits if its role has no other, and all that can be offloaded is."""
-        estimates, call, needed = self.simulator.estimates, self.simulator.graph[name], 0.0
-        if call.role:
-            copy = WeightCopy(call.role, layout.of_weights)
-            needed += estimates.weight_bytes(copy)
-            needed += estimates.state_bytes(copy) if isinstance(call.work, TrainStep) else 0
+        kept = self._kept_bytes(name, layout)
         # What the call takes beside its weights is predicted only where these fit.
-        return needed <= self.memory_bytes and needed + estimates.call_bytes(name, layout) <= self.memory_bytes
+        return (
+            kept <= self.memory_bytes and kept + self.simulator.estimates.call_bytes(name, layout) <= self.memory_bytes
+        )
+
+    def _kept_bytes(self, name: str, layout: CallLayout) -> float:
+        """Return the memory of a call's weights and optimizer states if its role has no other call, and all that can be
+        offloaded is."""
+        estimates, call = self.simulator.estimates, self.simulator.graph[name]
+        if not call.role:
+            return 0.0
+        copy = WeightCopy(call.role, layout.of_weights)
+        return estimates.weight_bytes(copy) + (estimates.state_bytes(copy) if isinstance(call.work, TrainStep) else 0)
+
+    def _nearest(self, name: str) -> str:
+        """Return the layout of a call that needs least memory, in words."""
+        kept = {layout: self._kept_bytes(name, layout) for layout in self.options[name]}
+        needed = math.inf
+        nearest: CallLayout | None = None
+        for layout in sorted(kept, key=kept.__getitem__):
+            if kept[layout] >= needed:
+                break
+            total = kept[layout] + self.simulator.estimates.call_bytes(name, layout)
+            if total < needed:
+                needed, nearest = total, layout
+        return f"{name} needs {needed / GIB:.1f} GiB on {nearest}"
 
     @property
     def plans(self) -> int:
@@ -208,6 +249,8 @@ class _Walk:
 
     def _new_energy(self, state: _State) -> float:
         key = self._key(state)
+        if key not in self._energies and not self._problem.allows(self.plan(state)):
+            self._energies[key] = math.inf
         if key not in self._energies:
             seconds, peak = self._problem.simulator.measure(self.plan(state))
             fits = peak <= self._problem.memory_bytes

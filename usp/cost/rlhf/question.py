@@ -1,29 +1,35 @@
-"""What a plan is searched for: an RLHF step on a cluster, and the space of its plans. Pure."""
+"""What a plan is searched for: an RLHF step on a cluster; the answer, and how it depends on the question. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from parallel import Hardware
 from usp.cost.calls.call_cost import CallOptions
 from usp.cost.calls.plan_estimates import PlanEstimates
 from usp.cost.calls.workload import Workload
 from usp.cost.planner.choice import usable
+from usp.cost.planner.layouts import suppositions
 from usp.model.facts import ModelShape
+from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.named_plans import Facts
-from usp.rlhf.plan.plan import optimizer_of
+from usp.rlhf.plan.plan import CallLayout, optimizer_of
 
+from .baselines import baselines
 from .estimates import Estimates
 from .options import ModelLimits, OptionSpace
-from .plan_choice import problem_of
-from .plan_search import Problem
+from .plan_choice import Report, RlhfChoice, choose_plan, problem_of
+from .plan_search import NothingFits, Problem, search
 from .predictions import Predictions
 from .simulator import Simulator
 
+_MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
+_REMEDY_SECONDS = 3.0  # to search a plan on each of these
 _EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
 _ZERO = (0, 1, 3)
 _RECOMPUTE = (("none", False), ("full", False))
@@ -40,6 +46,7 @@ class Question:
         options: what the run sets for all calls.
         max_sequence: the highest ring x ulysses degree; 1: no sequence parallelism.
         staleness: as --staleness of rlhf.py.
+        allowed: whether the model of a call can have a layout.
     """
 
     graph: DataflowGraph
@@ -50,6 +57,7 @@ class Question:
     options: CallOptions = field(default_factory=CallOptions)
     max_sequence: int = 8
     staleness: int = 0
+    allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True
 
     @property
     def ranks_per_host(self) -> int:
@@ -79,6 +87,7 @@ class Question:
             zero=_ZERO,
             recompute=_RECOMPUTE,
             limits=self._limits,
+            allowed=self.allowed,
         )
 
     @property
@@ -86,7 +95,9 @@ class Question:
         """What named plans depend on."""
         limits = self._limits.values()
         heads = math.gcd(*(math.gcd(limit.heads, limit.kv_heads) for limit in limits))
-        return Facts(self.world_size, self.ranks_per_host, heads, min(limit.layers for limit in limits))
+        experts = any(model.facts.num_experts for model in self.models.values())
+        layers = min(limit.layers for limit in limits)
+        return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=experts)
 
     def problem(self, estimates: Estimates | None = None) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware.
@@ -95,6 +106,10 @@ class Question:
 
         Args:
             estimates: instead of those from the hardware's rates.
+
+        Raises:
+            NothingFits: naming the calls that no layout fits.
+            ValueError: for devices that are not whole hosts, or that the hardware does not connect.
         """
         simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, staleness=self.staleness)
         trained = self.graph.trained_roles
@@ -107,3 +122,57 @@ class Question:
             role: ModelLimits(model.facts.num_heads, model.facts.num_kv_heads, len(model.layers))
             for role, model in self.models.items()
         }
+
+
+def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Report) -> RlhfChoice:
+    """Search the fastest plan.
+
+    Args:
+        budget: seconds, with the predictions. With fewer than these and named plans take, only these are compared.
+
+    Raises:
+        NothingFits: with the plan that needs least memory, and a number of ranks on which one fits.
+        ValueError: as `Question.problem`.
+    """
+    begin = time.monotonic()
+    try:
+        problem = question.problem()
+        left = budget - (time.monotonic() - begin)
+        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
+    except NothingFits as error:
+        enough = _enough_ranks(question)
+        more = f"{enough} ranks, where one fits, or " if enough else ""
+        raise NothingFits(f"{error}. Use {more}devices with more memory, or shorter or fewer samples") from None
+
+
+def _enough_ranks(question: Question) -> int | None:
+    """Return a number of ranks on which a plan fits, a multiple of those that are too few."""
+    for times in _MORE_RANKS:
+        larger = replace(question, world_size=times * question.world_size)
+        try:
+            problem = larger.problem()
+            named = [one.plan for one in baselines(problem, larger.space, larger.facts) if one.plan]
+            if search(problem, budget=_REMEDY_SECONDS, starts=named).best:
+                return larger.world_size
+        except NothingFits:
+            continue
+        except ValueError:  # the hardware connects fewer, or they are not whole hosts
+            return None
+    return None
+
+
+def what_ifs(question: Question, problem: Problem) -> dict[str, Callable[[], Problem]]:
+    """Return what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
+
+    def changed(**changes: object) -> Problem:
+        return replace(question, **changes).problem()  # type: ignore[arg-type]
+
+    found: dict[str, Callable[[], Problem]] = {}
+    for words, hardware, times in suppositions(question.hardware):
+        if hardware is question.hardware:
+            found[words] = partial(replace, problem, memory_bytes=times * problem.memory_bytes)
+        elif question.world_size > question.ranks_per_host:
+            found[words] = partial(changed, hardware=hardware)
+    for words, times in (("twice", 2.0), ("half", 0.5)):
+        found[f"with responses {words} as long"] = partial(changed, workload=question.workload.longer(times))
+    return found

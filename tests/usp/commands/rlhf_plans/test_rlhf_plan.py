@@ -19,7 +19,7 @@ def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
     files = ["--out", str(out), "--plot", str(plot), "--options", "mini_batches=1"]
     assert main([*SMALL, *files, "--algorithm", "grpo", "--reward", "function"], {}) == 0
     printed = capsys.readouterr().out
-    for word in ("actor_generate", "heuristic", "separation", "with half the memory"):
+    for word in ("actor_generate", "heuristic", "separation", "with twice the memory"):
         assert word in printed
     plan = from_mapping(yaml.safe_load(out.read_text()))
     assert set(plan.calls) >= {"actor_generate", "actor_train"}
@@ -36,7 +36,8 @@ def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
         (["--options", "mini_batch=2"], "--options = mini_batch=2: unknown 'mini_batch'"),
         (["--hardware", "h1000"], "h1000"),
         (["--out", "plan.txt"], "--out"),
-        (["--actor", "llama2-70b", "--world-size", "4", "--hardware", "l20"], "use more ranks"),
+        (["--actor", "llama2-70b", "--world-size", "4", "--hardware", "l20"], "The nearest: actor_train needs"),
+        (["--world-size", "1"], " ranks, where one fits, or devices with more memory"),
     ],
 )
 def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

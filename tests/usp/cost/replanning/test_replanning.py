@@ -64,9 +64,7 @@ def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> N
 
 
 def decided(lengths: Lengths, running: ExecutionPlan, slower: dict[str, float]) -> tuple[SearchingPlanner, object]:
-    planner = SearchingPlanner(
-        question, ReplanOptions(5, 0.01, 2.0), 0, lambda plan: plan, lambda plan: plan.violations(GRAPH, 4)
-    )
+    planner = SearchingPlanner(question, ReplanOptions(5, 0.01, 2.0), 0, lambda plan: plan)
     predicted = question(lengths).estimates
     seconds = {c.name: slower.get(c.name, 1.0) * predicted.call_seconds(c.name, running[c.name]) for c in GRAPH.calls}
     return planner, planner.decide(running, [MeasuredStep(5, lengths, seconds)], 10**6, 0.5)

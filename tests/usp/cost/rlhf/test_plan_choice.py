@@ -39,7 +39,6 @@ def choice() -> RlhfChoice:
 
 
 def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: RlhfChoice) -> None:
-    assert choice.simulation
     seconds, plan = choice.found.best[0]
     assert choice.simulation.seconds == pytest.approx(seconds)
     plan.check(GRAPH, 4)
@@ -60,12 +59,13 @@ def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
     assert much["heuristic"] == little["heuristic"]  # it has no choice
     assert much["flattening"].seconds < little["flattening"].seconds
     assert little["flattening"].peak_bytes <= 20.0
-    tight = {one.name: one for one in baselines(problem(1.0), SPACE, FACTS)}
+    tight = {one.name: one for one in baselines(replace(problem(1e9), memory_bytes=1.0), SPACE, FACTS)}
     assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
 
 
 def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
-    supposed = {"as it is": choice.problem, "with little memory": replace(choice.problem, memory_bytes=2.0)}
+    little = replace(choice.problem, memory_bytes=2.0)
+    supposed = {"as it is": lambda: choice.problem, "with little memory": little.that_fit}
     same, nothing = suppose(supposed, choice, budget=0.5)
     assert same[1] is not None
     assert same[2] < 0.01 or same[1].calls != choice.plan.calls
@@ -86,7 +86,7 @@ def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
 
 
 def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
-    with pytest.raises(ValueError, match="no layout of actor_train"):
+    with pytest.raises(ValueError, match=r"no layout of some calls fits.* actor_train needs 0.0 GiB on ranks 0"):
         choose(memory=2.0)
-    with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank: the nearest needs"):
-        _ = choose(memory=12.0).plan
+    with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank. The nearest needs 0.0 GiB: actor"):
+        choose(memory=12.0)

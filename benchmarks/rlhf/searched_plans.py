@@ -1,0 +1,326 @@
+"""PPO steps under the searched plan and under the named ones: three ratios of models, three lengths, two clusters.
+
+Emulated hosts (benchmarks/harness/cluster.py) are calibrated, then every cell, a ratio of actor to critic and a length
+of responses, is searched with the calibration alone, and run under the plan that is found and under the named ones with
+the degrees that are predicted to serve them best: one step of each plan per round on the same ranks, so that other work
+slows all of them alike. All plans train on the same samples. Intervals are of 95%, by bootstrap over the rounds.
+
+    python -m benchmarks.rlhf.searched_plans            # 8 ranks: about 40 minutes on two otherwise idle cores
+    python -m benchmarks.rlhf.searched_plans --quick    # 4 ranks, one cell on each cluster; saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.measure import in_turns
+from benchmarks.harness.record import Record, finish
+from parallel import ProcessGroups
+from usp.cost.rlhf.plan_choice_report import layout_text
+from usp.cost.rlhf.question import Question, answer
+from usp.cost.rlhf.run_plan import question_of
+from usp.cost.time.calibrate import Plan, calibrate
+from usp.cost.time.rounds import OtherLoad
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.plan.named_plans import NAMED_PLANS
+from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan_text import from_mapping, to_mapping
+from usp.rlhf.prepare import Unplanned, prepare
+from usp.rlhf.trainer import RlhfTrainer
+from usp.run.launch import Launch
+from usp.run.signals import StopRequest
+from usp.run.watchdog import Watchdog
+from usp.train.resume import Start
+
+SEARCH, PLANS = "search", ("search", *NAMED_PLANS)
+RATE = "1gbit"  # between two hosts
+HEADS, LAYERS, VOCABULARY = 8, 4, 2048  # so many ids that random weights hardly end a response early
+HIDDEN = {"small": 128, "large": 256}  # four times the parameters of a layer
+RATIOS = {"1:1": ("small", "small"), "4:1": ("large", "small"), "1:4": ("small", "large")}  # actor, critic
+LENGTHS = (16, 48, 128)  # tokens of a response
+PROMPTS, PROMPT_TOKENS = 16, 64
+WARMUP = 1  # steps that are not counted
+CALIBRATIONS = 4  # at most, while other work disturbs them
+DRAWS = 2000  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A step to plan: hosts, the ratio of actor to critic, and the length of responses."""
+
+    hosts: int
+    ratio: str
+    length: int
+
+    @property
+    def cluster(self) -> str:
+        return "one host" if self.hosts == 1 else f"{self.hosts} hosts, {RATE}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of a cell, and the predicted seconds of its step."""
+
+    plan: ExecutionPlan
+    seconds: float
+
+
+def write_models(folder: Path) -> None:
+    """Write a causal LM of each size, with random weights."""
+    for name, hidden in HIDDEN.items():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=8 * hidden // 3,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+
+
+# On each rank
+
+
+def measure(
+    cells: Sequence[Cell], rounds: int, folder: str, host_size: int, budget: float
+) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the plans of every cell with predicted and measured seconds, and the share of other programs."""
+    load, root = OtherLoad(), Path(folder)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch = Launch(rank, world_size, rank % host_size, host_size)
+    hardware = root / f"hardware-{cells[0].hosts}.json"
+    found = calibrated(host_size, cells[0].cluster)
+    if rank == 0:
+        hardware.write_text(json.dumps(found))
+    dist.barrier()
+    groups, results = ProcessGroups(), []
+    for number, cell in enumerate(cells):
+        config = config_of(cell, root, hardware, WARMUP + rounds)
+        plans = searched(config, launch, budget)
+        place = root / f"{cell.hosts}-{number}"
+        trainers = {name: trainer(config, one.plan, launch, place / name, groups) for name, one in plans.items()}
+        seconds = step_seconds(trainers, rounds)
+        for one in trainers.values():
+            for file in one.logs():
+                file.close()
+        trainers.clear()
+        gc.collect()
+        if rank == 0:
+            print(cell, {name: round(median(times), 2) for name, times in seconds.items()}, flush=True)
+        results.append(
+            {
+                "cluster": cell.cluster,
+                "ratio": cell.ratio,
+                "length": cell.length,
+                "plans": {
+                    name: {"predicted": one.seconds, "seconds": seconds[name], "plan": to_mapping(one.plan)}
+                    for name, one in plans.items()
+                },
+            }
+        )
+    return results, load.share()
+
+
+def calibrated(host_size: int, name: str) -> dict[str, Any]:
+    """Return a hardware file's values, measured again where other work disturbs it, which every rank finds alike."""
+    plan = Plan.of(torch.device("cpu"), host_size, HEADS, HIDDEN["small"] // HEADS)
+    for _ in range(CALIBRATIONS - 1):
+        try:
+            return calibrate(plan, name)
+        except ValueError as error:
+            if dist.get_rank() == 0:
+                print(f"{error}: again", flush=True)
+    return calibrate(plan, name)
+
+
+def config_of(cell: Cell, root: Path, hardware: Path, steps: int) -> RlhfConfig:
+    actor, critic = RATIOS[cell.ratio]
+    return RlhfConfig(
+        algorithm="ppo",
+        options="mini_batches=1",
+        model=str(root / actor),
+        critic=str(root / critic),
+        tokenizer="bytes",
+        plan=SEARCH,
+        hardware=str(hardware),
+        prompts=PROMPTS,
+        group_size=1,
+        prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=cell.length,
+        steps=steps,
+        sft_steps=0,
+        device="cpu",
+        dtype="float32",
+    )
+
+
+def searched(
+    config: RlhfConfig,
+    launch: Launch,
+    budget: float,
+    estimated: Callable[[Question], Question] = lambda question: question,
+) -> dict[str, Planned]:
+    """Return the searched plan and the named ones, the same on every rank: rank 0 searches.
+
+    estimated: returns the question with other estimates, to compare these.
+    """
+    found: dict[str, Planned] = {}
+
+    def planner(run: Unplanned) -> ExecutionPlan:
+        told: list[Any] = [None]
+        if launch.rank == 0:
+            choice = answer(estimated(question_of(run)), budget=budget, report=lambda *_: None)
+            best = (SEARCH, choice.plan, choice.simulation.seconds)
+            named = [(one.name, one.plan, one.seconds) for one in choice.named if one.plan]
+            told = [[(name, to_mapping(plan), seconds) for name, plan, seconds in (best, *named)]]
+        dist.broadcast_object_list(told)
+        found.update({name: Planned(from_mapping(plan), seconds) for name, plan, seconds in told[0]})
+        return found[SEARCH].plan
+
+    prepare(config, launch, Start(), planner=planner)
+    return found
+
+
+def trainer(
+    config: RlhfConfig, plan: ExecutionPlan, launch: Launch, folder: Path, groups: ProcessGroups
+) -> RlhfTrainer:
+    file = folder / "plan.yaml"
+    if launch.rank == 0:
+        folder.mkdir(parents=True)
+        file.write_text(yaml.safe_dump(to_mapping(plan)))
+    dist.barrier()
+    config = replace(config, plan=str(file), hardware="auto")
+    prepared = prepare(config, launch, Start(folder))
+    return RlhfTrainer(prepared, launch, StopRequest(), Watchdog(launch, 0.0), groups=groups)
+
+
+def step_seconds(trainers: dict[str, RlhfTrainer], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every counted step, from the first rank that begins to the last that ends."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for round_, name in in_turns(tuple(trainers), WARMUP + rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        trainers[name].step(round_ + 1)
+        dist.barrier()
+        seconds[name].append(time.perf_counter() - begin)
+    return {name: times[WARMUP:] for name, times in seconds.items()}
+
+
+# Over all cells
+
+
+def interval(values: Sequence[float], statistic: Callable[[Sequence[float]], float] = median) -> tuple[float, float]:
+    """Return the 95% interval of a statistic of values, by bootstrap."""
+    chance = random.Random(0)
+    drawn = sorted(statistic(chance.choices(values, k=len(values))) for _ in range(DRAWS))
+    return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
+
+
+def regret(result: dict[str, Any]) -> float:
+    """Return how much longer the searched plan takes than the best of all measured ones, by medians."""
+    medians = {name: median(one["seconds"]) for name, one in result["plans"].items()}
+    return medians[SEARCH] / min(medians.values()) - 1
+
+
+def behind_named(result: dict[str, Any]) -> float:
+    """Return how much longer the searched plan takes than the best named one; negative if it is faster."""
+    medians = {name: median(one["seconds"]) for name, one in result["plans"].items()}
+    return medians.pop(SEARCH) / min(medians.values()) - 1
+
+
+COLUMNS = ("cluster", "actor:critic", "tokens", "plan", "step (s)", "95%", "predicted (s)", "of search")
+
+
+def rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for result in results:
+        own = result["plans"][SEARCH]["seconds"]
+        for name in PLANS:
+            where = (result["cluster"], result["ratio"], str(result["length"]), name)
+            if name not in result["plans"]:
+                yield (*where, "no degrees fit", "", "", "")
+                continue
+            one = result["plans"][name]
+            low, high = interval(one["seconds"])
+            ratio = median(other / mine for other, mine in zip(one["seconds"], own, strict=True))
+            spread = f"{low:.2f} to {high:.2f}"
+            yield (*where, f"{median(one['seconds']):.2f}", spread, f"{one['predicted']:.2f}", f"{ratio:.2f}")
+
+
+def notes(results: Sequence[dict[str, Any]], loads: Sequence[float | None]) -> tuple[str, ...]:
+    regrets, behind = list(map(regret, results)), list(map(behind_named, results))
+    low, high = interval(regrets, mean)
+    errors = [abs(p["predicted"] / median(p["seconds"]) - 1) for r in results for p in r["plans"].values()]
+    worst = results[max(range(len(results)), key=behind.__getitem__)]
+    chosen = from_mapping(worst["plans"][SEARCH]["plan"])
+    layouts = "; ".join(f"{name} {layout_text(layout)}" for name, layout in chosen.calls.items())
+    others = ", ".join("an unknown part" if load is None else f"{load:.0%}" for load in loads)
+    return (
+        f"Regret of the searched plan against the best measured one: {mean(regrets):.1%} on average over "
+        f"{len(regrets)} cells (95%: {low:.1%} to {high:.1%}), worst {max(regrets):.1%}.",
+        f"Against the best named plan of each cell it takes {mean(behind):+.1%} on average, at worst "
+        f"{max(behind):+.1%}: "
+        f"{worst['cluster']}, {worst['ratio']}, {worst['length']} tokens, with {layouts}.",
+        f"Predicted and measured steps differ by {median(errors):.0%} (median). Other programs used {others} of the "
+        "processors.",
+        "Named plans have the degrees that are predicted to serve them best. Ratios are medians over rounds.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="4 ranks, one cell on each cluster; save nothing")
+    parser.add_argument("--rounds", type=int, default=0, help="counted steps of each plan (default: 7, quick: 3)")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds of a search (default: 15, quick: 2)")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
+    asked = parser.parse_args()
+    if reason := unavailable():
+        raise SystemExit(f"emulated hosts are not available: {reason}")
+    world_size = 4 if asked.quick else 8
+    rounds, budget = asked.rounds or (3 if asked.quick else 7), asked.budget or (2.0 if asked.quick else 15.0)
+    grid = [("4:1", 16)] if asked.quick else list(product(RATIOS, LENGTHS))
+    results, loads = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        write_models(Path(folder))
+        for hosts in (1, 2):
+            cells, ranks = [Cell(hosts, *one) for one in grid], world_size // hosts
+            with cluster(hosts, RATE) as made:
+                found = made.call(measure, ranks, cells, rounds, folder, ranks, budget, timeout=3600.0)
+            results += found[0][0]
+            loads.append(found[0][1])
+    record = Record.of(
+        "searched_plans",
+        f"PPO steps on {world_size} ranks: the searched plan and the named ones, {PROMPTS} prompts of up to "
+        f"{PROMPT_TOKENS} tokens",
+        COLUMNS,
+        rows(results),
+        notes(results, loads),
+        results,
+        command="python -m benchmarks.rlhf.searched_plans",
+    )
+    finish(record, asked.output, save=not asked.quick)
+
+
+if __name__ == "__main__":
+    main()
