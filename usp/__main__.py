@@ -23,19 +23,25 @@ COMMANDS = {
     "loss-by-position": "show the held-out loss of runs by position in the document",
     "needle": "find out at which lengths and depths a model finds a needle in a haystack",
     "rlhf-plan": "find the ranks and the layout of each model call of an RLHF step",
+    "rlhf-profile": "measure the calls of an RLHF step on this machine (start it with torchrun)",
     "rlhf-dry-run": "run the model calls of one RLHF step of any rank without devices",
     "rlhf-trace": "show the timeline of an RLHF run",
     "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
 # Of commands that are not directly in usp/commands.
-FOLDERS = {"loss-by-position": "evaluate.", "needle": "evaluate.", "rlhf-plan": "rlhf_plans."}
+FOLDERS = {
+    "loss-by-position": "evaluate.",
+    "needle": "evaluate.",
+    "rlhf-plan": "rlhf_plans.",
+    "rlhf-profile": "rlhf_plans.",
+}
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
     """Run the command that `argv` names; return 0, or 1 after printing why it failed.
 
     Args:
-        environ: what torchrun says about this rank, for `calibrate`; None for a single process.
+        environ: what torchrun says about this rank, for `calibrate` and `rlhf-profile`; None for a single process.
         prog: program name in usage messages.
     """
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, allow_abbrev=False)

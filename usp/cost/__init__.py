@@ -2,5 +2,5 @@
 RLHF plans. Each file imports only earlier ones:
 
 job, methods, grid, traffic, memory, time, passes, calls, dry_run, planner, time_report, run_summary, compare, rlhf,
-replanning.
+replanning, profile.
 """

@@ -237,6 +237,15 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     return config
 
 
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return the configuration of the same model with so many layers; any beyond its own are like its last."""
+    config = copy.deepcopy(config)
+    depth, config.num_hidden_layers = config.num_hidden_layers, layers
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [*kinds, *[kinds[-1]] * (layers - depth)][:layers]
+    return config
+
+
 def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
     """Change the rotary parameters of `config`, or where they differ by layer type those of full attention."""
     rope = getattr(config, "rope_parameters", None)

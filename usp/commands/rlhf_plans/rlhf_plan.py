@@ -19,6 +19,7 @@ from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 
 if TYPE_CHECKING:
+    from usp.cost.profile.profile import Profile
     from usp.cost.rlhf.question import Question
 
 FUNCTION = "function"
@@ -65,6 +66,9 @@ class RlhfPlanConfig:
     hardware: Annotated[
         str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
     ] = "h100"
+    profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
+    """Seconds measured by python -m usp rlhf-profile, for the calls in layouts that it has; those of others follow from
+    the rates of --hardware, and the plan says which."""
     max_sp: int = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
@@ -93,6 +97,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if found := [problem for problem in problems if problem]:
         raise ConfigurationError("\n".join(found))
 
+    from usp.cost.profile.profile import Profile
+    from usp.cost.profile.profiled_question import ProfiledQuestion, said_of
     from usp.cost.rlhf.plan_choice import suppose
     from usp.cost.rlhf.plan_choice_report import render_choice
     from usp.cost.rlhf.question import answer, what_ifs
@@ -101,7 +107,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     end = time.monotonic() + asked.budget
     with Console(stderr=True).status("predicting the calls in every layout") as status:
-        question = _question(asked)
+        question = _question(asked, Profile.load(Path(asked.profile).expanduser()) if asked.profile else None)
 
         def report(seconds: float, simulated: int, best: float) -> None:
             status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
@@ -112,6 +118,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         others = what_ifs(question, choice.problem)
         supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
     Console().print(render_choice(choice, supposed))
+    for line in said_of(question.profiled, plan) if isinstance(question, ProfiledQuestion) else ():
+        print(line)
     if out:
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
@@ -120,9 +128,12 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         print(f"written: {plot}")
 
 
-def _question(asked: RlhfPlanConfig) -> Question:
+def _question(asked: RlhfPlanConfig, profile: Profile | None) -> Question:
+    import torch
+
     from usp.cost.calls.call_cost import CallOptions
     from usp.cost.calls.workload import Workload
+    from usp.cost.profile.profiled_question import ProfiledQuestion
     from usp.cost.rlhf.described import described_graph, described_models, quantiles_of
     from usp.cost.rlhf.question import Question
 
@@ -137,13 +148,14 @@ def _question(asked: RlhfPlanConfig) -> Question:
     )
     critic = asked.critic or asked.actor
     names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
-    return Question(
+    question = Question(
         graph,
         described_models(names, graph.roles),
         Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles),
         load_hardware(asked.hardware),
         asked.world_size,
-        CallOptions(slots=asked.slots),
+        CallOptions(slots=asked.slots) if profile is None else CallOptions(getattr(torch, profile.dtype), asked.slots),
         asked.max_sp,
         asked.staleness,
     )
+    return question if profile is None else ProfiledQuestion.of(question, profile)

@@ -159,7 +159,7 @@ def forward_job(layout: CallLayout, model: ModelShape, options: CallOptions) -> 
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Micro-batches of packed sequences.
 
     Attributes:
@@ -171,12 +171,20 @@ class _Rows:
     visible: float
 
 
-def _packed(lengths: tuple[int, ...], layout: CallLayout, unit: int = 1) -> _Rows:
+def packed_rows(lengths: tuple[int, ...], layout: CallLayout, unit: int = 1) -> Rows:
     """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
     number, longest, pairs = _rows(lengths, layout.dims.batch, unit, layout.token_budget, layout.dims.pp)
     multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
     row_len = -(-longest // (multiple * layout.dims.tp)) * multiple * layout.dims.tp
-    return _Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+    return Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+
+
+def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload) -> Counter[Rows]:
+    """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
+    unit, lengths = work.objective.unit, workload.sequences
+    each = -(-len(lengths) // unit // work.mini_batches) * unit
+    mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
+    return Counter(packed_rows(mini_batch, layout, unit) for mini_batch in mini_batches)
 
 
 @lru_cache(maxsize=1024)
@@ -196,7 +204,7 @@ def _inference(
     work: Inference, layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
 ) -> CallCost:
     output: Output = "logprobs" if work.head == "logprobs" else "values"
-    rows = _packed(workload.sequences, layout)
+    rows = packed_rows(workload.sequences, layout)
     job = _job(layout, model, options, output, tokens=rows.tokens, rows=rows.number, micro_batches=rows.number)
     places, ranks = _different_stages(job, hardware), job.ranks("pp", 0)
     memory = max((forward_memory(job, ranks[place]) for place, _ in places), key=lambda moment: moment.total)
@@ -210,11 +218,8 @@ def _inference(
 def _train_step(
     work: TrainStep, layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
 ) -> CallCost:
-    unit, lengths = work.objective.unit, workload.sequences
-    each = -(-len(lengths) // unit // work.mini_batches) * unit
-    mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
     seconds, peaks = defaultdict[str, float](float), []
-    for rows, number in Counter(_packed(mini_batch, layout, unit) for mini_batch in mini_batches).items():
+    for rows, number in mini_batch_rows(work, layout, workload).items():
         sizes = {"tokens": rows.tokens, "rows": rows.number, "micro_batches": rows.number}
         job = _job(layout, model, options, work.objective.head, **sizes, trained=True)
         for part, found in _passes(job, hardware, rows.visible, options).items():
@@ -262,12 +267,21 @@ def _launch_wait(job: Job, hardware: Hardware, rank: int, options: CallOptions, 
     return max(0.0, launches * hardware.launch_seconds - busy)
 
 
+def _prefill_multiple(layout: CallLayout) -> int:
+    multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
+    return multiple * -(-ROW_MULTIPLE // multiple)
+
+
+def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
+    """Return the different continuous batchings of data-parallel ranks that have samples."""
+    return _runs(workload, layout.dims.batch, options.slots, layout.dims.sp, _prefill_multiple(layout))
+
+
 def _generate(
     layout: CallLayout, model: ModelShape, workload: Workload, hardware: Hardware, options: CallOptions
 ) -> CallCost:
-    multiple = SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
-    multiple *= -(-ROW_MULTIPLE // multiple)
-    runs = _runs(workload, layout.dims.batch, options.slots, layout.dims.sp, multiple)
+    multiple = _prefill_multiple(layout)
+    runs = batchings(layout, workload, options)
     parts_of_batch = layout.dims.pp if options.pipelined else 1
     shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
     prefills = {shape: _prefill(layout, model, options, hardware, *shape, parts_of_batch) for shape in shapes}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallel import Hardware, plan_realloc, realloc_seconds
+import torch
+
+from parallel import Hardware, ReallocPlan, plan_realloc, realloc_seconds
 from usp.cost.time.compute import held_elements
 from usp.cost.traffic.sharding import FLOAT32
 from usp.model.facts import ModelShape
@@ -22,6 +24,20 @@ from .sample_seconds import sample_seconds
 from .workload import Workload
 
 BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, as in usp.rlhf.runtime.copies
+
+
+def fill_plan(
+    source: WeightCopy, copy: WeightCopy, model: ModelShape, dtype: torch.dtype, per_host: int
+) -> ReallocPlan:
+    """Return the reallocation that fills a copy of a model's weights from another one alone.
+
+    per_host: ranks of a host.
+    """
+    src, dst = (
+        weight_layout(model, each.layout.dims, each.layout.ranks, zero=each.layout.zero, dtype=dtype)
+        for each in (source, copy)
+    )
+    return plan_realloc(src, dst, bucket_bytes=BUCKET_BYTES, ranks_per_host=per_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +79,8 @@ class PlanEstimates:
         """Return the time of the reallocation that fills a copy from another; 0 if both are alike."""
         if source.layout.of_weights == copy.layout.of_weights:
             return 0.0
-        src, dst = (
-            weight_layout(
-                self.models[each.role],
-                each.layout.dims,
-                each.layout.ranks,
-                zero=each.layout.zero,
-                dtype=self.options.dtype,
-            )
-            for each in (source, copy)
-        )
-        per_host = self.hardware.tiers[0].devices or max(src.ranks + dst.ranks) + 1
-        plan = plan_realloc(src, dst, bucket_bytes=BUCKET_BYTES, ranks_per_host=per_host)
+        per_host = self.hardware.tiers[0].devices or max(source.layout.ranks + copy.layout.ranks) + 1
+        plan = fill_plan(source, copy, self.models[copy.role], self.options.dtype, per_host)
         return realloc_seconds(plan, self.hardware).total
 
     def load_seconds(self, copy: WeightCopy) -> float:

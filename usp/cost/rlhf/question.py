@@ -63,8 +63,13 @@ class Question:
     def ranks_per_host(self) -> int:
         return min(self.hardware.host_devices, self.world_size)
 
-    @cached_property
+    @property
     def estimates(self) -> Estimates:
+        """What the calls of a plan take."""
+        return self.by_rates
+
+    @cached_property
+    def by_rates(self) -> Predictions:
         """Predictions from the rates of the hardware."""
         exact = PlanEstimates(self.graph, self.models, self.workload, self.hardware, self.options)
         return Predictions(exact, self.ranks_per_host)
@@ -99,19 +104,23 @@ class Question:
         layers = min(limit.layers for limit in limits)
         return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=experts)
 
+    def simulator(self, estimates: Estimates) -> Simulator:
+        """Return the simulator of plans."""
+        return Simulator(self.graph, estimates, self.world_size, staleness=self.staleness)
+
     def problem(self, estimates: Estimates | None = None) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware.
 
         Untrained models and the optimizer states of trained ones may be offloaded.
 
         Args:
-            estimates: instead of those from the hardware's rates.
+            estimates: instead of those of the question.
 
         Raises:
             NothingFits: naming the calls that no layout fits.
             ValueError: for devices that are not whole hosts, or that the hardware does not connect.
         """
-        simulator = Simulator(self.graph, estimates or self.estimates, self.world_size, staleness=self.staleness)
+        simulator = self.simulator(estimates or self.estimates)
         trained = self.graph.trained_roles
         offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
         return problem_of(simulator, self.space, usable(self.hardware).device, offload)

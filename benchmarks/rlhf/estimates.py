@@ -1,0 +1,384 @@
+"""Predicted seconds and bytes of PPO's calls and steps, from a profile of this machine, against measured ones.
+
+One launch of 8 ranks and one of 4: first the profile, of models of other depths and of other numbers and lengths of
+samples than those of the steps, then steps of all plans in turn.
+
+    python -m benchmarks.rlhf.estimates            # about a quarter of an hour
+    python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.measure import in_turns
+from benchmarks.harness.record import Record, finish
+from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
+from parallel.memory import track_memory
+from parallel.testing import RankPool
+from usp.cost.calls.call_cost import CallOptions
+from usp.cost.calls.plan_estimates import PlanEstimates
+from usp.cost.calls.workload import Workload
+from usp.cost.profile.measure_moves import measure_moves
+from usp.cost.profile.measure_profile import Asked, Sizes, measure_profile
+from usp.cost.profile.measure_step import measure_step
+from usp.cost.profile.profile import Profile
+from usp.cost.profile.profiled_estimates import ProfiledEstimates
+from usp.cost.profile.shared_processors import ProfiledSimulator
+from usp.cost.rlhf.plan_choice_report import layout_text
+from usp.cost.time.rounds import Rounds
+from usp.hf.models import load_model_config, model_facts, with_layers
+from usp.hf.shapes import model_shape
+from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
+from usp.rlhf.data.samples import Samples
+from usp.rlhf.generation.generate import Generator
+from usp.rlhf.graph.calls import Generate, ModelCall
+from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_spec import RoleSpec
+from usp.rlhf.runtime.activity import activities
+from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.runtime.timeline import Event
+from usp.train.engines.base import AdamW
+
+WORLDS = (4, 8)  # ranks of each launch
+WARMUP = 1  # steps that are not counted
+PRESET, SLOTS = "tiny", 64
+LAYERS = {"actor": 4, "ref": 4, "critic": 2, "reward": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured at one world size.
+
+    Attributes:
+        samples, prompt, response: of a step. mini_batches: of a train step.
+        sizes, rounds: of the profile. plans, steps: how many, and counted ones of each.
+        memory: plans whose memory is measured, with torch's profiler, which is slow.
+    """
+
+    world: int
+    samples: int = 16
+    prompt: int = 64
+    response: int = 32
+    mini_batches: int = 2
+    sizes: Sizes = field(default_factory=lambda: Sizes((), (4, 24), (96,), (48, 96), 1 / 3, 8))
+    rounds: int = 6
+    plans: int = 15
+    steps: int = 3
+    memory: int = 0
+
+    @property
+    def degrees(self) -> tuple[ParallelDims, ...]:
+        """The layouts of a call, of the whole world and of a half of it."""
+        found = []
+        for dims in (ParallelDims(), ParallelDims(tp=2), ParallelDims(ulysses=2), ParallelDims(ring=2)):
+            found.append(dims.resolve(self.world))
+        return (*found, ParallelDims().resolve(self.world // 2))
+
+
+def specs() -> dict[str, RoleSpec]:
+    """Return the models of PPO: the critic and the reward model are half as deep as the policy."""
+    found = {}
+    for role, layers in LAYERS.items():
+        config = load_model_config(PRESET, "scalar" if role in ("critic", "reward") else "lm")
+        found[role] = RoleSpec(role, PRESET, with_layers(config, layers), optimizer=AdamW(0.0), learning_rate=1e-6)
+    return found
+
+
+def ppo(case: Case) -> DataflowGraph:
+    generate = Generate(max_new_tokens=case.response)
+    options = PPO(generate=generate, reward=None, mini_batches=case.mini_batches, old_logprobs="rollout")
+    return PPO_ALGORITHM.graph(options)
+
+
+def layouts(case: Case, call: ModelCall, dims: ParallelDims) -> list[CallLayout]:
+    """Return the layouts of a call with these degrees: on each place of so many ranks, with and without ZeRO."""
+    size = dims.pp * dims.batch * dims.sp * dims.tp
+    trains, split_only = call.kind == "train_step", dims.pp * dims.sp * dims.tp == 1
+    found = []
+    for first in range(0, case.world, size):
+        ranks = tuple(range(first, first + size))
+        for zero in (0, 1) if trains and split_only and size == case.world else (0,):
+            found.append(CallLayout(ranks, dims, zero=zero, tp_sequence_parallel=trains and dims.tp > 1))
+    return found
+
+
+def plans(case: Case, graph: DataflowGraph) -> list[ExecutionPlan]:
+    """Return plans: every call with the same degrees, then every call with a random layout."""
+    draw, found = random.Random(case.world), []
+    for number in range(case.plans):
+        calls = {}
+        same = case.degrees[number] if number < 3 else None
+        for call in graph.calls:
+            if not call.role:
+                ranks = tuple(range(case.world))
+                calls[call.name] = CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
+            else:
+                calls[call.name] = draw.choice(layouts(case, call, same or draw.choice(case.degrees)))
+        found.append(ExecutionPlan(f"{case.world} ranks, plan {number + 1}", calls))
+    return found
+
+
+def profile(case: Case, groups: ProcessGroups) -> Profile:
+    """Measure every call in every layout. Collective."""
+    models, graph = specs(), ppo(case)
+    asked = [
+        Asked(call, models[call.role], layout)
+        for dims in case.degrees
+        for call in graph.calls
+        if call.role
+        for layout in layouts(case, call, dims)
+    ]
+    return measure_profile(asked, case.sizes, Rounds(torch.device("cpu"), case.rounds, 0.05), "CPU", groups, say)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def moved(case: Case) -> list[tuple[CallLayout, CallLayout]]:
+    """Return pairs of layouts between which weights are moved for the profile."""
+    found = [CallLayout(tuple(range(dims.pp * dims.batch * dims.sp * dims.tp)), dims) for dims in case.degrees]
+    pairs = zip(found, (*found[2:], *found[:2]), strict=True)
+    return [(one, other) for one, other in pairs if one.dims.pp * other.dims.pp == 1 or one.dims.pp != other.dims.pp]
+
+
+def executor(case: Case, plan: ExecutionPlan, groups: ProcessGroups, built: list[RoleModel]) -> Executor:
+    """Return the executor of a plan, and add its models on this rank to `built`."""
+    models = specs()
+
+    def generator(model: RoleModel) -> Generator:
+        stage = model.stage
+        return Generator(stage.model, model.mesh, first=stage.first, last=stage.last, slots=SLOTS)
+
+    def build(call: ModelCall, layout: CallLayout, mesh: Any) -> RoleModel:
+        trained = call.kind == "train_step"
+        built.append(RoleModel(models[call.role], layout, mesh, trained=trained, make_generator=generator))
+        return built[-1]
+
+    return Executor(ppo(case), plan, groups, build, torch.device("cpu"), ranks_per_host=case.world)
+
+
+def prompts(case: Case, step: int) -> Samples:
+    draw = torch.Generator().manual_seed(step)
+    return Samples(
+        tuple(range(case.samples)),
+        {"prompt_ids": [torch.randint(256, (case.prompt,), generator=draw) for _ in range(case.samples)]},
+    )
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What steps of a plan took on a rank.
+
+    Attributes:
+        seconds, events: of each counted step.
+        peak_bytes: of a further one, with the weights and optimizer states from before; 0 if not measured.
+    """
+
+    seconds: list[float]
+    events: list[tuple[Event, ...]]
+    peak_bytes: int
+
+
+def steps(case: Case, groups: ProcessGroups) -> list[Taken]:
+    """Run steps of all plans in turn; return what they took, by plan. Collective."""
+    made = plans(case, ppo(case))
+    models: list[list[RoleModel]] = [[] for _ in made]
+    executors = [executor(case, plan, groups, built) for plan, built in zip(made, models, strict=True)]
+    taken: list[list[tuple[float, tuple[Event, ...]]]] = [[] for _ in made]
+    for round_, index in in_turns(range(len(made)), WARMUP + case.steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        result = executors[index].run_step(prompts(case, round_), round_ + 1, round_)
+        taken[index].append((time.perf_counter() - begin, result.events))
+    found = []
+    for number, (one, built, of_plan) in enumerate(zip(executors, models, taken, strict=True)):
+        peak = 0
+        if number < case.memory:
+            held = resident(built)
+            with track_memory() as use:
+                one.run_step(prompts(case, 0), len(of_plan) + 1, 0)
+            peak = held + use.peak_bytes
+        seconds, events = zip(*of_plan[WARMUP:], strict=True)
+        found.append(Taken(list(seconds), list(events), peak))
+    return found
+
+
+def resident(models: Sequence[RoleModel]) -> int:
+    """Return the bytes of the weights and optimizer states of models on this rank."""
+    tensors: list[torch.Tensor] = [parameter for model in models for parameter in model.stage.parameters()]
+    for model in models:
+        if model.engine is not None:
+            states = model.engine.optimizer.state.values()
+            tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def on_a_rank(case: Case) -> tuple[Profile, list[Taken]]:
+    """Measure the profile, then steps of all plans."""
+    torch.set_num_threads(1)
+    groups = ProcessGroups()
+    measured = profile(case, groups)
+    workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
+    step = measure_step(ppo(case), workload, groups, torch.device("cpu"))
+    moves = measure_moves(specs()["actor"], moved(case), groups, torch.device("cpu"))
+    measured = replace(measured, step=step, moves=moves)
+    say("steps")
+    found = steps(case, groups)
+    say("done")
+    return measured, found
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A plan's predicted and measured seconds.
+
+    Attributes:
+        calls: by name: predicted, measured, and predicted without others beside it. layouts: by name.
+        step, peak_bytes: predicted, measured.
+    """
+
+    plan: str
+    layouts: dict[str, str]
+    calls: dict[str, tuple[float, float, float]]
+    step: tuple[float, float]
+    peak_bytes: tuple[float, float]
+
+
+def compare(case: Case, measured: Profile, by_rank: Sequence[Sequence[Taken]]) -> list[Compared]:
+    """Return for each plan what was predicted and measured."""
+    graph = ppo(case)
+    models = {role: model_shape(model_facts(PRESET, spec.config), spec.config) for role, spec in specs().items()}
+    workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
+    options = CallOptions(torch.float32, SLOTS)
+    others = PlanEstimates(graph, models, workload, load_hardware("h100"), options)  # for bytes alone
+    estimates = ProfiledEstimates(measured, others, graph, models, workload, options)
+    simulator = ProfiledSimulator(graph, estimates, case.world)
+    found = []
+    for index, plan in enumerate(plans(case, graph)):
+        taken = [of_rank[index] for of_rank in by_rank]
+        simulation = simulator.run(plan)
+        spans = {span.name: span.end - span.start for span in simulation.spans}
+        work = [seconds_of_calls(events) for events in zip(*(one.events for one in taken), strict=True)]
+        names = [call.name for call in graph.calls if call.role]
+        calls = {
+            name: (spans[name], median(of_step[name] for of_step in work), estimates.call_seconds(name, plan[name]))
+            for name in names
+        }
+        step = median(max(seconds) for seconds in zip(*(one.seconds for one in taken), strict=True))
+        peaks = simulation.peak_bytes, max(one.peak_bytes for one in taken)
+        layouts = {name: layout_text(plan[name]) for name in names}
+        found.append(Compared(plan.name, layouts, calls, (simulation.seconds, step), peaks))
+    assert not estimates.lacking, estimates.lacking
+    return found
+
+
+def seconds_of_calls(of_ranks: Sequence[Sequence[Event]]) -> dict[str, float]:
+    """Return the seconds of each call of a step on the rank that works longest."""
+    found: dict[str, float] = {}
+    for one in activities(event for events in of_ranks for event in events):
+        found[one.event.name] = max(found.get(one.event.name, 0.0), one.work)
+    return found
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the rank correlation of pairs."""
+    ranks = [np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def errors(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the absolute errors of predicted values, relative to the measured ones."""
+    return [abs(predicted / measured - 1) for predicted, measured in pairs]
+
+
+def rows(found: Compared) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a plan's calls, its step and its memory."""
+
+    def row(what: str, layout: str, predicted: float, measured: float, unit: float) -> tuple[str, ...]:
+        shown = (f"{predicted * unit:.1f}", f"{measured * unit:.1f}", f"{predicted / measured - 1:+.0%}")
+        return (found.plan, what, layout, *shown)
+
+    for name, (predicted, measured, _) in found.calls.items():
+        yield row(name, found.layouts[name], predicted, measured, 1e3)
+    yield row("step", "", *found.step, 1e3)
+    if found.peak_bytes[1]:
+        yield row("memory (MB)", "", *found.peak_bytes, 1e-6)
+
+
+def summary(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield the errors of everything."""
+    calls = [pair[:2] for one in found for pair in one.calls.values()]
+    kinds = {
+        "calls": calls,
+        "steps": [one.step for one in found],
+        "peaks of memory": [one.peak_bytes for one in found if one.peak_bytes[1]],
+    }
+    for name, pairs in ((name, pairs) for name, pairs in kinds.items() if pairs):
+        yield (
+            f"{len(pairs)} {name}: absolute error {median(errors(pairs)):.1%} (median), {max(errors(pairs)):.0%} "
+            f"(maximum), Spearman {spearman(pairs):.2f}"
+        )
+    for call in found[0].calls:
+        of_call = [one.calls[call][:2] for one in found]
+        signed = median(predicted / measured - 1 for predicted, measured in of_call)
+        usual, most = median(errors(of_call)), max(errors(of_call))
+        yield f"{call}: {usual:.1%} (median, signed {signed:+.1%}), {most:.0%} (maximum)"
+
+
+def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
+    case = cases[0]
+    return Record.of(
+        "estimates",
+        "PPO's calls and steps: predicted from a profile of the machine, and measured",
+        ("plan", "call", "layout", "predicted (ms)", "measured (ms)", "error"),
+        [row for one in found for row in rows(one)],
+        (
+            *summary(found),
+            f"Preset {PRESET}; policy and reference of {LAYERS['actor']} layers, critic and reward model of "
+            f"{LAYERS['critic']}; {case.samples} samples of {case.prompt} + {case.response} tokens, "
+            f"{case.mini_batches} mini-batches. Medians of {case.steps} steps, one of each plan in turn.",
+            "The profile has the models' calls in each layout alone, with other numbers of samples; predicted is "
+            "the call of the simulated step, in which calls at once share the processors.",
+            "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
+        ),
+        [asdict(one) for one in found],
+        command="python -m benchmarks.rlhf.estimates",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two ranks, two plans; saves nothing")
+    parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
+    arguments = parser.parse_args()
+    cases = [Case(world) for world in WORLDS]
+    if arguments.quick:
+        cases = [Case(2, samples=8, prompt=16, response=8, sizes=Sizes((), (4, 8), (24,), (16,), 1 / 3, 4), plans=2)]
+    found: list[Compared] = []
+    with RankPool() as pool:
+        for case in cases:
+            results = pool.run(on_a_rank, case.world, case, timeout=1200.0)
+            found += compare(case, results[0][0], [taken for _, taken in results])
+    finish(record(cases, found), None if arguments.quick else arguments.output, save=not arguments.quick)
+
+
+if __name__ == "__main__":
+    main()

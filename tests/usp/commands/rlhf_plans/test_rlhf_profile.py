@@ -1,0 +1,57 @@
+"""python -m usp rlhf-profile: a file that rlhf-plan uses where it can, and says where it cannot; and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from usp.__main__ import main
+from usp.cost.profile.profile import Profile
+
+SIZES = ["--layers", "2", "--samples", "2", "--tokens", "16,32", "--rounds", "3", "--device", "cpu"]
+PLAN = ["rlhf-plan", "--actor", "tiny", "--world-size", "1", "--prompts", "2", "--prompt-tokens", "16", "--budget", "0"]
+PLAN += ["--response-tokens", "8", "--options", "mini_batches=1"]
+
+
+def test_a_plan_by_measured_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile.json"
+    assert main(["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES], {}) == 0
+    said = capsys.readouterr()
+    assert f"{out}: 7 parts of calls" in said.out
+    assert "train logprobs of hidden 128, vocabulary 384" in said.err
+    profile = Profile.load(out)
+    assert {part.work for part in profile.points} == {
+        *("prefill", "decode", "logprobs", "train logprobs", "update of train logprobs"),
+    }
+    assert {part.layout for part in profile.points} == {"one rank", "ac=full"}
+    assert (profile.device, profile.dtype, profile.ranks) == ("CPU", "float32", 1) and profile.cores >= 1
+    assert profile.step.seconds > 0
+    for part, points in profile.points.items():
+        assert {point.layers for point in points} == {2}
+        assert all(point.timing.seconds > 0 for point in points) or part.work in ("prefill", "update of train logprobs")
+    grpo = ["--algorithm", "grpo", "--reward", "function", "--group-size", "2"]
+    assert main([*PLAN, *grpo, "--profile", str(out)], {}) == 0
+    said = capsys.readouterr()
+    assert "every call of the plan is in the profile, measured on CPU" in said.out
+    assert main([*PLAN, "--profile", str(out)], {}) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT IN THE PROFILE"))
+    assert "critic_inference (one rank)" in told and "critic_train" in told and "actor" not in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--out", "no/such/profile.json"], "is not a directory"),
+        (["--layers", "0"], "--layers, --samples and --tokens must be at least 1"),
+        (["--tokens", "many"], "--tokens = many: many must be a number of tokens"),
+        (["--response-share", "1"], "--response-share must be above 0 and below 1"),
+        (["--zero", "0,4"], "--zero = 0,4 must be stages from 0 to 3"),
+        (["--rounds", "2"], "--rounds must be at least 3"),
+        (["--actor", "tinny"], "tinny"),
+    ],
+)
+def test_bad_input_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "profile.json")]
+    assert main(["rlhf-profile", *out, *flags], {}) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""What a plan is searched for, with a profile of its calls; and what is said of those that the profile lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from usp.cost.rlhf.estimates import Estimates
+from usp.cost.rlhf.question import Question
+from usp.cost.rlhf.simulator import Simulator
+from usp.rlhf.plan.plan import ExecutionPlan
+
+from .parts import layout_key
+from .profile import Profile
+from .profiled_estimates import ProfiledEstimates
+from .shared_processors import ProfiledSimulator
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ProfiledQuestion(Question):
+    """A question whose calls take what a profile says, and by the hardware's rates what it lacks."""
+
+    profile: Profile
+
+    @staticmethod
+    def of(question: Question, profile: Profile) -> ProfiledQuestion:
+        """Return the same question with a profile."""
+        return ProfiledQuestion(
+            **{field.name: getattr(question, field.name) for field in fields(question)}, profile=profile
+        )
+
+    @property
+    def estimates(self) -> Estimates:
+        return self.profiled
+
+    @cached_property
+    def profiled(self) -> ProfiledEstimates:
+        """The estimates, with what the profile lacks."""
+        return ProfiledEstimates(self.profile, self.by_rates, self.graph, self.models, self.workload, self.options)
+
+    def simulator(self, estimates: Estimates) -> Simulator:
+        """Return the simulator of ranks that share processors, for `profiled`."""
+        return ProfiledSimulator(self.graph, estimates, self.world_size, staleness=self.staleness)
+
+
+def said_of(estimates: ProfiledEstimates, plan: ExecutionPlan) -> Iterator[str]:
+    """Yield which calls of a plan the profile lacks, and how many layouts it lacked in the search."""
+    calls = [call.name for call in estimates.graph.calls if call.role]
+    missing = [name for name in calls if estimates.timing(name, plan[name]) is None]
+    if missing:
+        listed = "; ".join(f"{name} ({layout_key(plan[name])})" for name in missing)
+        yield f"NOT IN THE PROFILE, so by the rates of the hardware, not measured: {listed}"
+    else:
+        yield f"every call of the plan is in the profile, measured on {estimates.profile.device}"
+    if estimates.lacking:
+        yield f"{len(estimates.lacking)} layouts of calls were searched by the hardware's rates: the profile lacks them"
