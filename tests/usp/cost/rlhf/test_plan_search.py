@@ -13,7 +13,7 @@ from usp.cost.rlhf.options import OptionSpace, options
 from usp.cost.rlhf.plan_search import Problem, exhaustive, search
 from usp.cost.rlhf.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations
 
 GRAPH = ppo()
 SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
@@ -77,3 +77,13 @@ def test_where_no_plan_fits_the_nearest_is_told() -> None:
     assert not found.best
     assert found.nearest
     assert found.nearest[0] == pytest.approx(exhaustive(problem(memory=1.0)).nearest[0])  # type: ignore[index]
+
+
+def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
+    given = problem(memory=60.0)
+    two = [layout for layout in options(GRAPH["advantages"], OptionSpace(4, 4, 64, 2)) if len(layout.ranks) == 2]
+    given = replace(
+        given, options={**given.options, "advantages": two}, simulator=Simulator(GRAPH, Simple(SIZES), 4, staleness=1)
+    )
+    found = search(given, budget=2.0)
+    assert found.best and not any(any(staleness_violations(GRAPH, plan)) for _, plan in found.best)
