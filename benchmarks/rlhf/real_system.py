@@ -69,14 +69,11 @@ class Constants:
 
 
 MOST = Constants(1.0, 1e-3, 1e3, 1.0, 10.0)  # products are no faster than the best that the file knows
-# Where the fit begins: with less, a decode step does not feel them, because other things take longer.
-FELT = Constants(launch=3e-5, collective=30.0)
-# Which of them are fitted. The heuristic has tp 8 everywhere, so its seconds do not tell what costs a decode step more:
-# operators, or collectives.
-FITTED = {
-    "operators": ("products", "launch", "message", "call"),
-    "collectives": ("products", "collective", "message", "call"),
-}
+# Where the fit begins: with less, a decode step does not feel it, because other things take longer.
+FELT = Constants(launch=3e-5)
+# Which of them are fitted. The heuristic has tp 8 everywhere, so its seconds do not tell operators from collectives.
+# With collectives fitted instead, the error is as small, but each would take 0.7 ms, many times what NCCL takes.
+FITTED = ("products", "launch", "message", "call")
 
 
 class RealPredictions(Predictions):
@@ -154,21 +151,20 @@ def errors(chosen: Sequence[Cell], constants: Constants) -> np.ndarray:
     return np.log(seconds / [cell.heuristic for cell in chosen])
 
 
-def fit(chosen: Sequence[Cell], free: Sequence[str], rounds: int = 10) -> Constants:
+def fit(chosen: Sequence[Cell], rounds: int = 10) -> Constants:
     """Return the constants with which the heuristic's log seconds have the least squared error (Levenberg-Marquardt).
 
-    Args:
-        free: names of what is fitted; each is pulled weakly to its first value, which decides where the cells do not.
+    Each is pulled weakly to its first value, which decides where the cells do not.
     """
-    base, most = (np.log([getattr(values, name) for name in free]) for values in (Constants(), MOST))
+    base, most = (np.log([getattr(values, name) for name in FITTED]) for values in (Constants(), MOST))
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(chosen, constants(logs)), _PULL * (logs - base)])
 
     def constants(logs: np.ndarray) -> Constants:
-        return replace(Constants(), **dict(zip(free, np.exp(logs).tolist(), strict=True)))
+        return replace(Constants(), **dict(zip(FITTED, np.exp(logs).tolist(), strict=True)))
 
-    at, damping = np.log([getattr(FELT, name) for name in free]), 0.01
+    at, damping = np.log([getattr(FELT, name) for name in FITTED]), 0.01
     here = residuals(at)
     for _ in range(rounds):
         axes = np.where(at + 0.05 > most, -0.05, 0.05)
