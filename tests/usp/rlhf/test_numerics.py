@@ -76,6 +76,7 @@ PLANS = (
     "heuristic",
 )
 ON_FOUR = "generate tp2 dp2, train r2 dp2"
+STAGES = "train dp4, all else pp2 dp2"
 # Without --exhaustive: every plan at least once, and those that differ most for the graph with every kind of call.
 CHOSEN = {
     "ppo": ("tp2 pp2 dp2", "separation"),
@@ -111,6 +112,11 @@ def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
     if name == ON_FOUR:
         plan = flattening(graph, Facts(4, 2, 4, 2, dims=ParallelDims(ring=2), zero=3))
         everything = CallLayout(tuple(range(4)), ParallelDims(tp=2, dp_shard=2))
+    if name == STAGES:
+        plan = flattening(graph, Facts(4, 2, 4, 2))
+        everything = CallLayout(tuple(range(4)), ParallelDims(pp=2, dp_shard=2))
+        inferred = {call.name: everything for call in graph.calls if call.kind == "inference"}
+        plan = replace(plan, calls={**plan.calls, **inferred})
     if name == DIVIDED_EXPERTS:
         plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ep=2), zero=3))
         everything = CallLayout(tuple(range(8)), ParallelDims(tp=2, dp_shard=4, ep=4))
@@ -332,6 +338,10 @@ def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool, broken: str) -> N
     results = ranks.run(run_all, 4, "grpo", (ON_FOUR,), 2, broken)
     with pytest.raises(AssertionError, match=ON_FOUR):
         check(results, ON_FOUR)
+
+
+def test_stages_share_the_weights_that_are_trained_whole(ranks: RankPool) -> None:
+    check(ranks.run(run_all, 4, "ppo", (STAGES,), 1), STAGES)
 
 
 def run_bfloat16() -> Result:

@@ -195,7 +195,9 @@ class RoleCopies:
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         same_frozen, same = agreed.bool().tolist()
         if isinstance(model, SupportsSharing) and (same or (same_frozen and frozen[copy].parameters)):
-            model.share({**self._frozen(source), **(self._weights(source) if same else {})})
+            has = {**self._frozen(copy), **self._weights(copy)}  # of a pipeline stage not all that the source has
+            shared = {**self._frozen(source), **(self._weights(source) if same else {})}
+            model.share({name: weight for name, weight in shared.items() if name in has})
         return same
 
 
