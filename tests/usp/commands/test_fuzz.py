@@ -91,9 +91,9 @@ def outcome(world_size: int, args: list[str], data: str) -> PreparedRun | Config
         return error
 
 
-def test_a_thousand_random_command_lines(data: str) -> None:
-    plans = refusals = 0
-    for world_size, args in command_lines(seed=0, number=1000):
+def test_many_random_command_lines(data: str, exhaustive: bool) -> None:
+    plans, refusals, number = 0, 0, 1000 if exhaustive else 400
+    for world_size, args in command_lines(seed=0, number=number):
         ended = outcome(world_size, args, data)
         if isinstance(ended, PreparedRun):
             plans += 1
@@ -101,7 +101,7 @@ def test_a_thousand_random_command_lines(data: str) -> None:
         else:
             refusals += 1
             assert str(ended) and "Traceback" not in str(ended), args
-    assert plans > 150 and refusals > 150, (plans, refusals)
+    assert min(plans, refusals) > 0.15 * number, (plans, refusals)
 
 
 def one_step(config: TrainConfig) -> StepRecord:
