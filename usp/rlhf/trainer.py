@@ -47,7 +47,7 @@ from usp.rlhf.data.seeds import derived_seed
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph.calls import Compute, ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
-from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.plan.plan_text import PLAN_FILE, to_mapping
 from usp.rlhf.replan.replan_options import ReplanOptions
 from usp.rlhf.replan.replanning import Replanner, Replanning
 from usp.rlhf.roles.role_model import RoleModel
@@ -556,7 +556,7 @@ class RlhfTrainer(TrainingLoop):
             yield self.replanning.file
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
-        return {**super().files(), "plan.yaml": to_mapping(self.prepared.plan)}
+        return {**super().files(), PLAN_FILE: to_mapping(self.prepared.plan)}
 
     def summary(self) -> Iterator[str]:
         plan = self.prepared.plan

@@ -24,7 +24,7 @@ from usp.cost.job import Job, Output
 from usp.cost.memory.footprint import footprint
 from usp.cost.memory.forward_memory import forward_memory
 from usp.cost.time.compute import FLOAT32, LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
-from usp.cost.time.host import layer_launches
+from usp.cost.time.host import layer_launches, rank_launches
 from usp.cost.time.pass_seconds import different_layers, pass_seconds
 from usp.cost.time.transfers import sent_seconds
 from usp.cost.traffic.call_traffic import decode_traffic, sampling_traffic
@@ -257,13 +257,8 @@ def _launch_wait(job: Job, hardware: Hardware, rank: int, options: CallOptions, 
     """Return how much longer than `busy` seconds the host needs to launch operators and collectives of all passes."""
     if not hardware.launch_seconds:
         return 0.0
-    operators = sum(
-        number * layer_launches(job, job.model.layers[index])
-        for stage in job.stages(rank)
-        for index, number in job.kinds(stage).items()
-    )
     collectives = sum(sent.calls for passed in pass_traffic(job, rank).values() for sent in passed if sent.axis != "pp")
-    launches = job.config.micro_batches * operators + options.collective_launches * collectives
+    launches = rank_launches(job, rank) + options.collective_launches * collectives
     return max(0.0, launches * hardware.launch_seconds - busy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from parallel import Hardware
 from usp.cost.calls.call_cost import CallOptions
 from usp.cost.calls.workload import Workload
 from usp.cost.planner.choice import hardware_here
+from usp.cost.time.calibrate import device_memory_bytes
 from usp.hf.models import formula_violation, model_facts
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelShape
@@ -23,7 +23,7 @@ from usp.rlhf.config import SEARCH
 from usp.rlhf.data.datasets import example_indices, sequences_of
 from usp.rlhf.graph.calls import ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.plan_text import from_mapping, to_mapping
+from usp.rlhf.plan.plan_text import PLAN_FILE, from_mapping, to_mapping
 from usp.rlhf.prepare import Unplanned
 from usp.rlhf.role_specs import call_violations
 from usp.rlhf.roles.role_spec import RoleSpec
@@ -32,7 +32,6 @@ from usp.run.launch import Launch
 from .plan_choice_report import render_choice
 from .question import Question, answer
 
-PLAN_FILE = "plan.yaml"  # of a run
 _WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
 
 
@@ -136,11 +135,7 @@ def _of_launch(hardware: Hardware, device: torch.device, launch: Launch) -> Hard
     """Return the hardware with the ranks per host of a launch, and no more memory than its devices have."""
     inner, *outer = hardware.tiers
     tiers = (replace(inner, devices=launch.local_world_size), *outer) if inner.devices else hardware.tiers
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:  # a CPU's ranks share the host's
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launch.local_world_size
-    memory = min(memory, hardware.memory_bytes)
+    memory = min(device_memory_bytes(device, launch.local_world_size), hardware.memory_bytes)
     return replace(hardware, tiers=tiers, memory_bytes=memory, host_devices=launch.local_world_size)
 
 

@@ -181,7 +181,7 @@ def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dic
         "device": _device_name(plan),
         "compute_capability": Device.of(plan.device).capability,
         "peak_flops": peaks,
-        "memory_bytes": _memory_bytes(plan),
+        "memory_bytes": device_memory_bytes(plan.device, plan.host_size),
         "memory_bytes_per_second": 3 * plan.stream_bytes / seconds[MEMORY],
         **(_host_values(plan, seconds) if LAUNCHES in seconds else {}),
         # a hardware file must have a tier, and a single process sends nothing
@@ -361,8 +361,8 @@ def _device_name(plan: Plan) -> str:
     return torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
 
 
-def _memory_bytes(plan: Plan) -> int:
-    """Return the device's memory; on a CPU this rank's share of the host's."""
-    if plan.device.type == "cuda":
-        return torch.cuda.get_device_properties(plan.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // plan.host_size
+def device_memory_bytes(device: torch.device, ranks_per_host: int) -> int:
+    """Return a device's memory; on a CPU a rank's share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host

@@ -91,12 +91,17 @@ def launch_wait(job: Job, hardware: Hardware, rank: int, busy: float) -> Seconds
     """Return how much longer than `busy` seconds the host needs to launch a step's eager operators; 0 if compiled."""
     if job.config.compile or not hardware.launch_seconds:
         return Seconds()
+    return Seconds(launch=max(0.0, rank_launches(job, rank) * hardware.launch_seconds - busy))
+
+
+def rank_launches(job: Job, rank: int) -> int:
+    """Return the operators of a rank's layers in all micro-batches."""
     operators = sum(
         number * layer_launches(job, job.model.layers[kind])
         for stage in job.stages(rank)
         for kind, number in job.kinds(stage).items()
     )
-    return Seconds(launch=max(0.0, job.config.micro_batches * operators * hardware.launch_seconds - busy))
+    return job.config.micro_batches * operators
 
 
 def layer_launches(job: Job, layer: LayerShape) -> int:

@@ -16,6 +16,7 @@ from parallel import ParallelDims, format_ranks
 
 from .plan import CallLayout, ExecutionPlan
 
+PLAN_FILE = "plan.yaml"  # in the folder of a run
 _DEGREES = tuple(field.name for field in fields(ParallelDims))
 _OPTIONS = tuple(field.name for field in fields(CallLayout) if field.name not in ("ranks", "dims"))
 
