@@ -38,7 +38,7 @@ from usp.cost.profile.profile import Profile
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
 from usp.cost.profile.shared_processors import ProfiledSimulator
 from usp.cost.rlhf.plan_choice_report import layout_text
-from usp.cost.time.rounds import Rounds
+from usp.cost.time.rounds import Rounds, is_crowded
 from usp.hf.models import load_model_config, model_facts, with_layers
 from usp.hf.shapes import model_shape
 from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
@@ -143,7 +143,9 @@ def profile(case: Case, groups: ProcessGroups) -> Profile:
         if call.role
         for layout in layouts(case, call, dims)
     ]
-    return measure_profile(asked, case.sizes, Rounds(torch.device("cpu"), case.rounds, 0.05), "CPU", groups, say)
+    device = torch.device("cpu")
+    rounds = Rounds(device, case.rounds, 0.05, is_crowded(device, case.world))
+    return measure_profile(asked, case.sizes, rounds, "CPU", groups, say)
 
 
 def say(text: str) -> None:

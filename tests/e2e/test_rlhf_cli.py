@@ -26,6 +26,7 @@ from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.graph.calls import Compute
 from usp.rlhf.prepare import prepare
+from usp.rlhf.runtime.step_lengths import read_lengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.resume import Start
@@ -439,6 +440,8 @@ def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
         ended = run.end()
     assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
     assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]
+    lengths = read_lengths(tmp_path / "run")
+    assert len(lengths.prompts) == len(lengths.responses) and lengths.group_size > 1 and min(lengths.responses) > 0
     records = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     scores = {record["step"]: record["eval/score"] for record in records if "eval/score" in record}
     best = max(scores, key=lambda step: scores[step])  # the first of equal ones

@@ -11,7 +11,8 @@ RUN/                          the output of a run
     samples.jsonl             some prompts with their responses and scores: python -m usp rlhf-samples RUN
     bad-samples.jsonl         samples that the reward function failed for
     replan.jsonl              with --replan: every decision; plan.yaml is the plan that runs
-    timeline/                 every operation of every rank: python -m usp rlhf-trace RUN
+    timeline/                 every operation of every rank: python -m usp rlhf-trace RUN; the lengths of each step's
+                              samples: python -m usp rlhf-plan --workload RUN
     checkpoints/step-N/       trained weights, optimizers, data position: --resume continues from the newest
     model/, critic/           the trained weights, for transformers' from_pretrained; with LoRA model/ only for
                               --lora-merge
@@ -72,6 +73,7 @@ from .checkpoints import RlhfState, sft_lora
 from .config import REWARD_FLAGS, SEARCH_FLAGS, RlhfConfig, default_of
 from .evaluation import Evaluator
 from .prepare import SFT, Planner, PreparedRlhf, find_rlhf_start, prepare, unused_layout_flags
+from .runtime.step_lengths import LENGTHS_FILE, StepLengths
 from .sample_page import SAMPLES_FILE, sample_record
 from .validate import without_evaluation
 
@@ -248,7 +250,7 @@ class RlhfTrainer(TrainingLoop):
             took, steps = time.perf_counter() - begin, self.config.steps
             options = ReplanOptions.parse(self.config.replan)
             self.replanning = Replanning(options, replanner, prepared.graph, steps, took, self.folder)
-        self.samples = LineFile(self.folder / SAMPLES_FILE)
+        self.samples, self.lengths = LineFile(self.folder / SAMPLES_FILE), LineFile(self.folder / LENGTHS_FILE)
         self.taken = 0  # examples, with those of samples in flight
         self._number = 0  # of the step whose samples are scored, or were last
         self._failed = 0  # its samples that the reward function failed for
@@ -274,6 +276,8 @@ class RlhfTrainer(TrainingLoop):
         self.done = number
         if result.samples is not None and (number == 1 or number % self.config.log_every == 0):
             self._keep_samples(number, result.samples)
+        if self.is_writer and self.prepared.algorithm.data == "prompts":
+            self.lengths.append(number, [StepLengths.of(self.prepared.graph, result.lengths).line(number)])
         if result.metrics.get(CLIPPED, 0) > MOST:
             share, option = result.metrics[CLIPPED], "--options max_reward_clip"
             self._warn_once(CLIPPED, f"step {number}: {share:.0%} of the rewards are clipped by {option}: raise it")
@@ -550,6 +554,7 @@ class RlhfTrainer(TrainingLoop):
 
     def logs(self) -> Iterator[LineFile]:
         yield self.samples
+        yield self.lengths
         if self.executor.timeline.file is not None:
             yield self.executor.timeline.file
         if self.replanning is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from usp.cost.rlhf.question import Question
 
 FUNCTION = "function"
+_LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
 _SEARCHED = 0.8  # of --budget; the rest is for what-ifs
 
 
@@ -56,6 +57,9 @@ class RlhfPlanConfig:
     """Tokens of a prompt."""
     response_tokens: Annotated[str, arg(metavar="N|N,N,...")] = "1024"
     """Tokens of a response; several are their lengths at equal steps of probability: minimum,median,maximum."""
+    workload: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
+    """Output directory of an RLHF run, whose last step has the prompts and the responses to plan for, in place of
+    --prompts, --group-size, --prompt-tokens and --response-tokens."""
     slots: int = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
     staleness: Annotated[int, one_of(("0", "1"))] = 0
@@ -89,6 +93,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
     problems = [output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", plot, ".png")]
     least = {"prompts": 1, "prompt_tokens": 1, "slots": 1, "max_sp": 1, "group_size": 0}
+    default = RlhfPlanConfig()
+    given = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(default, name)]
+    problems += [f"--{name.replace('_', '-')} and --workload exclude each other: remove one" for name in given]
     problems += [
         f"--{name.replace('_', '-')} = {value} must be at least {minimum}"
         for name, minimum in least.items()
@@ -136,22 +143,28 @@ def _question(asked: RlhfPlanConfig, profile: Profile | None) -> Question:
     from usp.cost.profile.profiled_question import ProfiledQuestion
     from usp.cost.rlhf.described import described_graph, described_models, quantiles_of
     from usp.cost.rlhf.question import Question
+    from usp.rlhf.runtime.step_lengths import read_lengths
 
     quantiles = quantiles_of(asked.response_tokens, "--response-tokens")
+    run = read_lengths(Path(asked.workload).expanduser()) if asked.workload else None
     graph = described_graph(
         asked.algorithm,
         asked.options,
-        group_size=asked.group_size,
-        max_new_tokens=quantiles[-1],
+        group_size=run.group_size if run else asked.group_size,
+        max_new_tokens=max(run.responses) if run else quantiles[-1],
         staleness=asked.staleness,
         function=asked.reward == FUNCTION,
     )
     critic = asked.critic or asked.actor
+    if run:
+        workload = Workload(run.prompts, run.responses, run.group_size, max(run.responses))
+    else:
+        workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
     names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
     question = Question(
         graph,
         described_models(names, graph.roles),
-        Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles),
+        workload,
         load_hardware(asked.hardware),
         asked.world_size,
         CallOptions(slots=asked.slots) if profile is None else CallOptions(getattr(torch, profile.dtype), asked.slots),

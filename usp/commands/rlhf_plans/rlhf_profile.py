@@ -75,9 +75,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     from parallel import ProcessGroups
     from usp.cost.calls.workload import Workload
+    from usp.cost.profile.measure_moves import measure_moves, pairs_of
     from usp.cost.profile.measure_profile import Sizes, measure_profile
     from usp.cost.profile.measure_step import measure_step
-    from usp.cost.time.rounds import Rounds
+    from usp.cost.time.rounds import Rounds, is_crowded
+    from usp.hf.models import with_layers
 
     launch = Launch.from_environment(environ)
     stay_on_loopback(launch, environ)
@@ -94,7 +96,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     with process_group(launch, device):
         groups = ProcessGroups()
-        profile = measure_profile(calls, sizes, Rounds(device, asked.rounds, 0.02), name, groups, progress)
+        rounds = Rounds(device, asked.rounds, 0.02, is_crowded(device, launch.local_world_size))
+        profile = measure_profile(calls, sizes, rounds, name, groups, progress)
+        trained = [one for one in calls if one.call.kind == "train_step"]
+        pairs = pairs_of(one.layout for one in trained if one.layout.dims.pp <= max(layers))
+        if rounds.crowded and pairs:  # elsewhere, links do the work, and the hardware's rates serve
+            progress(f"{len(pairs)} reallocations")
+            spec = replace(trained[0].spec, config=with_layers(trained[0].spec.config, max(layers)))
+            profile = replace(profile, moves=measure_moves(spec, pairs, groups, device))
         response = max(1, round(max(tokens) * asked.response_share))
         prompts = max(8, -(-max(samples) // graph.group_size))
         workload = Workload.of(prompts, graph.group_size, max(tokens) - response, (response,))

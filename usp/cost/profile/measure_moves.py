@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import torch
@@ -18,6 +19,14 @@ from usp.rlhf.roles.role_spec import RoleSpec
 from .moves import Moves, fitted
 
 TURNS = 6
+PAIRS = 8  # at most
+
+
+def pairs_of(layouts: Iterable[CallLayout]) -> list[tuple[CallLayout, CallLayout]]:
+    """Return pairs of layouts that hold a model's weights differently, spread over all of them."""
+    found = list(dict.fromkeys(layout.of_weights for layout in layouts))
+    pairs = list(itertools.pairwise([*found, found[0]])) if len(found) > 1 else []
+    return pairs[:: -(-len(pairs) // PAIRS)] if pairs else []
 
 
 def measure_moves(

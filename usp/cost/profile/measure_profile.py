@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from parallel import ParallelMesh, ProcessGroups
 from usp.cost.time.compute import dtype_name
-from usp.cost.time.rounds import Estimate, Rounds, Timed
+from usp.cost.time.rounds import Rounds, Timed
 from usp.hf.models import model_facts, with_layers
 from usp.hf.shapes import model_shape
 from usp.presets import PRESETS
@@ -118,28 +117,19 @@ class _Turns:
     def add(self, name: str, call: Callable[[], object]) -> None:
         self.calls[name] = _Metered(call)
 
-    def _seconds(self, turns: Sequence[float]) -> float:
-        """Return the seconds of a call: the fastest turns, or the median where ranks share processors.
-
-        There, which rank runs when is a part of every call, and the fastest order is not the usual one.
-        """
-        return Estimate.of(turns).seconds if self.rounds.device.type == "cuda" else median(turns)
-
     def run(self) -> dict[str, Timing]:
         """Time the calls. Collective over the world."""
-        names = list(self.calls)
-        timed = [Timed(name, call if self.member else None, 1) for name, call in self.calls.items()]
-        turns = self.rounds.turns(timed)
-        used = [call.used / max(1, call.calls) for call in self.calls.values()]
-        everywhere: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, ([turns[name] for name in names], used))
-        found = {}
-        for index, name in enumerate(names):
-            here = [of_turns[index] for of_turns, _ in everywhere]
-            longest = [max(x for x in turn if x == x) for turn in zip(*here, strict=True)]  # nan: not a member
-            processors = sum(used[index] for _, used in everywhere)
-            found[name] = Timing(self._seconds(longest), 0.0 if self.rounds.device.type == "cuda" else processors)
-        return found
+        rounds = self.rounds
+        turns = rounds.turns([Timed(name, call if self.member else None, 1) for name, call in self.calls.items()])
+        estimates = rounds.estimates(turns)
+        used = torch.tensor([call.used / max(1, call.calls) for call in self.calls.values()], dtype=torch.float64)
+        if rounds.device.type == "cuda":
+            used.zero_()  # each rank has a device
+        else:
+            dist.all_reduce(used)
+        return {
+            name: Timing(estimates[name].seconds, each) for name, each in zip(self.calls, used.tolist(), strict=True)
+        }
 
 
 def _measured(

@@ -10,9 +10,10 @@ from usp.cost.rlhf.baselines import baselines
 from usp.cost.rlhf.plan_search import Problem, search
 from usp.cost.rlhf.question import Question
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.replan.measured_steps import Lengths, MeasuredStep
+from usp.rlhf.replan.measured_steps import MeasuredStep
 from usp.rlhf.replan.replan_decision import Decision, SwitchCost
 from usp.rlhf.replan.replan_options import ReplanOptions
+from usp.rlhf.runtime.step_lengths import StepLengths
 
 from .corrected import CorrectedEstimates, Corrections
 from .switching import move_bytes, move_seconds, moves
@@ -31,7 +32,7 @@ class SearchingPlanner:
 
     def __init__(
         self,
-        question: Callable[[Lengths], Question],
+        question: Callable[[StepLengths], Question],
         options: ReplanOptions,
         seed: int,
         completed: Callable[[ExecutionPlan], ExecutionPlan],

@@ -9,8 +9,8 @@ from usp.cost.rlhf.question import Question
 from usp.cost.rlhf.run_plan import question_of
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 from usp.rlhf.prepare import PreparedRlhf
-from usp.rlhf.replan.measured_steps import Lengths
 from usp.rlhf.replan.replan_options import ReplanOptions
+from usp.rlhf.runtime.step_lengths import StepLengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
@@ -29,7 +29,7 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
 
-    def question(lengths: Lengths) -> Question:
+    def question(lengths: StepLengths) -> Question:
         workload = Workload(lengths.prompts, lengths.responses, group_size, config.max_new_tokens)
         return replace(first, workload=workload)
 

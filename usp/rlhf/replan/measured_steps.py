@@ -1,34 +1,15 @@
-"""What the steps of a run took, and the lengths of their samples. Pure."""
+"""What the steps of a run took. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from usp.rlhf.graph.calls import Generate
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import tokens_key
 from usp.rlhf.runtime.activity import activities
-from usp.rlhf.runtime.step_plan import PROMPTS
+from usp.rlhf.runtime.step_lengths import StepLengths
 from usp.rlhf.runtime.timeline import Event
 
 _CALLS = ("generate", "inference", "train_step", "compute")
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of each sample's prompt and response, those of a prompt's samples one after another."""
-
-    prompts: tuple[int, ...]
-    responses: tuple[int, ...]
-
-    @staticmethod
-    def of(graph: DataflowGraph, lengths: Mapping[str, Sequence[int]]) -> Lengths:
-        """Return those of the first call that generates, from the lengths of a step's sequences by key."""
-        call = next(call for call in graph.calls if isinstance(call.work, Generate))
-        prompts = lengths[PROMPTS]
-        responses = (whole - prompt for whole, prompt in zip(lengths[tokens_key(call)], prompts, strict=True))
-        return Lengths(tuple(prompts), tuple(responses))
 
 
 @dataclass(frozen=True)
@@ -36,7 +17,7 @@ class MeasuredStep:
     """A step as it was. seconds: of each call, see `call_seconds`."""
 
     number: int
-    lengths: Lengths
+    lengths: StepLengths
     seconds: Mapping[str, float]
 
 

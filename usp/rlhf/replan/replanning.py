@@ -13,11 +13,12 @@ from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.plan.plan_text import to_mapping
 from usp.rlhf.runtime.executor import StepResult
+from usp.rlhf.runtime.step_lengths import StepLengths
 from usp.rlhf.runtime.timeline import Event
 from usp.run.output import LineFile
 from usp.train.claim import from_first_rank
 
-from .measured_steps import Lengths, MeasuredStep, call_seconds
+from .measured_steps import MeasuredStep, call_seconds
 from .replan_decision import Decision
 from .replan_options import ReplanOptions
 
@@ -66,7 +67,7 @@ class Replanning:
         self._options, self._replanner, self._graph, self._steps = options, replanner, graph, steps
         self.file = LineFile(folder / DECISIONS_FILE)
         self._build_seconds = build_seconds
-        self._ran: list[tuple[int, Lengths, tuple[Event, ...]]] = []
+        self._ran: list[tuple[int, StepLengths, tuple[Event, ...]]] = []
         self._warm = False  # whether a step ran under this plan before those that are remembered
 
     def due(self, number: int) -> bool:
@@ -75,7 +76,7 @@ class Replanning:
 
     def add(self, number: int, result: StepResult) -> None:
         """Remember a step."""
-        self._ran.append((number, Lengths.of(self._graph, result.lengths), result.events))
+        self._ran.append((number, StepLengths.of(self._graph, result.lengths), result.events))
 
     def decide(self, running: ExecutionPlan) -> Decision:
         """Return the decision after the step that was added last; rank 0 says and writes it. Collective.

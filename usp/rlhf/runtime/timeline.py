@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from usp.run.output import LineFile
 
-_FOLDER = "timeline"
+FOLDER = "timeline"
 _ROUNDS = 5  # of the clock measurement, because a rank may be late for one
 
 
@@ -85,7 +85,7 @@ class Timeline:
 
     def __init__(self, rank: int, offset: float, device: torch.device, folder: Path | None = None) -> None:
         self._rank, self._offset, self._device = rank, offset, device
-        self.file = LineFile(folder / _FOLDER / f"rank-{rank}.jsonl") if folder else None
+        self.file = LineFile(folder / FOLDER / f"rank-{rank}.jsonl") if folder else None
         self._events: list[Event] = []
         self.step = 0
 
@@ -124,9 +124,9 @@ def read_events(run: Path, step: int | None = None) -> list[Event]:
     """
     if not run.is_dir():
         raise ValueError(f"{run} is not a run folder")
-    paths = sorted((run / _FOLDER).glob("rank-*.jsonl"))
+    paths = sorted((run / FOLDER).glob("rank-*.jsonl"))
     if not paths:
-        raise ValueError(f"{run} has no timeline: {_FOLDER}/rank-N.jsonl does not exist")
+        raise ValueError(f"{run} has no timeline: {FOLDER}/rank-N.jsonl does not exist")
     events = [event for path in paths for event in _last_runs(list(_parse(path)))]
     chosen = [event for event in events if step in (None, event.step)]
     if not chosen:

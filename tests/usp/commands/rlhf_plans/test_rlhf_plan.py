@@ -9,9 +9,10 @@ import yaml
 
 from usp.__main__ import main
 from usp.rlhf.plan.plan_text import from_mapping
+from usp.rlhf.runtime.step_lengths import LENGTHS_FILE, StepLengths
 
-SMALL = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--prompts", "16", "--max-sp", "1", "--budget", "0"]
-SMALL += ["--prompt-tokens", "128", "--response-tokens", "32,128"]
+PLAN = ["rlhf-plan", "--actor", "llama3-8b", "--world-size", "8", "--max-sp", "1", "--budget", "0"]
+SMALL = [*PLAN, "--prompts", "16", "--prompt-tokens", "128", "--response-tokens", "32,128"]
 
 
 def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,6 +25,25 @@ def test_the_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Ca
     plan = from_mapping(yaml.safe_load(out.read_text()))
     assert set(plan.calls) >= {"actor_generate", "actor_train"}
     assert plot.stat().st_size > 10_000
+
+
+def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*flags: str) -> str:
+        assert main([*PLAN, *flags], {}) == 0
+        return capsys.readouterr().out
+
+    file = tmp_path / LENGTHS_FILE
+    file.parent.mkdir()
+    steps = [StepLengths((64,) * 16, (tokens,) * 16, 1).line(step) for step, tokens in ((1, 32), (2, 256))]
+    file.write_text("\n".join([*steps, '{"step": 3, "pro']))  # killed while it wrote step 3
+    flags = ("--prompts", "16", "--prompt-tokens", "64", "--response-tokens")
+    assert planned("--workload", str(tmp_path)) == planned(*flags, "256") != planned(*flags, "32")
+    for wrong, said in (
+        (["--workload", str(tmp_path), "--prompts", "16"], "--prompts and --workload exclude each other"),
+        (["--workload", str(tmp_path / "no")], "is not the folder of an RLHF run that generates"),
+    ):
+        assert main([*PLAN, *wrong], {}) == 1
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 
 from tests.usp.rlhf.toy import ppo
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.replan.measured_steps import Lengths, call_seconds
+from usp.rlhf.replan.measured_steps import call_seconds
 from usp.rlhf.replan.replan_decision import Decision, SwitchCost
 from usp.rlhf.replan.replan_options import ReplanOptions
+from usp.rlhf.runtime.step_lengths import StepLengths
 from usp.rlhf.runtime.timeline import Event
 
 COST = SwitchCost(nbytes=2**20, move_seconds=3.0, build_seconds=1.0, search_seconds=100.0)
@@ -65,5 +66,5 @@ def test_a_call_takes_what_its_slowest_rank_works() -> None:
 
 
 def test_lengths_are_those_of_the_call_that_generates() -> None:
-    lengths = Lengths.of(ppo(), {"prompt_ids": [3, 3, 2, 2], "tokens": [5, 7, 3, 10]})
-    assert lengths == Lengths((3, 3, 2, 2), (2, 4, 1, 8))
+    lengths = StepLengths.of(ppo(), {"prompt_ids": [3, 3, 2, 2], "tokens": [5, 7, 3, 10]})
+    assert lengths == StepLengths((3, 3, 2, 2), (2, 4, 1, 8), ppo().group_size)
