@@ -1,7 +1,8 @@
 """Predicted seconds and bytes of PPO's calls and steps, from a profile of this machine, against measured ones.
 
-One launch of 8 ranks and one of 4: first the profile, of models of other depths and of other numbers and lengths of
-samples than those of the steps, then steps of all plans in turn.
+One launch of 4 ranks and one of 8: the profile, of other numbers of samples and lengths of prompts than those of the
+steps, then steps of all plans in turn, and both again: what a shared machine grants changes by the minute, and medians
+over such passes are of the same minutes.
 
     python -m benchmarks.rlhf.estimates            # about a quarter of an hour
     python -m benchmarks.rlhf.estimates --quick    # two ranks, two plans; saves nothing
@@ -34,11 +35,11 @@ from usp.cost.calls.workload import Workload
 from usp.cost.profile.measure_moves import measure_moves
 from usp.cost.profile.measure_profile import Asked, Sizes, measure_profile
 from usp.cost.profile.measure_step import measure_step
-from usp.cost.profile.profile import Profile
+from usp.cost.profile.profile import Profile, Timing
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
 from usp.cost.profile.shared_processors import ProfiledSimulator
 from usp.cost.rlhf.plan_choice_report import layout_text
-from usp.cost.time.rounds import Rounds, is_crowded
+from usp.cost.time.rounds import Rounds
 from usp.hf.models import load_model_config, model_facts, with_layers
 from usp.hf.shapes import model_shape
 from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
@@ -66,20 +67,21 @@ class Case:
 
     Attributes:
         samples, prompt, response: of a step. mini_batches: of a train step.
-        sizes, rounds: of the profile. plans, steps: how many, and counted ones of each.
+        passes: of profile and steps. sizes, rounds: of a profile. plans: how many. steps: of each in a pass.
         memory: plans whose memory is measured, with torch's profiler, which is slow.
     """
 
     world: int
     samples: int = 16
-    prompt: int = 64
+    prompt: int = 128
     response: int = 32
     mini_batches: int = 2
-    sizes: Sizes = field(default_factory=lambda: Sizes((), (4, 24), (96,), (48, 96), 1 / 3, 8))
-    rounds: int = 6
+    passes: int = 3
+    sizes: Sizes = field(default_factory=lambda: Sizes((), (4, 24), (160,), (96, 192), 1 / 5, 16))
+    rounds: int = 3
     plans: int = 15
-    steps: int = 3
-    memory: int = 0
+    steps: int = 2
+    memory: int = 3
 
     @property
     def degrees(self) -> tuple[ParallelDims, ...]:
@@ -143,9 +145,8 @@ def profile(case: Case, groups: ProcessGroups) -> Profile:
         if call.role
         for layout in layouts(case, call, dims)
     ]
-    device = torch.device("cpu")
-    rounds = Rounds(device, case.rounds, 0.05, is_crowded(device, case.world))
-    return measure_profile(asked, case.sizes, rounds, "CPU", groups, say)
+    rounds = Rounds(torch.device("cpu"), case.rounds, 0.05, crowded=True)
+    return measure_profile(asked, case.sizes, rounds, "CPU", groups)
 
 
 def say(text: str) -> None:
@@ -190,7 +191,7 @@ class Taken:
 
     Attributes:
         seconds, events: of each counted step.
-        peak_bytes: of a further one, with the weights and optimizer states from before; 0 if not measured.
+        peak_bytes: see `Running`; 0 if not measured.
     """
 
     seconds: list[float]
@@ -198,27 +199,49 @@ class Taken:
     peak_bytes: int
 
 
-def steps(case: Case, groups: ProcessGroups) -> list[Taken]:
-    """Run steps of all plans in turn; return what they took, by plan. Collective."""
-    made = plans(case, ppo(case))
-    models: list[list[RoleModel]] = [[] for _ in made]
-    executors = [executor(case, plan, groups, built) for plan, built in zip(made, models, strict=True)]
-    taken: list[list[tuple[float, tuple[Event, ...]]]] = [[] for _ in made]
-    for round_, index in in_turns(range(len(made)), WARMUP + case.steps):
+@dataclass(eq=False)
+class Running:
+    """The executor of a plan, its models on this rank, and what its steps took."""
+
+    executor: Executor
+    models: list[RoleModel]
+    taken: list[tuple[float, tuple[Event, ...]]] = field(default_factory=list)
+
+    def step(self, case: Case) -> None:
+        """Run the next step. Collective."""
+        number = len(self.taken)
         dist.barrier()
         begin = time.perf_counter()
-        result = executors[index].run_step(prompts(case, round_), round_ + 1, round_)
-        taken[index].append((time.perf_counter() - begin, result.events))
+        result = self.executor.run_step(prompts(case, number), number + 1, number)
+        self.taken.append((time.perf_counter() - begin, result.events))
+
+    def peak_bytes(self, case: Case) -> int:
+        """Return the peak of a further step. Collective."""
+        held = resident(self.models)
+        with track_memory() as use:
+            self.step(case)
+        self.taken.pop()
+        return held + use.peak_bytes
+
+
+def start(case: Case, groups: ProcessGroups) -> list[Running]:
+    """Build the executors of all plans, and run steps that are not counted. Collective."""
     found = []
-    for number, (one, built, of_plan) in enumerate(zip(executors, models, taken, strict=True)):
-        peak = 0
-        if number < case.memory:
-            held = resident(built)
-            with track_memory() as use:
-                one.run_step(prompts(case, 0), len(of_plan) + 1, 0)
-            peak = held + use.peak_bytes
-        seconds, events = zip(*of_plan[WARMUP:], strict=True)
-        found.append(Taken(list(seconds), list(events), peak))
+    for plan in plans(case, ppo(case)):
+        built: list[RoleModel] = []
+        found.append(Running(executor(case, plan, groups, built), built))
+    for _ in range(WARMUP):
+        for one in found:
+            one.step(case)
+    return found
+
+
+def taken(case: Case, running: Sequence[Running]) -> list[Taken]:
+    """Return what the counted steps of the plans took, and the memory of a further one. Collective."""
+    found = []
+    for number, one in enumerate(running):
+        seconds, events = zip(*one.taken[WARMUP:], strict=True)
+        found.append(Taken(list(seconds), list(events), one.peak_bytes(case) if number < case.memory else 0))
     return found
 
 
@@ -233,19 +256,41 @@ def resident(models: Sequence[RoleModel]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
+def merged(profiles: Sequence[Profile]) -> Profile:
+    """Return the medians of profiles of the same calls."""
+
+    def middle(timings: Sequence[Timing]) -> Timing:
+        return Timing(*map(median, zip(*timings, strict=True)))
+
+    points = {
+        part: tuple(
+            replace(same[0], timing=middle([point.timing for point in same]))
+            for same in zip(*(one.points[part] for one in profiles), strict=True)
+        )
+        for part in profiles[0].points
+    }
+    every = [one.moves for one in profiles if one.moves is not None]
+    moves = tuple(map(median, zip(*every, strict=True)))
+    return replace(profiles[0], points=points, step=middle([one.step for one in profiles]), moves=moves)
+
+
 def on_a_rank(case: Case) -> tuple[Profile, list[Taken]]:
-    """Measure the profile, then steps of all plans."""
+    """Measure the profile and steps of all plans, in passes."""
     torch.set_num_threads(1)
-    groups = ProcessGroups()
-    measured = profile(case, groups)
+    groups, device, profiles = ProcessGroups(), torch.device("cpu"), []
     workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
-    step = measure_step(ppo(case), workload, groups, torch.device("cpu"))
-    moves = measure_moves(specs()["actor"], moved(case), groups, torch.device("cpu"))
-    measured = replace(measured, step=step, moves=moves)
-    say("steps")
-    found = steps(case, groups)
-    say("done")
-    return measured, found
+    running = start(case, groups)
+    for number in range(case.passes):
+        say(f"{case.world} ranks, pass {number + 1}: profile")
+        measured = profile(case, groups)
+        step = measure_step(ppo(case), workload, groups, device)
+        moves = measure_moves(specs()["actor"], moved(case), groups, device)
+        profiles.append(replace(measured, step=step, moves=moves))
+        say("steps")
+        for _, one in in_turns(running, case.steps):
+            one.step(case)
+    say("memory")
+    return merged(profiles), taken(case, running)
 
 
 @dataclass(frozen=True)
@@ -356,9 +401,10 @@ def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
             *summary(found),
             f"Preset {PRESET}; policy and reference of {LAYERS['actor']} layers, critic and reward model of "
             f"{LAYERS['critic']}; {case.samples} samples of {case.prompt} + {case.response} tokens, "
-            f"{case.mini_batches} mini-batches. Medians of {case.steps} steps, one of each plan in turn.",
-            "The profile has the models' calls in each layout alone, with other numbers of samples; predicted is "
-            "the call of the simulated step, in which calls at once share the processors.",
+            f"{case.mini_batches} mini-batches. Medians of {case.passes * case.steps} steps, one of each plan in turn.",
+            "The profile has the models' calls in each layout alone, with other numbers of samples and other prompts; "
+            f"predicted is the call of the simulated step, in which calls at once share the processors. Profile and "
+            f"steps take turns, {case.passes} times, for what the machine grants changes by the minute.",
             "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
         ),
         [asdict(one) for one in found],
@@ -373,7 +419,11 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = [Case(world) for world in WORLDS]
     if arguments.quick:
-        cases = [Case(2, samples=8, prompt=16, response=8, sizes=Sizes((), (4, 8), (24,), (16,), 1 / 3, 4), plans=2)]
+        cases = [
+            Case(
+                2, samples=8, prompt=16, response=8, sizes=Sizes((), (4, 8), (24,), (16,), 1 / 3, 4), plans=2, memory=1
+            )
+        ]
     found: list[Compared] = []
     with RankPool() as pool:
         for case in cases:

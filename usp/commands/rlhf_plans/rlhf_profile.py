@@ -78,7 +78,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.cost.profile.measure_moves import measure_moves, pairs_of
     from usp.cost.profile.measure_profile import Sizes, measure_profile
     from usp.cost.profile.measure_step import measure_step
-    from usp.cost.time.rounds import Rounds, is_crowded
+    from usp.cost.time.rounds import Rounds
     from usp.hf.models import with_layers
 
     launch = Launch.from_environment(environ)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     with process_group(launch, device):
         groups = ProcessGroups()
-        rounds = Rounds(device, asked.rounds, 0.02, is_crowded(device, launch.local_world_size))
+        rounds = Rounds(device, asked.rounds, 0.02, crowded=not fast)
         profile = measure_profile(calls, sizes, rounds, name, groups, progress)
         trained = [one for one in calls if one.call.kind == "train_step"]
         pairs = pairs_of(one.layout for one in trained if one.layout.dims.pp <= max(layers))

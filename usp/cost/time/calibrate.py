@@ -24,7 +24,7 @@ from usp.sp.sp_attention import UnifiedSPAttention
 from .compute import dtype_name
 from .kernel_flops import BACKWARD, FORWARD
 from .link_rates import KINDS, LinkTier, is_latency, link_tiers
-from .rounds import Estimate, OtherLoad, Rounds, Timed, is_crowded
+from .rounds import Estimate, OtherLoad, Rounds, Timed
 
 UNCACHED = 1 << 28  # bytes, more than any cache holds
 WIDE, USELESS = 0.15, 0.6  # relative spread of a time: warned of, refused
@@ -67,7 +67,7 @@ class Plan:
             return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
         # A turn is short, so that some are free of other work; but where ranks share a core, they wait for each other,
         # and it must be long enough for many turns of the scheduler.
-        crowded = is_crowded(device, host_size)
+        crowded = host_size * torch.get_num_threads() > (os.cpu_count() or 1)
         rounds, seconds = (16, 0.1) if crowded else (64, 0.005)
         sizes, lengths = (64, 128, 256, 512, 1024), (256, 1024, 4096)
         return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds, crowded)

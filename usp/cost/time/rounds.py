@@ -145,11 +145,6 @@ class Rounds:
         return elapsed / calls
 
 
-def is_crowded(device: torch.device, host_size: int) -> bool:
-    """Return whether as many ranks as a host has, each with its threads, share the processors of this machine."""
-    return device.type == "cpu" and host_size * torch.get_num_threads() > (os.cpu_count() or 1)
-
-
 def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Return the means over the ranks on which a value is not nan. Collective over all ranks."""
     if not dist.is_initialized():
