@@ -37,7 +37,7 @@ from usp.cost.profile.measure_profile import Asked, Sizes, measure_profile
 from usp.cost.profile.measure_step import measure_step
 from usp.cost.profile.profile import Profile, Timing
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
-from usp.cost.profile.shared_processors import ProfiledSimulator
+from usp.cost.profile.profiled_question import ProfiledSimulator
 from usp.cost.rlhf.plan_choice_report import layout_text
 from usp.cost.time.rounds import Rounds
 from usp.hf.models import load_model_config, model_facts, with_layers
@@ -317,7 +317,7 @@ def compare(case: Case, measured: Profile, by_rank: Sequence[Sequence[Taken]]) -
     options = CallOptions(torch.float32, SLOTS)
     others = PlanEstimates(graph, models, workload, load_hardware("h100"), options)  # for bytes alone
     estimates = ProfiledEstimates(measured, others, graph, models, workload, options)
-    simulator = ProfiledSimulator(graph, estimates, case.world)
+    simulator = ProfiledSimulator(graph, estimates, case.world, processors=measured.cores, profiled=estimates)
     found = []
     for index, plan in enumerate(plans(case, graph)):
         taken = [of_rank[index] for of_rank in by_rank]

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from usp.cost.rlhf.estimates import Estimates
 from usp.cost.rlhf.question import Question
-from usp.cost.rlhf.simulator import Simulator
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.cost.rlhf.shared_processors import SharedSimulator
+from usp.cost.rlhf.simulator import Simulation, Simulator
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 from .parts import layout_key
 from .profile import Profile
 from .profiled_estimates import ProfiledEstimates
-from .shared_processors import ProfiledSimulator
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledSimulator(SharedSimulator):
+    """A simulator whose calls use the processors that the profile says, and whose steps take what every step does."""
+
+    profiled: ProfiledEstimates
+
+    def run(self, plan: ExecutionPlan) -> Simulation:
+        found = super().run(plan)
+        return replace(found, seconds=found.seconds + self.profiled.profile.step.seconds)
+
+    def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
+        seconds, peak = super().measure(plan)
+        return seconds if self.processors else seconds + self.profiled.profile.step.seconds, peak
+
+    def used(self, call: str, layout: CallLayout) -> float:
+        timing = self.profiled.timing(call, layout) if self.graph[call].role else None
+        if timing is None or not timing.seconds:
+            return super().used(call, layout)
+        return min(timing.processors / timing.seconds, self.processors)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,8 +61,15 @@ class ProfiledQuestion(Question):
         return ProfiledEstimates(self.profile, self.by_rates, self.graph, self.models, self.workload, self.options)
 
     def simulator(self, estimates: Estimates) -> Simulator:
-        """Return the simulator of ranks that share processors, for `profiled`."""
-        return ProfiledSimulator(self.graph, estimates, self.world_size, staleness=self.staleness)
+        """Return the simulator of steps by the profile."""
+        return ProfiledSimulator(
+            self.graph,
+            estimates,
+            self.world_size,
+            staleness=self.staleness,
+            processors=self.profile.cores,
+            profiled=self.profiled,
+        )
 
 
 def said_of(estimates: ProfiledEstimates, plan: ExecutionPlan) -> Iterator[str]:

@@ -20,10 +20,13 @@ class Predictions:
     A call takes the same wherever its ranks are within a host, or on whole hosts; and so do calls of one kind to roles
     with the same model. Reallocations are estimated by `quick_fill`. Samples that are sent between calls take no time:
     they are small beside weights and activations.
+
+    Where ranks share processors (`Hardware.crowding`), a call takes what it takes alone: the rates are those of all
+    `world_size` ranks at work, and the fewer ranks it has, the faster each is.
     """
 
-    def __init__(self, exact: PlanEstimates, ranks_per_host: int) -> None:
-        self._exact, self._per_host = exact, ranks_per_host
+    def __init__(self, exact: PlanEstimates, ranks_per_host: int, world_size: int = 0) -> None:
+        self._exact, self._per_host, self._world_size = exact, ranks_per_host, world_size
         self._cost = cache(self._new_cost)
         self._copy_bytes = cache(self._new_copy_bytes)
         self._state_load = cache(self._new_state_load)
@@ -36,7 +39,14 @@ class Predictions:
         self.state_bytes = cache(self._state_bytes)
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
-        return self._cost(self._first[call], self._placed(layout)).total if call in self._first else 0.0
+        if call not in self._first:
+            return 0.0
+        return self._cost(self._first[call], self._placed(layout)).total * self._busy(len(layout.ranks))
+
+    def _busy(self, ranks: int) -> float:
+        """Return what a call of so many ranks takes alone, relative to when all others are at work, too."""
+        crowding = self._exact.hardware.crowding
+        return max(ranks / self._world_size, 1 / crowding) if crowding > 1 and self._world_size else 1.0
 
     def _call_bytes(self, call: str, layout: CallLayout) -> float:
         return self._cost(self._first[call], self._placed(layout)).work_bytes if call in self._first else 0.0

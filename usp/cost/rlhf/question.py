@@ -26,6 +26,7 @@ from .options import ModelLimits, OptionSpace
 from .plan_choice import Report, RlhfChoice, choose_plan, problem_of
 from .plan_search import NothingFits, Problem, search
 from .predictions import Predictions
+from .shared_processors import SharedSimulator
 from .simulator import Simulator
 
 _MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
@@ -68,11 +69,17 @@ class Question:
         """What the calls of a plan take."""
         return self.by_rates
 
+    @property
+    def processors(self) -> float:
+        """How many ranks can compute at once without slowing each other down, where they share processors; else 0."""
+        crowding = self.hardware.crowding
+        return self.world_size / crowding if crowding > 1 else 0.0
+
     @cached_property
     def by_rates(self) -> Predictions:
         """Predictions from the rates of the hardware."""
         exact = PlanEstimates(self.graph, self.models, self.workload, self.hardware, self.options)
-        return Predictions(exact, self.ranks_per_host)
+        return Predictions(exact, self.ranks_per_host, self.world_size)
 
     @cached_property
     def space(self) -> OptionSpace:
@@ -106,7 +113,9 @@ class Question:
 
     def simulator(self, estimates: Estimates) -> Simulator:
         """Return the simulator of plans."""
-        return Simulator(self.graph, estimates, self.world_size, staleness=self.staleness)
+        return SharedSimulator(
+            self.graph, estimates, self.world_size, staleness=self.staleness, processors=self.processors
+        )
 
     def problem(self, estimates: Estimates | None = None) -> Problem:
         """Return the search for the fastest plan that fits into the memory of the hardware.

@@ -17,7 +17,7 @@ from usp.cost.profile.moves import fitted, move_seconds
 from usp.cost.profile.parts import DECODE, PREFILL, UPDATE, Part, layout_key, model_key
 from usp.cost.profile.profile import Point, Profile, Timing
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
-from usp.cost.profile.shared_processors import ProfiledSimulator, Task, run_tasks
+from usp.cost.profile.profiled_question import ProfiledSimulator
 from usp.hf.models import load_model_config, model_facts, scalar_config, with_layers
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelShape
@@ -156,20 +156,6 @@ def test_a_fit_has_no_negative_terms() -> None:
     assert move_seconds(found, plans[0]) == pytest.approx(falling[0], rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "ends"),
-    [
-        ([Task(2, 1, 4, ()), Task(1, 1, 4, ())], [2, 1]),  # one processor each
-        ([Task(1, 2, 4, ()), Task(1, 2, 4, ())], [2, 2]),  # half of both each
-        ([Task(1, 2, 6, ()), Task(1, 2, 2, ())], [4 / 3, 2]),  # by ranks: the second is at 1/3 when the first ends
-        ([Task(1, 2, 4, ()), Task(1, 0.5, 4, ())], [1.25, 1]),  # the second uses less than its share
-        ([Task(1, 2, 4, ()), Task(0, 2, 4, (0,)), Task(1, 2, 4, (1,))], [1, 1, 2]),  # one after another
-    ],
-)
-def test_tasks_at_once_share_processors(tasks: list[Task], ends: list[float]) -> None:
-    assert [end for _, end in run_tasks(tasks, 2.0)] == pytest.approx(ends)
-
-
 def test_a_step_of_calls_at_once_on_shared_processors() -> None:
     def plan(second: int) -> ExecutionPlan:
         graph = ppo()
@@ -179,7 +165,7 @@ def test_a_step_of_calls_at_once_on_shared_processors() -> None:
     found = {}
     for cores in (0, 2):
         estimates = measured(cores)
-        simulator = ProfiledSimulator(estimates.graph, estimates, 4)
+        simulator = ProfiledSimulator(estimates.graph, estimates, 4, processors=cores, profiled=estimates)
         found[cores] = {second: simulator.run(plan(second)) for second in (0, 2)}
         assert simulator.measure(plan(2))[0] == pytest.approx(found[cores][2].seconds)
     # Each call uses both processors, so nothing is gained by other ranks, and every call waits for its inputs.

@@ -18,17 +18,18 @@ from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.replan.measured_steps import Lengths, MeasuredStep
+from usp.rlhf.replan.measured_steps import MeasuredStep
 from usp.rlhf.replan.replan_options import ReplanOptions
+from usp.rlhf.runtime.step_lengths import StepLengths
 
 GRAPH, A100 = graph(), load_hardware("a100")
 CONFIG = load_model_config("tiny")
 MODELS = dict.fromkeys(GRAPH.roles, model_shape(model_facts("tiny", CONFIG), CONFIG))
 FACTS = Facts(4, 8, 4, 2)
-SHORT, LONG = (Lengths((64,) * 32, (length,) * 32) for length in (8, 256))
+SHORT, LONG = (StepLengths((64,) * 32, (length,) * 32, 1) for length in (8, 256))
 
 
-def question(lengths: Lengths) -> Question:
+def question(lengths: StepLengths) -> Question:
     return Question(GRAPH, MODELS, Workload(lengths.prompts, lengths.responses, 1, 256), A100, 4)
 
 
@@ -63,7 +64,7 @@ def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> N
     assert move.times == 3 and not move.plan.total_bytes
 
 
-def decided(lengths: Lengths, running: ExecutionPlan, slower: dict[str, float]) -> tuple[SearchingPlanner, object]:
+def decided(lengths: StepLengths, running: ExecutionPlan, slower: dict[str, float]) -> tuple[SearchingPlanner, object]:
     planner = SearchingPlanner(question, ReplanOptions(5, 0.01, 2.0), 0, lambda plan: plan)
     predicted = question(lengths).estimates
     seconds = {c.name: slower.get(c.name, 1.0) * predicted.call_seconds(c.name, running[c.name]) for c in GRAPH.calls}

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from parallel import load_hardware
+from parallel import ParallelDims, load_hardware
 from tests.usp.rlhf.toy import ppo
 from usp.cost.calls.plan_estimates import PlanEstimates
 from usp.cost.calls.workload import Workload
@@ -62,6 +62,15 @@ def test_calls_take_as_long_wherever_their_hosts_are(exact: PlanEstimates) -> No
     assert quick.call_seconds("ref_inference", crossing) > quick.call_seconds(
         "ref_inference", replace(crossing, ranks=tuple(range(8)))
     )
+
+
+def test_calls_alone_are_faster_where_ranks_share_processors(exact: PlanEstimates) -> None:
+    shared = replace(exact, hardware=replace(A100, crowding=4.0))
+    alone, busy = Predictions(shared, 8, 16), Predictions(shared, 8)
+    for ranks, share in ((2, 1 / 4), (4, 1 / 4), (8, 1 / 2), (16, 1)):
+        layout = CallLayout(tuple(range(ranks)), ParallelDims(dp_shard=ranks))
+        taken = share * busy.call_seconds("ref_inference", layout)
+        assert alone.call_seconds("ref_inference", layout) == pytest.approx(taken)
 
 
 def test_reallocations_take_about_as_long_as_their_plans(exact: PlanEstimates) -> None:

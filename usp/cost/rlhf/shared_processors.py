@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from usp.cost.rlhf.simulator import Simulation, Simulator, Span
-from usp.rlhf.plan.plan import ExecutionPlan
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
-from .profiled_estimates import ProfiledEstimates
+from .simulator import Simulation, Simulator, Span
 
 
 @dataclass(frozen=True)
@@ -69,53 +68,54 @@ def _speeds(tasks: Sequence[Task], processors: float) -> list[float]:
     return found
 
 
-class ProfiledSimulator(Simulator):
-    """A simulator whose calls share the processors of the profile's machine, and whose steps take what every step does.
+@dataclass(frozen=True)
+class SharedSimulator(Simulator):
+    """A simulator whose calls share processors.
 
-    Its estimates are `ProfiledEstimates`.
+    Attributes:
+        processors: that all ranks share; 0: each has a device.
     """
 
+    processors: float = 0.0
+
     def run(self, plan: ExecutionPlan) -> Simulation:
-        found, estimates = super().run(plan), self._profiled
-        if estimates.profile.cores:
-            spans = tuple(self._shared(found.spans, plan))
-            seconds = max(span.end for span in spans) / self.steps
-            busy = [0.0] * self.world_size
-            for span in spans:
-                for rank in span.ranks:
-                    busy[rank] += (span.end - span.start) / self.steps
-            found = replace(found, seconds=seconds, spans=spans, idle=tuple(seconds - one for one in busy))
-        return replace(found, seconds=found.seconds + estimates.profile.step.seconds)
+        found = super().run(plan)
+        if not self.processors:
+            return found
+        spans = tuple(self._shared(found.spans, plan))
+        seconds = max(span.end for span in spans) / self.steps
+        busy = [0.0] * self.world_size
+        for span in spans:
+            for rank in span.ranks:
+                busy[rank] += (span.end - span.start) / self.steps
+        return replace(found, seconds=seconds, spans=spans, idle=tuple(seconds - one for one in busy))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
-        seconds, peak = super().measure(plan)
-        if self._profiled.profile.cores:
-            return self.run(plan).seconds, peak
-        return seconds + self._profiled.profile.step.seconds, peak
+        if not self.processors:
+            return super().measure(plan)
+        found = self.run(plan)
+        return found.seconds, found.peak_bytes
 
-    @property
-    def _profiled(self) -> ProfiledEstimates:
-        assert isinstance(self.estimates, ProfiledEstimates)
-        return self.estimates
+    def used(self, call: str, layout: CallLayout) -> float:
+        """Return the processors that a call keeps busy when it runs alone."""
+        return min(len(layout.ranks), self.processors)
 
     def _shared(self, spans: Sequence[Span], plan: ExecutionPlan) -> Iterator[Span]:
         """Yield the spans, when calls share processors."""
         last: dict[int, int] = {}  # by rank: what it did last
         made: dict[str, int] = {}  # by call
-        tasks, profile, first = [], self._profiled.profile, 0
+        tasks, first = [], 0
         for index, span in enumerate(spans):
             if self.barrier and index and spans[index - 1].step < span.step:
                 first = index
             after = {last[rank] for rank in span.ranks if rank in last} | set(range(first))
-            used = float(min(len(span.ranks), profile.cores))
+            used = min(len(span.ranks), self.processors)
             if span.name in plan.calls:
                 call = self.graph[span.name]
                 after |= {made[name] for name in self.graph.before(span.name) if name in made}
                 made[span.name] = index
-                timing = self._profiled.timing(call.name, plan[call.name]) if call.role else None
-                if timing and timing.seconds:
-                    used = min(timing.processors / timing.seconds, float(profile.cores))
+                used = self.used(call.name, plan[call.name])
             last |= dict.fromkeys(span.ranks, index)
             tasks.append(Task(span.end - span.start, used, len(span.ranks), tuple(after)))
-        for span, (start, end) in zip(spans, run_tasks(tasks, profile.cores), strict=True):
+        for span, (start, end) in zip(spans, run_tasks(tasks, self.processors), strict=True):
             yield replace(span, start=start, end=end)
