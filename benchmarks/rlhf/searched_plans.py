@@ -5,7 +5,7 @@ of responses, is searched with the calibration alone, and run under the plan tha
 the degrees that are predicted to serve them best: one step of each plan per round on the same ranks, so that other work
 slows all of them alike. All plans train on the same samples. Intervals are of 95%, by bootstrap over the rounds.
 
-    python -m benchmarks.rlhf.searched_plans            # 8 ranks: about 40 minutes on two otherwise idle cores
+    python -m benchmarks.rlhf.searched_plans            # 8 ranks: about 35 minutes on two otherwise idle cores
     python -m benchmarks.rlhf.searched_plans --quick    # 4 ranks, one cell on each cluster; saves nothing
 """
 
@@ -41,7 +41,7 @@ from usp.cost.time.rounds import OtherLoad
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.named_plans import NAMED_PLANS
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.plan_text import from_mapping, to_mapping
+from usp.rlhf.plan.plan_text import PLAN_FILE, from_mapping, to_mapping
 from usp.rlhf.prepare import Unplanned, prepare
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.launch import Launch
@@ -146,6 +146,7 @@ def measure(
 def calibrated(host_size: int, name: str) -> dict[str, Any]:
     """Return a hardware file's values, measured again where other work disturbs it, which every rank finds alike."""
     plan = Plan.of(torch.device("cpu"), host_size, HEADS, HIDDEN["small"] // HEADS)
+    plan = replace(plan, lengths=(64, 256, 1024), rounds=2 * plan.rounds)  # of shorter samples, and many turns of each
     for _ in range(CALIBRATIONS - 1):
         try:
             return calibrate(plan, name)
@@ -206,7 +207,7 @@ def searched(
 def trainer(
     config: RlhfConfig, plan: ExecutionPlan, launch: Launch, folder: Path, groups: ProcessGroups
 ) -> RlhfTrainer:
-    file = folder / "plan.yaml"
+    file = folder / PLAN_FILE
     if launch.rank == 0:
         folder.mkdir(parents=True)
         file.write_text(yaml.safe_dump(to_mapping(plan)))
@@ -291,14 +292,14 @@ def notes(results: Sequence[dict[str, Any]], loads: Sequence[float | None]) -> t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 ranks, one cell on each cluster; save nothing")
-    parser.add_argument("--rounds", type=int, default=0, help="counted steps of each plan (default: 7, quick: 3)")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds of a search (default: 15, quick: 2)")
+    parser.add_argument("--rounds", type=int, default=0, help="counted steps of each plan (default: 5, quick: 3)")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds of a search (default: 8, quick: 2)")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     asked = parser.parse_args()
     if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
     world_size = 4 if asked.quick else 8
-    rounds, budget = asked.rounds or (3 if asked.quick else 7), asked.budget or (2.0 if asked.quick else 15.0)
+    rounds, budget = asked.rounds or (3 if asked.quick else 5), asked.budget or (2.0 if asked.quick else 8.0)
     grid = [("4:1", 16)] if asked.quick else list(product(RATIOS, LENGTHS))
     results, loads = [], []
     with tempfile.TemporaryDirectory() as folder:
