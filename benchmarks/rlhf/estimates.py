@@ -33,9 +33,9 @@ from usp.cost.calls.call_cost import CallOptions
 from usp.cost.calls.plan_estimates import PlanEstimates
 from usp.cost.calls.workload import Workload
 from usp.cost.profile.measure_moves import measure_moves
-from usp.cost.profile.measure_profile import Asked, Sizes, measure_profile
+from usp.cost.profile.measure_profile import Asked, measure_profile
 from usp.cost.profile.measure_step import measure_step
-from usp.cost.profile.profile import Profile, Timing
+from usp.cost.profile.profile import Profile, Sizes, Timing
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
 from usp.cost.profile.profiled_question import ProfiledSimulator
 from usp.cost.rlhf.plan_choice_report import layout_text

@@ -376,17 +376,18 @@ def test_a_rank_killed_in_any_kind_of_call_loses_no_step(tmp_path: Path, monkeyp
     AutoModelForCausalLM.from_pretrained(tmp_path / "deadly" / "model")
 
 
-# The first process dies in step 3, while the samples of step 4 are made, the second one in its second train step: late
-# enough that a checkpoint of an earlier step is complete.
+# The first process dies in step 3, while the samples of step 4 are made, with two kills the second one in its second
+# train step: late enough that a checkpoint of an earlier step is complete.
 KILLS_AHEAD = """
 import os, signal
 from itertools import count
 from usp.rlhf.roles.role_model import RoleModel
 
-for attempt, kind, rank, number in (("0", "generate", "0", 5), ("1", "train_step", "1", 2)):
-    deadly = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == (attempt, rank)
+kills = [("generate", "0", 5), ("train_step", "1", 2)][: int(os.environ.get("KILLS", 0))]
+for attempt, (kind, rank, number) in enumerate(kills):
+    deadly = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == (str(attempt), rank)
     def dying(self, *args, call=getattr(RoleModel, kind), deadly=deadly, number=number, calls=count(1)):
-        if next(calls) == number and deadly and os.environ.get("DEADLY"):
+        if next(calls) == number and deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return call(self, *args)
     setattr(RoleModel, kind, dying)
@@ -405,17 +406,21 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
+) -> None:
+    kills = 2 if exhaustive else 1
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
     args = [*SMALL, "--steps", "5", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
     with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
         assert run.end().exit_code == 0, run.err.read_text()
-    monkeypatch.setenv("DEADLY", "1")
+    monkeypatch.setenv("KILLS", str(kills))
     args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "5"]
     args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
-    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", "2")) as run:
+    with Run(args, tmp_path, ranks=2, script=ROOT / "rlhf.py", torchrun=("--max-restarts", str(kills))) as run:
         ended = run.end()
-    assert ended.exit_code == 0 and ended.out.count("resumed from: deadly/checkpoints/step-0000000") == 2, ended.err
+    assert ended.exit_code == 0, ended.err
+    assert ended.out.count("resumed from: deadly/checkpoints/step-0000000") == kills
     calm, deadly = tmp_path / "calm", tmp_path / "deadly"
     assert scores_of(deadly) == scores_of(calm) and len(scores_of(calm)) == 5
     assert samples_of(deadly) == samples_of(calm) and list(samples_of(calm)) == [1, 2, 3, 4, 5]

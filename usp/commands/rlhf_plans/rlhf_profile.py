@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
@@ -15,6 +15,10 @@ from usp.config import MODEL_HELP, one_of, token_count
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
+
+if TYPE_CHECKING:
+    from usp.cost.profile.parts import Part
+    from usp.cost.profile.profile import Point, Sizes
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class RlhfProfileConfig:
     """
 
     out: Annotated[Path, arg(metavar="FILE.json")] = Path("rlhf-profile.json")
-    """Profile to write."""
+    """Profile to write. What an existing one has is kept, and not measured again."""
     actor: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
     critic: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
     """Model whose size the critic and the reward model have."""
@@ -76,10 +80,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from parallel import ProcessGroups
     from usp.cost.calls.workload import Workload
     from usp.cost.profile.measure_moves import measure_moves, pairs_of
-    from usp.cost.profile.measure_profile import Sizes, measure_profile
+    from usp.cost.profile.measure_profile import measure_profile
     from usp.cost.profile.measure_step import measure_step
+    from usp.cost.profile.profile import Sizes
+    from usp.cost.time.compute import dtype_name
     from usp.cost.time.rounds import Rounds
     from usp.hf.models import with_layers
+    from usp.train.claim import from_first_rank
 
     launch = Launch.from_environment(environ)
     stay_on_loopback(launch, environ)
@@ -97,7 +104,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     with process_group(launch, device):
         groups = ProcessGroups()
         rounds = Rounds(device, asked.rounds, 0.02, crowded=not fast)
-        profile = measure_profile(calls, sizes, rounds, name, groups, progress)
+        known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
+        profile = measure_profile(calls, sizes, rounds, name, groups, progress, known)
         trained = [one for one in calls if one.call.kind == "train_step"]
         pairs = pairs_of(one.layout for one in trained if one.layout.dims.pp <= max(layers))
         if rounds.crowded and pairs:  # elsewhere, links do the work, and the hardware's rates serve
@@ -112,6 +120,27 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
             profile.save(asked.out)
             print(f"{asked.out}: {len(profile.points)} parts of calls on up to {profile.ranks} ranks")
         dist.barrier()
+
+
+def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapping[Part, tuple[Point, ...]]:
+    """Return what an existing file has.
+
+    Raises:
+        ValueError: if it is no profile, or was measured otherwise.
+    """
+    from usp.cost.profile.profile import Profile
+
+    if not out.exists():
+        return {}
+    found = Profile.load(out)
+    if (found.device, found.dtype, found.ranks, found.sizes) != (device, dtype, ranks, sizes):
+        had = {"layers": found.sizes.layers, "samples": found.sizes.samples, "tokens": found.sizes.tokens}
+        flags = " ".join(f"--{flag} {','.join(map(str, values))}" for flag, values in had.items())
+        raise ValueError(
+            f"--out = {out} exists, and was measured by {found.ranks} ranks on {found.device} in {found.dtype}, with "
+            f"{flags} --response-share {found.sizes.counted}: name another file, or remove it"
+        )
+    return found.points
 
 
 def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):

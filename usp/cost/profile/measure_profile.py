@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -28,26 +29,7 @@ from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.role_spec import RoleSpec
 
 from .parts import PREFILL, UPDATE, Part, layout_key, model_key, work_of
-from .profile import Point, Profile, Timing
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes to measure.
-
-    Attributes:
-        layers: depths of the models; a pipeline of more stages has a layer for each. Empty: their own depth.
-        samples: of a mini-batch or call, over all data-parallel ranks. tokens: of each. prompts: tokens of a prompt.
-        counted: the fraction of them that are the response.
-        decoded: steps of a timed generation.
-    """
-
-    layers: tuple[int, ...] = (1, 2)
-    samples: tuple[int, ...] = (8, 32)
-    tokens: tuple[int, ...] = (256, 1024)
-    prompts: tuple[int, ...] = (256, 1024)
-    counted: float = 0.5
-    decoded: int = 16
+from .profile import Point, Profile, Sizes, Timing
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +54,18 @@ def measure_profile(
     device_name: str,
     groups: ProcessGroups,
     progress: Callable[[str], None] = lambda doing: None,
+    known: Mapping[Part, tuple[Point, ...]] = MappingProxyType({}),
 ) -> Profile:
     """Measure every call once for each model and layout. Collective over the world, all of whose ranks ask the same.
 
-    asked: at least one call; all of one dtype.
+    Args:
+        asked: at least one call; all of one dtype.
+        known: what is not measured again, and part of the result.
 
     Raises:
         ValueError: for a model whose layers are of several kinds, or that does not support a layout.
     """
-    points: dict[Part, tuple[Point, ...]] = {}
+    points = dict(known)
     for one in asked:
         part = one.part()
         if part not in points:
@@ -88,7 +73,7 @@ def measure_profile(
             points |= _measured(one, part, sizes, rounds, groups)
     cores = 0 if rounds.device.type == "cuda" else len(os.sched_getaffinity(0))
     dtype = dtype_name(asked[0].spec.dtype)
-    return Profile(device_name, dtype, dist.get_world_size(), cores, sizes.counted, points)
+    return Profile(device_name, dtype, dist.get_world_size(), cores, sizes, points)
 
 
 @dataclass(eq=False)

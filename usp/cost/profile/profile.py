@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .parts import Part
 
-VERSION = 1
+VERSION = 2
 
 
 class Timing(NamedTuple):
@@ -45,13 +45,32 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The sizes to measure.
+
+    Attributes:
+        layers: depths of the models; a pipeline of more stages has a layer for each. Empty: their own depth.
+        samples: of a mini-batch or call, over all data-parallel ranks. tokens: of each. prompts: tokens of a prompt.
+        counted: the fraction of them that are the response.
+        decoded: steps of a timed generation.
+    """
+
+    layers: tuple[int, ...] = (1, 2)
+    samples: tuple[int, ...] = (8, 32)
+    tokens: tuple[int, ...] = (256, 1024)
+    prompts: tuple[int, ...] = (256, 1024)
+    counted: float = 0.5
+    decoded: int = 16
+
+
+@dataclass(frozen=True)
 class Profile:
     """What was measured on a machine.
 
     Attributes:
         device: its name. dtype: of the calls. ranks: in the launch.
         cores: processors that the ranks share; 0: each has a device.
-        counted: fraction of a sequence's tokens whose log-probabilities count, the response.
+        sizes: that were measured of every part.
         points: by part.
         step: of all that a step takes beside its calls and the movement of weights: see `measure_profile`.
         moves: seconds of a reallocation: a constant, and for each message and byte of the busiest rank.
@@ -61,7 +80,7 @@ class Profile:
     dtype: str
     ranks: int
     cores: int
-    counted: float
+    sizes: Sizes
     points: Mapping[Part, tuple[Point, ...]] = field(hash=False)
     step: Timing = NOTHING
     moves: tuple[float, float, float] | None = None
@@ -91,9 +110,8 @@ class Profile:
             {**asdict(part), "points": [[p.layers, p.sequences, p.tokens, *p.timing] for p in points]}
             for part, points in sorted(self.points.items())
         ]
-        values = {
-            name: getattr(self, name) for name in ("device", "dtype", "ranks", "cores", "counted", "step", "moves")
-        }
+        values = {name: getattr(self, name) for name in ("device", "dtype", "ranks", "cores", "step", "moves")}
+        values["sizes"] = asdict(self.sizes)
         lines = ",\n  ".join(json.dumps(part) for part in parts)
         path.write_text(f'{{"version": {VERSION}, {json.dumps(values)[1:-1]}, "parts": [\n  {lines}\n]}}\n')
 
@@ -105,8 +123,10 @@ class Profile:
             if values.pop("version") != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             points = {_part(part): tuple(map(_point, part["points"])) for part in values.pop("parts")}
-            step, moves = Timing(*values.pop("step")), values.pop("moves")
-            return Profile(**values, points=points, step=step, moves=None if moves is None else tuple(moves))
+            step, moves, sizes = Timing(*values.pop("step")), values.pop("moves"), values.pop("sizes")
+            sizes = Sizes(**{name: tuple(each) if isinstance(each, list) else each for name, each in sizes.items()})
+            moves = None if moves is None else tuple(moves)
+            return Profile(**values, sizes=sizes, points=points, step=step, moves=moves)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
 

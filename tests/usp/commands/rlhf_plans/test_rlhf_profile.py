@@ -30,6 +30,14 @@ def test_a_plan_by_measured_calls(tmp_path: Path, capsys: pytest.CaptureFixture[
     for part, points in profile.points.items():
         assert {point.layers for point in points} == {2}
         assert all(point.timing.seconds > 0 for point in points) or part.work in ("prefill", "update of train logprobs")
+    again = ["rlhf-profile", "--algorithm", "grpo", "--out", str(out), *SIZES]
+    assert main(again, {}) == 0 and "train logprobs" not in capsys.readouterr().err
+    assert Profile.load(out).points == profile.points
+    assert main([*again, "--tokens", "16"], {}) == 1
+    assert (
+        "exists, and was measured by 1 ranks on CPU in float32, with --layers 2 --samples 2 --tokens 16,32 --res"
+        in capsys.readouterr().err
+    )
     grpo = ["--algorithm", "grpo", "--reward", "function", "--group-size", "2"]
     assert main([*PLAN, *grpo, "--profile", str(out)], {}) == 0
     said = capsys.readouterr()

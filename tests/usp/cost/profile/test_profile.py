@@ -15,7 +15,7 @@ from usp.cost.calls.call_cost import CallOptions
 from usp.cost.calls.workload import Workload
 from usp.cost.profile.moves import fitted, move_seconds
 from usp.cost.profile.parts import DECODE, PREFILL, UPDATE, Part, layout_key, model_key
-from usp.cost.profile.profile import Point, Profile, Timing
+from usp.cost.profile.profile import Point, Profile, Sizes, Timing
 from usp.cost.profile.profiled_estimates import ProfiledEstimates
 from usp.cost.profile.profiled_question import ProfiledSimulator
 from usp.hf.models import load_model_config, model_facts, scalar_config, with_layers
@@ -50,7 +50,7 @@ def law(layers: float, sequences: float, tokens: float) -> float:
 
 
 def profile(parts: dict[Part, tuple[Point, ...]], cores: int = 0) -> Profile:
-    return Profile("here", "float32", 2, cores, 0.5, parts, Timing(STEP, 0.0), (0.1, 0.01, 1e-6))
+    return Profile("here", "float32", 2, cores, Sizes(), parts, Timing(STEP, 0.0), (0.1, 0.01, 1e-6))
 
 
 def measured(cores: int = 0) -> ProfiledEstimates:
