@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.cluster import cluster, unavailable
+from benchmarks.harness.measure import calibrated
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelMesh, ProcessGroups
 from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
 from usp.cost.dry_run.dry_run import blank_batch
 from usp.cost.job import job_of
-from usp.cost.time.calibrate import Plan, calibrate, cautions
+from usp.cost.time.calibrate import Plan, cautions
 from usp.cost.time.rounds import Estimate, OtherLoad
 from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import load_model_config
@@ -111,7 +112,7 @@ class Measured:
 def measure(configs: Sequence[TrainConfig], host_size: int, rounds: int) -> Measured:
     """Calibrate, and time each configuration's steps after two warm-up rounds."""
     load = OtherLoad()
-    found = calibrate(Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM), "two shaped hosts")
+    found = calibrated(Plan.of(torch.device("cpu"), host_size, HEADS, HEAD_DIM), "two shaped hosts")
     groups = ProcessGroups()
     steps = [step_of(config, groups) for config in configs]
     seconds: list[list[float]] = [[] for _ in configs]

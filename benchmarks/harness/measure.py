@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel.memory import track_memory
 from parallel.testing import count_sent_bytes
+from usp.cost.time.calibrate import Plan, calibrate
 
 T = TypeVar("T")
 
@@ -50,6 +51,21 @@ class Runner:
 
 
 Spans = list[tuple[int, int]]  # (start, end) of each timed call in ns
+
+
+def calibrated(plan: Plan, name: str, attempts: int = 4) -> dict[str, Any]:
+    """Return a hardware file's values, measured again where other work disturbs it, which every rank finds alike.
+
+    Raises:
+        ValueError: as `calibrate`, if it disturbs every attempt.
+    """
+    for _ in range(attempts - 1):
+        try:
+            return calibrate(plan, name)
+        except ValueError as error:
+            if dist.get_rank() == 0:
+                print(f"{error}: again", flush=True)
+    return calibrate(plan, name)
 
 
 def in_turns(names: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 import yaml
 
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.measure import in_turns
+from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims
 from usp.cost.replanning.run_planner import run_planner
-from usp.cost.time.calibrate import Plan, calibrate
+from usp.cost.time.calibrate import Plan
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.data.samples import Samples
 from usp.rlhf.graph.calls import Generate
@@ -94,7 +94,7 @@ def measure(steps: int, folder: str) -> dict[str, Any]:
     """Return by system the seconds and the metrics of every step, one step of each in turn, with changes of plans."""
     torch.set_num_threads(1)
     hardware = Path(folder, f"hardware-{dist.get_rank()}.json")
-    shared = [calibrate(Plan.of(torch.device("cpu"), 1, 4, 16), "two emulated hosts")]
+    shared = [calibrated(Plan.of(torch.device("cpu"), 1, 4, 16), "two emulated hosts")]
     dist.broadcast_object_list(shared, src=0)
     hardware.write_text(json.dumps(shared[0]))
     systems = (REPLANNED, *FIXED)

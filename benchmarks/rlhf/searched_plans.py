@@ -30,13 +30,13 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.harness.cluster import cluster, unavailable
-from benchmarks.harness.measure import in_turns
+from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ProcessGroups
 from usp.cost.rlhf.plan_choice_report import layout_text
 from usp.cost.rlhf.question import Question, answer
 from usp.cost.rlhf.run_plan import question_of
-from usp.cost.time.calibrate import Plan, calibrate
+from usp.cost.time.calibrate import Plan
 from usp.cost.time.rounds import OtherLoad
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.named_plans import NAMED_PLANS
@@ -57,7 +57,6 @@ RATIOS = {"1:1": ("small", "small"), "4:1": ("large", "small"), "1:4": ("small",
 LENGTHS = (16, 48, 128)  # tokens of a response
 PROMPTS, PROMPT_TOKENS = 16, 64
 WARMUP = 1  # steps that are not counted
-CALIBRATIONS = 4  # at most, while other work disturbs them
 DRAWS = 2000  # of the bootstrap
 
 
@@ -111,7 +110,9 @@ def measure(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     launch = Launch(rank, world_size, rank % host_size, host_size)
     hardware = root / f"hardware-{cells[0].hosts}.json"
-    found = calibrated(host_size, cells[0].cluster)
+    plan = Plan.of(torch.device("cpu"), host_size, HEADS, HIDDEN["small"] // HEADS)
+    plan = replace(plan, lengths=(64, 256, 1024), rounds=2 * plan.rounds)  # of shorter samples, and many turns of each
+    found = calibrated(plan, cells[0].cluster)
     if rank == 0:
         hardware.write_text(json.dumps(found))
     dist.barrier()
@@ -141,19 +142,6 @@ def measure(
             }
         )
     return results, load.share()
-
-
-def calibrated(host_size: int, name: str) -> dict[str, Any]:
-    """Return a hardware file's values, measured again where other work disturbs it, which every rank finds alike."""
-    plan = Plan.of(torch.device("cpu"), host_size, HEADS, HIDDEN["small"] // HEADS)
-    plan = replace(plan, lengths=(64, 256, 1024), rounds=2 * plan.rounds)  # of shorter samples, and many turns of each
-    for _ in range(CALIBRATIONS - 1):
-        try:
-            return calibrate(plan, name)
-        except ValueError as error:
-            if dist.get_rank() == 0:
-                print(f"{error}: again", flush=True)
-    return calibrate(plan, name)
 
 
 def config_of(cell: Cell, root: Path, hardware: Path, steps: int) -> RlhfConfig:
