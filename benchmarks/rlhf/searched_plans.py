@@ -87,7 +87,7 @@ def write_models(folder: Path) -> None:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=hidden,
-            intermediate_size=8 * hidden // 3,
+            intermediate_size=3 * hidden,  # which tp divides
             num_hidden_layers=LAYERS,
             num_attention_heads=HEADS,
             num_key_value_heads=HEADS,
