@@ -42,12 +42,12 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.resume import Start
 
-RATE = "200mbit"  # between the hosts
-PROMPTS, GROUP, PROMPT_TOKENS = 2, 8, 64
+RATE = "80mbit"  # between the hosts
+PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 16
 SHORTEST, GROWTH = 8, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
 REPLANNED, ALONE = "--replan", "one host"
 FIXED = (ALONE, "flattening", "separation")
-OPTIONS = "every=5,gain=5%,budget=1"
+OPTIONS = "every=5,gain=5%,budget=0.2"
 
 
 def tokens_of(step: int, steps: int) -> int:

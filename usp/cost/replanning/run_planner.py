@@ -23,14 +23,14 @@ def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
     Raises:
         ConfigurationError: for a model that there are no formulas for, or hardware that is not known.
     """
-    config, group_size = prepared.config, prepared.graph.group_size
+    config = prepared.config
     try:
         first = question_of(prepared.unplanned(launch))
     except ValueError as error:
         raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
 
     def question(lengths: StepLengths) -> Question:
-        workload = Workload(lengths.prompts, lengths.responses, group_size, config.max_new_tokens)
+        workload = Workload(lengths.prompts, lengths.responses, lengths.group_size, config.max_new_tokens)
         return replace(first, workload=workload)
 
     options = ReplanOptions.parse(config.replan)
