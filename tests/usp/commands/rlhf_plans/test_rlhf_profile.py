@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from usp.__main__ import main
 from usp.cost.profile.profile import Profile
@@ -34,6 +35,7 @@ def test_a_plan_by_measured_calls(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(again, {}) == 0 and "train logprobs" not in capsys.readouterr().err
     assert Profile.load(out).points == profile.points
     assert main([*again, "--tokens", "16"], {}) == 1
+    dist.destroy_process_group()  # which stays after an error
     assert (
         "exists, and was measured by 1 ranks on CPU in float32, with --layers 2 --samples 2 --tokens 16,32 --res"
         in capsys.readouterr().err
