@@ -123,9 +123,13 @@ class Profile:
             if values.pop("version") != VERSION:
                 raise ValueError(f"its version must be {VERSION}")
             points = {_part(part): tuple(map(_point, part["points"])) for part in values.pop("parts")}
-            step, moves, sizes = Timing(*values.pop("step")), values.pop("moves"), values.pop("sizes")
-            sizes = Sizes(**{name: tuple(each) if isinstance(each, list) else each for name, each in sizes.items()})
+            step, moves = Timing(*values.pop("step")), values.pop("moves")
             moves = None if moves is None else tuple(moves)
+            asked = values.pop("sizes")
+            layers, samples, tokens, prompts = (
+                tuple(asked.pop(each)) for each in ("layers", "samples", "tokens", "prompts")
+            )
+            sizes = Sizes(layers, samples, tokens, prompts, **asked)
             return Profile(**values, sizes=sizes, points=points, step=step, moves=moves)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a profile of python -m usp rlhf-profile: {error!r}") from error
