@@ -403,7 +403,7 @@ def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
             f"{LAYERS['critic']}; {case.samples} samples of {case.prompt} + {case.response} tokens, "
             f"{case.mini_batches} mini-batches. Medians of {case.passes * case.steps} steps, one of each plan in turn.",
             "The profile has the models' calls in each layout alone, with other numbers of samples and other prompts; "
-            f"predicted is the call of the simulated step, in which calls at once share the processors. Profile and "
+            "predicted is the call of the simulated step, in which calls at once share the processors. Profile and "
             f"steps take turns, {case.passes} times, for what the machine grants changes by the minute.",
             "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
         ),

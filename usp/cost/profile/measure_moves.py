@@ -25,8 +25,10 @@ PAIRS = 8  # at most
 def pairs_of(layouts: Iterable[CallLayout]) -> list[tuple[CallLayout, CallLayout]]:
     """Return pairs of layouts that hold a model's weights differently, spread over all of them."""
     found = list(dict.fromkeys(layout.of_weights for layout in layouts))
-    pairs = list(itertools.pairwise([*found, found[0]])) if len(found) > 1 else []
-    return pairs[:: -(-len(pairs) // PAIRS)] if pairs else []
+    if len(found) < 2:
+        return []
+    pairs = list(itertools.pairwise([*found, found[0]]))
+    return pairs[:: -(-len(pairs) // PAIRS)]
 
 
 def measure_moves(
