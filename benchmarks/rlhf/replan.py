@@ -3,7 +3,7 @@
 python -m benchmarks.rlhf.replan
 
 Every rank is a host of its own. Short responses are computed faster by one host alone, which sends no gradients; long
-ones by both.
+ones by both (data parallelism without ZeRO, which sends the fewest bytes of the named plans' degrees).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims
+from parallel.testing import run_ranks
 from usp.cost.replanning.run_planner import run_planner
 from usp.cost.time.calibrate import Plan
 from usp.rlhf.config import RlhfConfig
@@ -42,12 +43,14 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.resume import Start
 
-RATE = "80mbit"  # between the hosts
+MBIT, LATENCY = 11, 2e-4  # of the link between the hosts: a second, and seconds
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 64
-SHORTEST, GROWTH = 8, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
-REPLANNED, ALONE = "--replan", "one host"
-FIXED = (ALONE, "flattening", "separation")
-OPTIONS = "every=5,gain=5%,budget=0.2"
+SHORTEST, GROWTH = 64, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
+REPLANNED, ALONE, BOTH = "--replan", "one host", "both hosts"
+FIXED = (ALONE, BOTH)
+OPTIONS = "every=4,gain=5%,budget=0.1"
+LEARNING_RATE = 1e-5  # low, so that responses of random weights stay as long as they may
+REWARD = "def variety(prompt, response, answer):\n    return len(set(response)) / 100\n"
 
 
 def tokens_of(step: int, steps: int) -> int:
@@ -70,19 +73,22 @@ def responses_of(tokens: int) -> Iterator[None]:
 def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTrainer:
     launch = Launch(dist.get_rank(), dist.get_world_size())
     config = RlhfConfig(
-        plan="flattening" if system in (REPLANNED, ALONE) else system,
+        plan="flattening",
+        zero=0,
         prompts=PROMPTS,
         group_size=GROUP,
         prompt_tokens=PROMPT_TOKENS,
         max_new_tokens=SHORTEST * GROWTH[-1],
         steps=steps,
+        reward_function=f"{folder / 'reward.py'}:variety",
+        learning_rate=LEARNING_RATE,
         sft_steps=0,
         device="cpu",
         tokenizer="bytes",
     )
     config = replace(config, replan=OPTIONS, hardware=str(hardware)) if system == REPLANNED else config
     prepared = prepare(config, launch, Start(folder / system))
-    if system in (REPLANNED, ALONE):  # the run with --replan begins with the plan that is best for short responses
+    if system != BOTH:  # the run with --replan begins with the plan that is best for short responses
         first = CallLayout((0,), ParallelDims(dp_shard=1))
         plan = ExecutionPlan(ALONE, dict.fromkeys(prepared.plan.calls, first))
         prepared = replace(prepared, plan=plan)
@@ -90,17 +96,17 @@ def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTraine
     return RlhfTrainer(prepared, launch, StopRequest(), Watchdog(launch, 0.0), replanner)
 
 
-def measure(steps: int, folder: str) -> dict[str, Any]:
+def rates() -> dict[str, Any]:
+    """Measure two ranks of this machine at work."""
+    plan = replace(Plan.of(torch.device("cpu"), 2, 4, 16), rounds=16, seconds=0.1, crowded=True)
+    return calibrated(plan, "two emulated hosts")
+
+
+def measure(steps: int, hardware: Path) -> dict[str, Any]:
     """Return by system the seconds and the metrics of every step, one step of each in turn, with changes of plans."""
     torch.set_num_threads(1)
-    hardware = Path(folder, f"hardware-{dist.get_rank()}.json")
-    plan = Plan.of(torch.device("cpu"), 1, 4, 16)
-    plan = replace(plan, rounds=16, seconds=0.1, crowded=True)  # the hosts share a machine, and their link has bursts
-    shared = [calibrated(plan, "two emulated hosts")]
-    dist.broadcast_object_list(shared, src=0)
-    hardware.write_text(json.dumps(shared[0]))
     systems = (REPLANNED, *FIXED)
-    trainers = {system: trainer(system, steps, Path(folder), hardware) for system in systems}
+    trainers = {system: trainer(system, steps, hardware.parent, hardware) for system in systems}
     found: dict[str, Any] = {system: {"seconds": [], "metrics": []} for system in systems}
     for round_, system in in_turns(systems, steps):
         step = round_ + 1
@@ -115,7 +121,6 @@ def measure(steps: int, folder: str) -> dict[str, Any]:
         found[system]["plan"] = to_mapping(one.prepared.plan)
         for file in one.logs():
             file.close()
-    found["hardware"] = shared[0]
     return found
 
 
@@ -139,8 +144,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
-    with tempfile.TemporaryDirectory() as folder, cluster(2, RATE) as hosts:
-        found = hosts.call(measure, 1, arguments.steps, folder, timeout=1800.0)[0]
+    hardware = run_ranks(rates, 2, timeout=300.0)[0]
+    # Not measured, as a message takes a second: a calibration's few turns of it differ too much.
+    link = {"name": "between hosts", "devices": 0, "alpha_seconds": LATENCY, "bytes_per_second": MBIT * 1e6 / 8}
+    with tempfile.TemporaryDirectory() as folder, cluster(2, f"{MBIT}mbit") as hosts:
+        file = Path(folder, "hardware.json")
+        file.write_text(json.dumps({**hardware, "tiers": [link]}))
+        Path(folder, "reward.py").write_text(REWARD)
+        found = hosts.call(measure, 1, arguments.steps, file, timeout=3000.0)[0]
     changes = [one for one in found[REPLANNED]["metrics"] if one.get("replan/switched")]
     same = max(
         abs(a["actor/loss"] - b["actor/loss"])
@@ -149,7 +160,7 @@ def main() -> None:
     lengths = ", ".join(str(SHORTEST * factor) for factor in GROWTH)
     record = Record.of(
         "replan",
-        f"GRPO whose responses grow from {SHORTEST} to {SHORTEST * GROWTH[-1]} tokens, on two hosts of a rank, {RATE}",
+        f"GRPO, responses growing from {SHORTEST} to {SHORTEST * GROWTH[-1]} tokens, two hosts of a rank, {MBIT}mbit",
         ("plan", *(f"{SHORTEST * f} tokens (s)" for f in GROWTH), "re-planning (s)", "run (s)", "of the best fixed"),
         rows_of(found, arguments.steps),
         (

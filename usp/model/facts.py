@@ -131,6 +131,9 @@ class ModelShape:
     def _hash(self) -> int:  # kept, because it is that of all parameters
         return hash((self.facts, self.embedding, self.layers, self.norm, self.head))
 
+    def __getstate__(self) -> dict[str, object]:  # hashes of strings differ between processes
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def around_layers(self, first: bool, last: bool) -> tuple[ParameterShape, ...]:
         """Return the parameters of a pipeline stage besides its layers; the last one has a copy of a tied embedding."""
         head = self.embedding if self.facts.tied and not first else self.head

@@ -50,6 +50,9 @@ class CallLayout:
     def _hash(self) -> int:  # kept, because a search looks up the same layouts, of many ranks, very often
         return hash((self.ranks, self.dims, *(getattr(self, option) for option in _OPTIONS)))
 
+    def __getstate__(self) -> dict[str, object]:  # hashes of strings differ between processes
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @cached_property
     def of_weights(self) -> CallLayout:
         """The layout without what concerns one call alone: calls that agree in the rest use the same weights."""
