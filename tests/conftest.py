@@ -40,13 +40,24 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` means: a file or a test by name in this process, folders by a worker for every eight cores.
-
-    A worker has eight ranks, and two workers' on two cores take three times as long together as one after the other.
-    """
+    """What `-n auto` means: a file or a test by name in this process, folders by at least two workers."""
     if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
         return 0
-    return min(8, len(os.sched_getaffinity(0)) // 8)
+    return max(2, _launching_workers())
+
+
+def _launching_workers() -> int:
+    """Return how many workers may start ranks: each has up to eight, and ranks of two workers on two cores take three
+    times as long together as one after the other."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 8))
+
+
+def _group(item: pytest.Item) -> str:
+    """Return the group of a test, which runs in one worker: its file, or, where cores are few, all that start ranks."""
+    file = item.getparent(pytest.Module)
+    assert file is not None
+    starts = file.path.parent.name == "e2e" or {"RankPool", "run_ranks", "Run", "cluster"} & vars(file.obj).keys()
+    return "ranks" if starts and _launching_workers() == 1 else file.nodeid
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,3 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _group(item) != "ranks")  # which take longest

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 180.0
@@ -80,6 +86,23 @@ class Run:
         exit_code = self.process.wait(timeout=LIMIT)
         assert self.members() == []
         return Ended(exit_code, self.out.read_text(), self.err.read_text())
+
+
+def run_here(program: str, args: list[str], folder: Path) -> Ended:
+    """Run train.py ("train") or rlhf.py ("rlhf") on a rank of a pool, which need not start first; it must end well."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.dict(os.environ, place),
+        patch(f"usp.{program}.trainer.process_group", lambda *_: nullcontext()),  # the pool has one
+        chdir(folder),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        exit_code = import_module(f"usp.commands.{program}").main(["--device", "cpu", *args], os.environ)
+    assert exit_code == 0, err.getvalue()
+    return Ended(exit_code, out.getvalue(), err.getvalue())
 
 
 def _default_sigint() -> None:

@@ -43,6 +43,7 @@ class Planner:
         for name in calls:
             if self.graph[name].kind == "generate":
                 calls[name] = replace(calls[name], zero=0)
+        set(calls.values())  # hashed on this rank, as in a search
         best = replace(running, name=f"plan after {measured[-1].number}", calls=calls)
         return Decision(measured[-1].number, remaining, best, 2.0, 1.0, SwitchCost(build_seconds=0.0), 0.05)
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import usp.run.failures
 from parallel import read_extra
-from tests.e2e.processes import ROOT, Run
+from parallel.testing import RankPool
+from tests.e2e.processes import ROOT, Run, run_here
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
 from usp.hf.export import save_weights
@@ -304,7 +305,7 @@ def reward(prompt, response, answer):
 """
 
 
-def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(tmp_path: Path) -> None:
+def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     args = [*SMALL, "--output", "run", "--reward-function", "fails.py:reward", "--reward-retries", "0"]
     args += ["--checkpoint-every", "0", "--options", "max_reward_clip=20"]
@@ -319,9 +320,8 @@ def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(tm
     assert [record["step"] for record in records] == [2, 2] and len({record["sample"] for record in records}) == 2
     assert all(record["prompt"].endswith("# mark: ") and "SystemExit" in record["traceback"] for record in records)
     again = ["--steps", "3", "--resume", "auto", "--reward-failure", "drop"]
-    with Run([*args, *again], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
-    assert ended.exit_code == 0 and "step 3: the reward function failed for sample" in ended.err, ended.err
+    ended = ranks.run(run_here, 2, "rlhf", [*args, *again], tmp_path, timeout=120)[0]
+    assert "step 3: the reward function failed for sample" in ended.err, ended.err
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(one["step"], one["reward_failures"]) for one in steps] == [(1, 0), (2, 0), (3, 2)]
     assert all(50 <= one["score"] <= 58 and one["reward"] == 20 for one in steps)
@@ -407,13 +407,12 @@ def samples_of(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
 ) -> None:
     kills = 2 if exhaustive else 1
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
     args = [*SMALL, "--steps", "5", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
-    with Run([*args, "--output", "calm"], tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        assert run.end().exit_code == 0, run.err.read_text()
+    ranks.run(run_here, 2, "rlhf", [*args, "--output", "calm"], tmp_path, timeout=120)
     monkeypatch.setenv("KILLS", str(kills))
     args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "5"]
     args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
@@ -433,17 +432,15 @@ def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
         prepare(RlhfConfig(**changed), Launch(), Start(deadly, deadly / "checkpoints" / "step-00000002"))
 
 
-def test_a_run_resumes_under_another_plan(tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "even.py").write_text("def reward(prompt, response, answer):\n    return len(set(response)) % 2\n")
     small = [*SMALL, "--reward-function", "even.py:reward", "--eval-every", "2", "--eval-prompts", "4"]
     small += ["--eval-samples", "2", "--keep-best", "--keep-checkpoints", "1"]
     first = [*small, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
-    with Run(first, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        assert run.end().exit_code == 0, run.err.read_text()
+    ranks.run(run_here, 2, "rlhf", first, tmp_path, timeout=120)
     again = [*small, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING, *TILES]
-    with Run(again, tmp_path, ranks=2, script=ROOT / "rlhf.py") as run:
-        ended = run.end()
-    assert ended.exit_code == 0 and "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
+    ended = ranks.run(run_here, 2, "rlhf", again, tmp_path, timeout=120)[0]
+    assert "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
     assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]
     lengths = read_lengths(tmp_path / "run")
     assert len(lengths.prompts) == len(lengths.responses) and lengths.group_size > 1 and min(lengths.responses) > 0

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from parallel import latest
-from tests.e2e.processes import Run
+from parallel.testing import RankPool
+from tests.e2e.processes import Run, run_here
 
 TINY = ["--sp-ulysses", "2", "--seq-len", "256", "--log-every", "1", "--checkpoint-every", "2"]
 
@@ -30,13 +31,12 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_a_killed_run_resumes_in_its_directory_bit_for_bit(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_in_its_directory_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     """The default directory is named after the time, and the restart finds that of the first attempt."""
     args, undisturbed, killed = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "killed"
     undisturbed.mkdir()
     killed.mkdir()
-    with Run(args, undisturbed, ranks=2, torchrun=("--standalone",)) as run:
-        assert run.end().exit_code == 0
+    ranks.run(run_here, 2, "train", args, undisturbed, timeout=120)
     with Run(args, killed, ranks=2, torchrun=("--standalone", "--max-restarts", "1")) as run:
         run.wait_for(lambda: "step 5/" in run.out.read_text())
         os.kill(run.workers()[1], signal.SIGKILL)

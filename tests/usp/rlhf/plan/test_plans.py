@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,12 @@ from usp.rlhf.runtime.summary import Summary, merge
 
 FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))
+
+
+def test_a_layout_from_another_process_is_found() -> None:
+    layout = CallLayout((0, 1), ParallelDims(dp_shard=2))
+    vars(layout)["_hash"] = hash(layout) + 1  # as in a process with other hashes of strings
+    assert pickle.loads(pickle.dumps(layout)) in {replace(layout)}
 
 
 def test_heuristic_is_that_of_real() -> None:
