@@ -231,7 +231,7 @@ def run_all(folder: Path, plans: tuple[str, ...]) -> dict[str, Run]:
     found = {"alone": run(folder, "alone")} | {name: run(folder, name) for name in plans}
     for name, broken in BROKEN.items():
         with broken():
-            found[name] = run(folder, SPLIT, 2)
+            found[name] = run(folder, SPLIT)
     found["bfloat16"] = run(folder, "zero 0", 2, dtype=torch.bfloat16)
     return found
 
