@@ -47,7 +47,8 @@ MBIT, LATENCY = 11, 2e-4  # of the link between the hosts: a second, and seconds
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 64
 SHORTEST, GROWTH = 64, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
 REPLANNED, ALONE, BOTH = "--replan", "one host", "both hosts"
-FIXED = (ALONE, BOTH)
+DIVIDED = "one host, reference on both"  # what a search finds for short responses
+FIXED = (ALONE, DIVIDED, BOTH)
 OPTIONS = "every=4,gain=5%,budget=0.1"
 LEARNING_RATE = 1e-5  # low, so that responses of random weights stay as long as they may
 REWARD = "def variety(prompt, response, answer):\n    return len(set(response)) / 100\n"
@@ -88,10 +89,11 @@ def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTraine
     )
     config = replace(config, replan=OPTIONS, hardware=str(hardware)) if system == REPLANNED else config
     prepared = prepare(config, launch, Start(folder / system))
-    if system != BOTH:  # the run with --replan begins with the plan that is best for short responses
-        first = CallLayout((0,), ParallelDims(dp_shard=1))
-        plan = ExecutionPlan(ALONE, dict.fromkeys(prepared.plan.calls, first))
-        prepared = replace(prepared, plan=plan)
+    if system != BOTH:  # the run with --replan begins on one host
+        calls = dict.fromkeys(prepared.plan.calls, CallLayout((0,), ParallelDims(dp_shard=1)))
+        if system == DIVIDED:
+            calls["ref_inference"] = prepared.plan["ref_inference"]
+        prepared = replace(prepared, plan=ExecutionPlan(ALONE, calls))
     replanner = run_planner(prepared, launch) if config.replan else None
     return RlhfTrainer(prepared, launch, StopRequest(), Watchdog(launch, 0.0), replanner)
 

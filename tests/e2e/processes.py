@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -92,15 +92,16 @@ def run_here(program: str, args: list[str], folder: Path) -> Ended:
     """Run train.py ("train") or rlhf.py ("rlhf") on a rank of a pool, which need not start first; it must end well."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
-    out, err = io.StringIO(), io.StringIO()
+    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
+    os.chdir(folder)
     with (
         patch.dict(os.environ, place),
         patch(f"usp.{program}.trainer.process_group", lambda *_: nullcontext()),  # the pool has one
-        chdir(folder),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
         exit_code = import_module(f"usp.commands.{program}").main(["--device", "cpu", *args], os.environ)
+    os.chdir(before)
     assert exit_code == 0, err.getvalue()
     return Ended(exit_code, out.getvalue(), err.getvalue())
 
