@@ -5,7 +5,7 @@ of responses, is searched with the calibration alone, and run under the plan tha
 the degrees that are predicted to serve them best: one step of each plan per round on the same ranks, so that other work
 slows all of them alike. All plans train on the same samples. Intervals are of 95%, by bootstrap over the rounds.
 
-    python -m benchmarks.rlhf.searched_plans            # 8 ranks: about 35 minutes on two otherwise idle cores
+    python -m benchmarks.rlhf.searched_plans            # 8 ranks: about 50 minutes on two otherwise idle cores
     python -m benchmarks.rlhf.searched_plans --quick    # 4 ranks, one cell on each cluster; saves nothing
 """
 
