@@ -3,7 +3,7 @@
 python -m benchmarks.rlhf.replan
 
 Every rank is a host of its own. Short responses are computed faster by one host alone, which sends no gradients; long
-ones by both (data parallelism without ZeRO, which sends the fewest bytes of the named plans' degrees).
+ones by both (flattening without ZeRO, which sends the fewest bytes).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def trainer(system: str, steps: int, folder: Path, hardware: Path) -> RlhfTraine
         calls = dict.fromkeys(prepared.plan.calls, CallLayout((0,), ParallelDims(dp_shard=1)))
         if system == DIVIDED:
             calls["ref_inference"] = prepared.plan["ref_inference"]
-        prepared = replace(prepared, plan=ExecutionPlan(ALONE, calls))
+        prepared = replace(prepared, plan=ExecutionPlan(DIVIDED if system == DIVIDED else ALONE, calls))
     replanner = run_planner(prepared, launch) if config.replan else None
     return RlhfTrainer(prepared, launch, StopRequest(), Watchdog(launch, 0.0), replanner)
 
@@ -147,7 +147,7 @@ def main() -> None:
     if reason := unavailable():
         raise SystemExit(f"emulated hosts are not available: {reason}")
     hardware = run_ranks(rates, 2, timeout=300.0)[0]
-    # Not measured, as a message takes a second: a calibration's few turns of it differ too much.
+    # Given, not measured: a message takes seconds, and a calibration's few turns of it differ too much.
     link = {"name": "between hosts", "devices": 0, "alpha_seconds": LATENCY, "bytes_per_second": MBIT * 1e6 / 8}
     with tempfile.TemporaryDirectory() as folder, cluster(2, f"{MBIT}mbit") as hosts:
         file = Path(folder, "hardware.json")
