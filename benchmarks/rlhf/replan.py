@@ -43,7 +43,7 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.resume import Start
 
-MBIT, LATENCY = 11, 2e-4  # of the link between the hosts: a second, and seconds
+MBIT, LATENCY = 12, 2e-4  # of the link between the hosts: a second, and seconds
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 64
 SHORTEST, GROWTH = 64, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
 REPLANNED, ALONE, BOTH = "--replan", "one host", "both hosts"

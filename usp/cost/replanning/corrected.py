@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import exp, log
 from statistics import median
+from typing import NamedTuple
 
+from parallel import Hardware, Link
 from usp.cost.rlhf.estimates import Estimates
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
 _NEWEST = 0.5  # the weight of the steps since the last decision, against all before
+_FASTER = 1e6  # links by which communication takes no time worth counting
+
+
+class CallSeconds(NamedTuple):
+    """The seconds of a call, or factors of them: of its computation, and of communication that it waits for."""
+
+    computation: float = 1.0
+    communication: float = 1.0
+
+    @property
+    def total(self) -> float:
+        return self.computation + self.communication
+
+    def times(self, factors: CallSeconds) -> CallSeconds:
+        """Return both parts, each times its factor."""
+        return CallSeconds(*(part * factor for part, factor in zip(self, factors, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -22,38 +41,89 @@ class Corrections:
         seconds: measured, of the others, such as functions.
     """
 
-    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    factors: Mapping[str, CallSeconds] = field(default_factory=dict, hash=False)
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def after(self, measured: Sequence[Mapping[str, float]], predicted: Sequence[Mapping[str, float]]) -> Corrections:
-        """Return the corrections after further steps: of each call the median over the steps counts half, the
-        corrections before half (geometrically), so that one slow step changes nothing for long.
+    def after(
+        self, measured: Sequence[Mapping[str, float]], predicted: Sequence[Mapping[str, CallSeconds]]
+    ) -> Corrections:
+        """Return the corrections after further steps.
+
+        Of each call the median over the steps counts half, the corrections before half (geometrically), so that one
+        slow step changes nothing for long. Steps tell the sum of computation and communication alone: of the factors
+        that explain it, to first order, those are taken that change least in the logarithm. So what a call takes on
+        one rank says nothing about links, and the larger part of a call explains most.
 
         Args:
-            measured, predicted: seconds by call of each step.
+            measured: seconds by call of each step. predicted: the same, without corrections.
         """
         factors, seconds = dict(self.factors), dict(self.seconds)
         for call in dict.fromkeys(name for step in measured for name in step):
-            pairs = [(of[call], by.get(call, 0.0)) for of, by in zip(measured, predicted, strict=True) if call in of]
-            if all(by > 0 for _, by in pairs):
-                new, known = median(of / by for of, by in pairs), factors
+            pairs = [(of[call], by[call]) for of, by in zip(measured, predicted, strict=True) if call in of]
+            if all(by.total > 0 for _, by in pairs):
+                known, newest = factors.get(call), _NEWEST if call in factors else 1.0
+                factors[call] = _explaining(known or CallSeconds(), pairs, newest)
             else:
-                new, known = median(of for of, _ in pairs), seconds
-            known[call] = new**_NEWEST * known[call] ** (1 - _NEWEST) if call in known else new
+                new = median(of for of, _ in pairs)
+                seconds[call] = new**_NEWEST * seconds[call] ** (1 - _NEWEST) if call in seconds else new
         return Corrections(factors, seconds)
+
+
+def _explaining(known: CallSeconds, pairs: Sequence[tuple[float, CallSeconds]], newest: float) -> CallSeconds:
+    """Return the factors nearest to `known` that explain measured seconds, with weight `newest`.
+
+    pairs: (measured, predicted) of each step.
+    """
+    corrected = [by.times(known) for _, by in pairs]
+    change = newest * log(median(of / by.total for (of, _), by in zip(pairs, corrected, strict=True)))
+    share = sum(by.communication for by in corrected) / sum(by.total for by in corrected)
+    norm = share**2 + (1 - share) ** 2
+    return known.times(CallSeconds(exp(change * (1 - share) / norm), exp(change * share / norm)))
+
+
+def over_fast_links(hardware: Hardware) -> Hardware:
+    """Return the hardware with links by which communication takes next to no time."""
+
+    def fast(link: Link) -> Link:
+        return Link(link.alpha_seconds / _FASTER, link.bytes_per_second * _FASTER)
+
+    return replace(
+        hardware,
+        tiers=tuple(
+            replace(
+                tier,
+                send=fast(tier.send),
+                gather=fast(tier.gather),
+                reduce=fast(tier.reduce),
+                exchange=fast(tier.exchange),
+                shared_bytes_per_second=tier.shared_bytes_per_second * _FASTER,
+            )
+            for tier in hardware.tiers
+        ),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class CorrectedEstimates:
-    """`Estimates` with corrected seconds of calls; all else is as estimated."""
+    """`Estimates` with corrected seconds of calls; all else is as estimated.
+
+    Attributes:
+        computation: the same estimates on hardware `over_fast_links`.
+    """
 
     estimates: Estimates
-    corrections: Corrections
+    computation: Estimates
+    corrections: Corrections = field(default_factory=Corrections)
+
+    def predicted(self, call: str, layout: CallLayout) -> CallSeconds:
+        """Return the seconds of a call without corrections."""
+        total, alone = (of.call_seconds(call, layout) for of in (self.estimates, self.computation))
+        return CallSeconds(min(alone, total), max(0.0, total - alone))
 
     def call_seconds(self, call: str, layout: CallLayout) -> float:
         if call in self.corrections.seconds:
             return self.corrections.seconds[call]
-        return self.estimates.call_seconds(call, layout) * self.corrections.factors.get(call, 1.0)
+        return self.predicted(call, layout).times(self.corrections.factors.get(call, CallSeconds())).total
 
     def call_bytes(self, call: str, layout: CallLayout) -> float:
         return self.estimates.call_bytes(call, layout)

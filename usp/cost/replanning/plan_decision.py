@@ -15,7 +15,7 @@ from usp.rlhf.replan.replan_decision import Decision, SwitchCost
 from usp.rlhf.replan.replan_options import ReplanOptions
 from usp.rlhf.runtime.step_lengths import StepLengths
 
-from .corrected import CorrectedEstimates, Corrections
+from .corrected import CallSeconds, CorrectedEstimates, Corrections, over_fast_links
 from .switching import move_bytes, move_seconds, moves
 
 
@@ -49,9 +49,10 @@ class SearchingPlanner:
         predicted = [self._predicted(running, step) for step in measured]
         self.corrections = self.corrections.after([step.seconds for step in measured], predicted)
         question = self._question(measured[-1].lengths)
+        estimates = replace(_uncorrected(question), corrections=self.corrections)
         stays = Decision(number, remaining, running, 0.0, 0.0, SwitchCost(), self._options.gain)
         try:
-            problem = question.problem(CorrectedEstimates(question.estimates, self.corrections))
+            problem = question.problem(estimates)
         except ValueError as error:  # by prediction nothing fits, and yet the plan runs
             return replace(stays, why_not=str(error))
         seconds = problem.simulator.measure(running)[0]
@@ -87,8 +88,13 @@ class SearchingPlanner:
                 break
         return decision
 
-    def _predicted(self, running: ExecutionPlan, step: MeasuredStep) -> dict[str, float]:
+    def _predicted(self, running: ExecutionPlan, step: MeasuredStep) -> dict[str, CallSeconds]:
         """Return the seconds of each call of a step that ran, without corrections."""
         question = self._question(step.lengths)
-        calls = [call.name for call in question.graph.calls]
-        return {name: question.estimates.call_seconds(name, running[name]) for name in calls}
+        estimates = _uncorrected(question)
+        return {call.name: estimates.predicted(call.name, running[call.name]) for call in question.graph.calls}
+
+
+def _uncorrected(question: Question) -> CorrectedEstimates:
+    fast = replace(question, hardware=over_fast_links(question.hardware))
+    return CorrectedEstimates(question.estimates, fast.estimates)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel import ParallelDims, load_hardware
+from parallel import Hardware, Link, ParallelDims, load_hardware
 from tests.usp.cost.rlhf.test_predictions import graph
 from usp.cost.calls.workload import Workload
-from usp.cost.replanning.corrected import CorrectedEstimates, Corrections
+from usp.cost.replanning.corrected import CallSeconds, CorrectedEstimates, Corrections, over_fast_links
 from usp.cost.replanning.plan_decision import SearchingPlanner
 from usp.cost.replanning.switching import move_bytes, move_seconds, moves
 from usp.cost.rlhf.question import Question
@@ -29,26 +29,51 @@ FACTS = Facts(4, 8, 4, 2)
 SHORT, LONG = (StepLengths((64,) * 32, (length,) * 32, 1) for length in (8, 256))
 
 
-def question(lengths: StepLengths) -> Question:
-    return Question(GRAPH, MODELS, Workload(lengths.prompts, lengths.responses, 1, 256), A100, 4)
+def question(lengths: StepLengths, hardware: Hardware = A100) -> Question:
+    return Question(GRAPH, MODELS, Workload(lengths.prompts, lengths.responses, 1, 256), hardware, 4)
 
 
 def test_corrections_follow_the_median_of_the_steps_halfway() -> None:
     measured = [{"train": 2.0, "reward": 0.5}, {"train": 8.0, "reward": 0.7}, {"train": 2.0, "reward": 0.5}]
-    predicted = [{"train": 1.0, "reward": 0.0}] * 3
+    predicted = [{"train": CallSeconds(1.0, 0.0), "reward": CallSeconds(0.0, 0.0)}] * 3
     first = Corrections().after(measured, predicted)
-    assert first.factors == {"train": 2.0} and first.seconds == {"reward": 0.5}
+    assert first.factors == {"train": CallSeconds(pytest.approx(2.0), 1.0)} and first.seconds == {"reward": 0.5}
     then = first.after([{"train": 8.0, "reward": 0.5}], predicted[:1])
-    assert then.factors["train"] == pytest.approx(4.0) and then.seconds["reward"] == pytest.approx(0.5)
+    assert then.factors["train"].computation == pytest.approx(4.0) and then.seconds["reward"] == pytest.approx(0.5)
 
 
-def test_corrected_estimates_scale_the_seconds_of_calls_alone() -> None:
-    exact, layout = question(SHORT).estimates, flattening(GRAPH, FACTS)["actor_train"]
-    corrected = CorrectedEstimates(exact, Corrections({"actor_train": 3.0}, {"advantages": 0.25}))
-    assert corrected.call_seconds("actor_train", layout) == 3 * exact.call_seconds("actor_train", layout)
+@pytest.mark.parametrize(
+    ("predicted", "factors"),
+    [
+        (CallSeconds(1.0, 0.0), CallSeconds(1.5, 1.0)),
+        (CallSeconds(0.0, 1.0), CallSeconds(1.0, 1.5)),
+        (CallSeconds(1.0, 1.0), CallSeconds(1.5, 1.5)),
+    ],
+)
+def test_the_larger_part_of_a_call_explains_what_it_takes(predicted: CallSeconds, factors: CallSeconds) -> None:
+    found = Corrections().after([{"train": 1.5 * predicted.total}], [{"train": predicted}]).factors["train"]
+    assert found == pytest.approx(factors)
+
+
+def test_plans_in_turn_tell_computation_from_communication() -> None:
+    true, found = CallSeconds(1.5, 0.5), Corrections()
+    for predicted in (CallSeconds(2.0, 0.0), CallSeconds(1.0, 3.0)) * 20:
+        found = found.after([{"train": predicted.times(true).total}], [{"train": predicted}])
+    assert found.factors["train"] == pytest.approx(true, rel=0.01)
+
+
+def test_corrected_estimates_change_the_seconds_of_calls_alone() -> None:
+    layout = flattening(GRAPH, FACTS)["actor_train"]
+    slow = question(SHORT, replace(A100, tiers=(replace(A100.tiers[0], gather=Link(1e-3, 1e6)), *A100.tiers[1:])))
+    exact, computation = slow.estimates, question(SHORT, over_fast_links(A100)).estimates
+    learned = Corrections({"actor_train": CallSeconds(3.0, 2.0)}, {"advantages": 0.25})
+    corrected = CorrectedEstimates(exact, computation, learned)
+    total, alone = exact.call_seconds("actor_train", layout), computation.call_seconds("actor_train", layout)
+    assert 0 < alone < 0.5 * total
+    assert corrected.call_seconds("actor_train", layout) == pytest.approx(3 * alone + 2 * (total - alone))
     assert corrected.call_seconds("advantages", layout) == 0.25
     for name in ("critic_train", "actor_inference"):
-        assert corrected.call_seconds(name, layout) == exact.call_seconds(name, layout)
+        assert corrected.call_seconds(name, layout) == pytest.approx(exact.call_seconds(name, layout))
     assert corrected.call_bytes("actor_train", layout) == exact.call_bytes("actor_train", layout)
 
 
@@ -75,8 +100,8 @@ def test_a_search_corrects_the_running_plan_and_decides() -> None:
     layout = CallLayout((0,), ParallelDims(dp_shard=1))
     alone = ExecutionPlan("alone", {call.name: layout for call in GRAPH.calls})
     planner, decision = decided(LONG, alone, {"actor_train": 4.0})
-    assert planner.corrections.factors["actor_train"] == pytest.approx(4.0)
-    assert planner.corrections.factors["critic_train"] == pytest.approx(1.0)
+    assert planner.corrections.factors["actor_train"] == pytest.approx((4.0, 1.0))
+    assert planner.corrections.factors["critic_train"] == pytest.approx((1.0, 1.0))
     assert decision.switches and decision.best_seconds < 0.99 * decision.running_seconds
     assert decision.cost.build_seconds == 0.5 and decision.cost.nbytes > 0 and not decision.why_not
     _, again = decided(LONG, decision.best, {"actor_train": 4.0})
