@@ -59,7 +59,11 @@ class Corrections:
         """
         factors, seconds = dict(self.factors), dict(self.seconds)
         for call in dict.fromkeys(name for step in measured for name in step):
-            pairs = [(of[call], by[call]) for of, by in zip(measured, predicted, strict=True) if call in of]
+            pairs = [
+                (of[call], by.get(call, CallSeconds(0.0, 0.0)))
+                for of, by in zip(measured, predicted, strict=True)
+                if call in of
+            ]
             if all(by.total > 0 for _, by in pairs):
                 known, newest = factors.get(call), _NEWEST if call in factors else 1.0
                 factors[call] = _explaining(known or CallSeconds(), pairs, newest)

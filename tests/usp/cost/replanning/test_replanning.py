@@ -35,7 +35,7 @@ def question(lengths: StepLengths, hardware: Hardware = A100) -> Question:
 
 def test_corrections_follow_the_median_of_the_steps_halfway() -> None:
     measured = [{"train": 2.0, "reward": 0.5}, {"train": 8.0, "reward": 0.7}, {"train": 2.0, "reward": 0.5}]
-    predicted = [{"train": CallSeconds(1.0, 0.0), "reward": CallSeconds(0.0, 0.0)}] * 3
+    predicted = [{"train": CallSeconds(1.0, 0.0)}] * 3
     first = Corrections().after(measured, predicted)
     assert first.factors == {"train": CallSeconds(pytest.approx(2.0), 1.0)} and first.seconds == {"reward": 0.5}
     then = first.after([{"train": 8.0, "reward": 0.5}], predicted[:1])
