@@ -3,7 +3,8 @@
 python -m benchmarks.rlhf.replan
 
 Every rank is a host of its own. Short responses are computed faster by one host alone, which sends no gradients; long
-ones by both (flattening without ZeRO, which sends the fewest bytes).
+ones by both (flattening without ZeRO, which sends the fewest bytes). The link's rate is one at which neither is the
+faster throughout: with a link that is much faster or slower, one plan is the best at every length.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.resume import Start
 
-MBIT, LATENCY = 12, 2e-4  # of the link between the hosts: a second, and seconds
+MBIT, LATENCY = 14, 2e-4  # of the link between the hosts: a second, and seconds
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 64
 SHORTEST, GROWTH = 64, (1, 2, 4, 8)  # tokens of a response, and its factor in each quarter of the run
 REPLANNED, ALONE, BOTH = "--replan", "one host", "both hosts"
 DIVIDED = "one host, reference on both"  # what a search finds for short responses
 FIXED = (ALONE, DIVIDED, BOTH)
-OPTIONS = "every=4,gain=5%,budget=0.1"
+OPTIONS = "every=5,gain=5%,budget=0.1"
 LEARNING_RATE = 1e-5  # low, so that responses of random weights stay as long as they may
 REWARD = "def variety(prompt, response, answer):\n    return len(set(response)) / 100\n"
 
@@ -141,7 +142,7 @@ def rows_of(found: Mapping[str, Any], steps: int) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
     parser.add_argument("--output", type=Path, default=None, help="path of the JSON file")
     arguments = parser.parse_args()
     if reason := unavailable():
