@@ -140,6 +140,21 @@ def rows_of(found: Mapping[str, Any], steps: int) -> list[tuple[str, ...]]:
     return rows
 
 
+def data(system: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record keeps of a system: seconds and losses of its steps, decisions by step, and its last plan."""
+    decisions = {
+        step: {name: value for name, value in metrics.items() if name.startswith("replan/")}
+        for step, metrics in enumerate(found["metrics"], 1)
+    }
+    return {
+        "system": system,
+        "seconds": found["seconds"],
+        "losses": [metrics["actor/loss"] for metrics in found["metrics"]],
+        "decisions": {step: of for step, of in decisions.items() if of},
+        "plan": found["plan"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120, help="steps of each run")
@@ -174,7 +189,7 @@ def main() -> None:
             f"{yaml.safe_dump(found[REPLANNED]['plan']['calls'], default_flow_style=True, width=10**6).strip()}",
             f"Its losses differ from those of one host by at most {same:.1e}.",
         ),
-        [{"system": system, **found[system]} for system in (REPLANNED, *FIXED)],
+        [data(system, found[system]) for system in (REPLANNED, *FIXED)],
         command="python -m benchmarks.rlhf.replan",
     )
     finish(record, arguments.output)
