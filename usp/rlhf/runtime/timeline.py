@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from usp.run.output import LineFile
 
 FOLDER = "timeline"
-_ROUNDS = 5  # of the clock measurement, because a rank may be late for one
+_ROUNDS = 5  # of the clock measurement, because ranks may be late for some
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,23 @@ class BytesMoved:
 
 
 def clock_offset(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
-    """Return what to subtract from `time.perf_counter()` to get seconds since this call on rank 0. Collective."""
-    offsets: list[float] = []
-    begin = 0.0
+    """Return what to subtract from `time.perf_counter()` to get seconds since this call on rank 0. Collective.
+
+    Rank 0 reads its clock after this rank has begun a round, and before it ends it: that bounds how far the two clocks
+    are apart. Where they may be one, as on a host, they are; otherwise the middle of the bounds is taken.
+    """
+    begin, least, most = 0.0, -math.inf, math.inf
     for _ in range(_ROUNDS):
+        started = time.perf_counter()
         together = torch.zeros(1, device=device)
         dist.all_reduce(together, group=group)
         together.item()  # synchronizes the device
-        own = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
-        first = own.clone()
-        dist.broadcast(first, group_src=0, group=group)
-        begin = begin or first.item()
-        offsets.append((own - first).item())
-    return begin + median(offsets)
+        clock = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+        dist.broadcast(clock, group_src=0, group=group)
+        first = clock.item()
+        begin = begin or first
+        least, most = max(least, started - first), min(most, time.perf_counter() - first)
+    return begin if least <= 0 <= most else begin + (least + most) / 2
 
 
 class Timeline:

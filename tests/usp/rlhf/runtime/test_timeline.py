@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from parallel.testing import RankPool
 from usp.__main__ import main
 from usp.rlhf.runtime.activity import BETWEEN, activities, bounds, critical_path, rank_times
-from usp.rlhf.runtime.timeline import Event, Timeline, read_events
+from usp.rlhf.runtime.timeline import Event, Timeline, clock_offset, read_events
 from usp.rlhf.runtime.trace import plot, totals, write_chrome_trace
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum
@@ -114,6 +119,25 @@ def write(run: Path, *numbers: int) -> None:
         for event in events(step):
             with (run / "timeline" / f"rank-{event.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(vars(event)) + "\n")
+
+
+def offset_of_late_rank(apart: float) -> float:
+    """Return a rank's offset, if its clock is `apart` x rank ahead, and it goes on late after every all-reduce."""
+    rank, clock, reduce = dist.get_rank(), time.perf_counter, dist.all_reduce
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        reduce(*args, **kwargs)
+        time.sleep(0.02 * rank)
+
+    with patch.object(dist, "all_reduce", late), patch.object(time, "perf_counter", lambda: clock() + apart * rank):
+        return clock_offset()
+
+
+def test_ranks_of_a_host_have_one_clock_however_late_they_are(ranks: RankPool) -> None:
+    first, *others = ranks.run(offset_of_late_rank, 3, 0.0)
+    assert others == [first] * 2
+    first, second = ranks.run(offset_of_late_rank, 2, 1e6)  # clocks of hosts that were started 12 days apart
+    assert second - first == pytest.approx(1e6, abs=10.0)
 
 
 def test_recorded_events_are_read_back(tmp_path: Path) -> None:
