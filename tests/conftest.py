@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from parallel.testing import RankPool
-
-_STARTS_RANKS = r"^from (parallel\.testing|benchmarks\.harness\.cluster|tests\.e2e\.processes) import"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,26 +52,12 @@ def _launching_workers() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // 8))
 
 
-def _starts_ranks(file: Path) -> bool:
-    return file.parent.name == "e2e" or re.search(_STARTS_RANKS, file.read_text(), re.MULTILINE) is not None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What `--dist loadscope` means: files go to workers whole, and, where cores are few, all that start ranks to one.
-
-    --dist loadgroup of pytest-xdist 3.8 groups nothing with pytest 9.2, whose tests keep their ids.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    together = _launching_workers() == 1
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "ranks" if together and _starts_ranks(config.rootpath / file) else file
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
+def _group(item: pytest.Item) -> str:
+    """Return the group of a test, which runs in one worker: its file, or, where cores are few, all that start ranks."""
+    file = item.getparent(pytest.Module)
+    assert file is not None
+    starts = file.path.parent.name == "e2e" or {"RankPool", "run_ranks", "Run", "cluster"} & vars(file.obj).keys()
+    return "ranks" if starts and _launching_workers() == 1 else file.nodeid
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,5 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
-    starts = {path: _starts_ranks(path) for path in {item.path for item in items}}
-    items.sort(key=lambda item: not starts[item.path])  # which take longest
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _group(item) != "ranks")  # which take longest
