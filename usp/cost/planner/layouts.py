@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from parallel import PP_SCHEDULES, Hardware, divisors, micro_batch_violation
-from parallel.cluster.hardware import KINDS
 from usp.config import AC_MODES, TrainConfig
 from usp.model.facts import ModelFacts
 from usp.train.validate import violations
@@ -138,10 +137,8 @@ def suppositions(hardware: Hardware) -> Iterator[tuple[str, Hardware, float]]:
     if len(hardware.tiers) > 1:
         *inner, last = hardware.tiers
         for words, factor in (("twice", 2.0), ("half", 0.5)):
-            links = {kind: getattr(last, kind) for kind in KINDS}
-            tier = replace(
-                last,
-                shared_bytes_per_second=last.shared_bytes_per_second * factor,
-                **{k: replace(link, bytes_per_second=link.bytes_per_second * factor) for k, link in links.items()},
+            yield (
+                f"with {words} the bandwidth between hosts",
+                replace(hardware, tiers=(*inner, last.faster(factor))),
+                1.0,
             )
-            yield f"with {words} the bandwidth between hosts", replace(hardware, tiers=(*inner, tier)), 1.0

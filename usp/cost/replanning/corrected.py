@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
-from parallel import Hardware, Link
+from parallel import Hardware
 from usp.cost.rlhf.estimates import Estimates
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
@@ -87,24 +87,7 @@ def _explaining(known: CallSeconds, pairs: Sequence[tuple[float, CallSeconds]], 
 
 def over_fast_links(hardware: Hardware) -> Hardware:
     """Return the hardware with links by which communication takes next to no time."""
-
-    def fast(link: Link) -> Link:
-        return Link(link.alpha_seconds / _FASTER, link.bytes_per_second * _FASTER)
-
-    return replace(
-        hardware,
-        tiers=tuple(
-            replace(
-                tier,
-                send=fast(tier.send),
-                gather=fast(tier.gather),
-                reduce=fast(tier.reduce),
-                exchange=fast(tier.exchange),
-                shared_bytes_per_second=tier.shared_bytes_per_second * _FASTER,
-            )
-            for tier in hardware.tiers
-        ),
-    )
+    return replace(hardware, tiers=tuple(tier.faster(_FASTER, latency=_FASTER) for tier in hardware.tiers))
 
 
 @dataclass(frozen=True, eq=False)
