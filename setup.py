@@ -16,7 +16,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["attention", "attention.*", "parallel", "parallel.*", "usp", "usp.*"]),
-    package_data={"parallel.cluster": ["nodes/*.json"], "usp.cost.compare": ["page.html"]},
+    package_data={
+        "parallel.cluster": ["nodes/*.json"],
+        "usp.planning": ["page.html"],
+        "usp.rlhf": ["sample_page.html"],
+    },
     install_requires=[
         "torch>=2.13",
         "transformers>=5.17",

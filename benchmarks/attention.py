@@ -30,7 +30,7 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import Runner, median_milliseconds, peak_bytes, sent_bytes, time_in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention, shard_sequence
 
 BATCH, HEAD_DIM = 1, 64

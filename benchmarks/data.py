@@ -32,10 +32,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness.record import Record, finish
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
-from usp.data.files import STDLIB, find_files
-from usp.data.reader import Batch, BatchReader, Part
+from usp.data.batches import Batch, BatchReader, Part
+from usp.data.sources import STDLIB, find_files
 from usp.data.tokenizer import BYTES
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
@@ -107,10 +107,10 @@ def measure(config: TrainConfig) -> dict[str, Any]:
     before = Memory.now()
     with Peak() as peak:
         prepared = prepare(config, Launch(rank, size, rank, size))
-        whole = Part.whole(prepared.batches.rows, config.seq_len)
-        digests = [digest(batch) for batch in islice(BatchReader(prepared.batches, whole), BATCHES)]
+        whole = Part.whole(prepared.begins_in.batches.rows, config.seq_len)
+        digests = [digest(batch) for batch in islice(BatchReader(prepared.begins_in.batches, whole), BATCHES)]
     after = Memory.now()
-    manifest = prepared.batches.packed.sources[0].store.manifest
+    manifest = prepared.begins_in.batches.packed.sources[0].store.manifest
     return {
         "peak": peak.resident - before.resident,
         "peak_anonymous": peak.anonymous - before.anonymous,

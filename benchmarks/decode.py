@@ -21,11 +21,11 @@ from transformers import AutoConfig, PretrainedConfig
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh
-from usp.hf.initialise import initialise
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, load_model_config, materialise
+from usp.hf.weights import initialise
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
 
 PROMPT = 64
 

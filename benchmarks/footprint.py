@@ -1,4 +1,4 @@
-"""Peak memory by formula (usp/cost/memory) against the dry run (usp/cost/dry_run), at full scale.
+"""Peak memory by formula (usp/predict/memory.py) against the dry run (usp/train/dry_run.py), at full scale.
 
 llama3-8b, llama2-70b and mixtral-8x7b with 32K, 208K and 1M tokens on 8 to 1,024 ranks, covering every axis and every
 option that affects memory. Nothing is timed: both count the tensor storage of one rank in one step.
@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.harness.record import RESULTS, Record
 from usp.config import TrainConfig
-from usp.cost.dry_run.dry_run import DryRun, dry_run
-from usp.cost.job import job_of
-from usp.cost.memory.footprint import Footprint, footprint
 from usp.hf.models import load_model_config
+from usp.predict.memory import Footprint, footprint
+from usp.train.dry_run import DryRun, dry_run
+from usp.train.resolve import job_of
 
 LENGTHS = {"32K": 32 * 1024, "208K": 208 * 1024, "1M": 1024 * 1024}
 TARGET = 0.05

@@ -1,7 +1,7 @@
 """Peak memory of a training step on each rank, by sequence length and grid, and the longest sequence that fits.
 
-Every allocation in one forward and backward of a small llama is counted (parallel/memory.py) on each rank. Systems, in
-the same run on the same ranks:
+Every allocation in one forward and backward of a small llama is counted (tests/harness/memory.py) on each rank.
+Systems, in the same run on the same ranks:
 
     ours            saves all activations, which shrink as 1 / (ulysses x ring)
     ours, saving    selective activation checkpointing that saves attention, and tiled MLPs
@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.memory import track_memory
-from parallel.testing import RankPool
+from tests.harness.memory import track_memory
+from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage

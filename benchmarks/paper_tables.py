@@ -19,13 +19,12 @@ from typing import Any
 
 from benchmarks.baselines.paper_rows import OUT_OF_MEMORY, ROWS, TABLES, Row, calibrated, job
 from benchmarks.harness.record import Record, finish
-from parallel import Hardware, Tier, load_hardware
+from parallel import Hardware, Tier, load_hardware, overlap_of
 from parallel.cluster.hardware import Curve
-from usp.cost.job import Job
-from usp.cost.memory.footprint import footprint
-from usp.cost.time.attention_time import attention_seconds
-from usp.cost.time.step_time import step_seconds
-from usp.cost.time.transfers import Overlap
+from usp.predict.job import Job
+from usp.predict.memory import footprint
+from usp.predict.seconds import attention_passes, sent_seconds, step_seconds
+from usp.predict.traffic import attention_traffic
 
 CONSTANTS = {
     "matmul": "matrix products on A100 and A800, fraction of peak",
@@ -65,11 +64,23 @@ def _slower_exchange(tier: Tier, part: float) -> Tier:
     return replace(tier, exchange=replace(tier.exchange, bytes_per_second=tier.exchange.bytes_per_second * part))
 
 
+def attention_seconds(job: Job, hardware: Hardware, *, backward: bool) -> float:
+    """Return the time of the first layer's forward (or both passes) of attention and Ulysses on the slowest rank."""
+    rank = job.slowest_ranks[0]
+    traffic = attention_traffic(job, rank, job.model.facts.windows[0])
+    free = overlap_of(hardware, job.linked(job.ranks("ring", rank)))
+    seconds = [
+        kernels + messages.with_free_part(free).exposed + sent_seconds(job, hardware, exchange, rank)
+        for (kernels, messages), (exchange, *_) in zip(attention_passes(job, hardware, rank, 0), traffic, strict=True)
+    ]
+    return sum(seconds) if backward else seconds[0]
+
+
 def predict(row: Row, made: Job, hardware: Hardware) -> float:
     """Predict the row's quantity: iterations per second, or TFLOP/s per GPU counting the causal half."""
     if row.attention_only:
         return 1 / attention_seconds(made, hardware, backward=row.backward)
-    found = step_seconds(made, hardware, Overlap(fsdp=False))
+    found = step_seconds(made, hardware, prefetches=False)
     return found.causal_flops / found.total / 1e12
 
 

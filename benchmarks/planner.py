@@ -30,13 +30,13 @@ from benchmarks.harness.record import Record, finish
 from parallel import ParallelMesh, ProcessGroups
 from parallel.cluster.hardware import Hardware, hardware_from_mapping
 from usp.config import TrainConfig
-from usp.cost.dry_run.dry_run import blank_batch
-from usp.cost.job import job_of
-from usp.cost.time.calibrate import Plan, cautions
-from usp.cost.time.rounds import Estimate, OtherLoad
-from usp.cost.time.step_time import StepTime, step_seconds
 from usp.hf.models import load_model_config
+from usp.predict.calibrate import Plan, cautions
+from usp.predict.rounds import Estimate, OtherLoad
+from usp.predict.seconds import StepTime, step_seconds
 from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.dry_run import blank_batch
+from usp.train.resolve import job_of
 from usp.train.step import train_step
 from usp.train.validate import parallel_dims
 
@@ -65,7 +65,7 @@ def mixtures(world_size: int, *, quick: bool) -> list[TrainConfig]:
 
 def mixture(flags: dict[str, Any], world_size: int) -> TrainConfig:
     config = TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **flags)
-    rows = SEQUENCES // parallel_dims(config, config.ep).resolve(world_size).batch
+    rows = SEQUENCES // parallel_dims(config).resolve(world_size).batch
     options = {**flags, "batch_size": rows, "micro_batches": 2 if config.pp > 1 else 1}
     options["tp_sequence_parallel"] = config.tp > 1
     return TrainConfig(model=MODEL, seq_len=SEQ_LEN, dtype="float32", device="cpu", **options)
@@ -85,7 +85,7 @@ def name(config: TrainConfig) -> str:
 
 def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
     """One training step, of sequences of one document."""
-    mesh = ParallelMesh.create(parallel_dims(config, config.ep), groups=groups)
+    mesh = ParallelMesh.create(parallel_dims(config), groups=groups)
     recipe = EngineRecipe.of(config, load_model_config(config.model))
     engine = build_engine(recipe, mesh, torch.device("cpu"), partial(first_weights, source=config.model, seed=0))
 

@@ -32,7 +32,7 @@ from benchmarks.harness.record import Record, finish
 from parallel import ParamLayout, ProcessGroups, Reallocation, ReallocPlan, plan_realloc
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Kind
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 BUCKET = 64 << 20
 RATE = "1gbit"  # between the hosts of --cluster

@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from .local import local_tensor
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, local_tensor
 
 ZERO_STAGES = (0, 1, 2, 3)
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .local import local_tensor
-from .mesh import ParallelMesh
+from .mesh import ParallelMesh, local_tensor
 
 
 def sum_tied_gradients(held: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:

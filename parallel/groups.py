@@ -1,10 +1,17 @@
-"""Process groups by their ranks, created once and shared by all meshes of a process."""
+"""Process groups by their ranks, created once and shared by all meshes of a process; agreement of ranks on a value,
+before the first collective that would hang if they differed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 
+import torch
 import torch.distributed as dist
+
+SHOWN_FIELDS, SHOWN_CHARACTERS, SENT_CHARACTERS = 20, 300, 10_000
 
 
 class ProcessGroups:
@@ -44,3 +51,71 @@ def format_ranks(ranks: Iterable[int], separator: str = ",") -> str:
         else:
             runs.append([rank, rank])
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+class RanksDisagree(RuntimeError):
+    """Raised on every rank, at the same point, when ranks have different values of what must be the same."""
+
+
+def agree(value: object, groups: Sequence[dist.ProcessGroup], what: str, device: torch.device | str = "cpu") -> None:
+    """Check that `repr(value)` is the same on all ranks of a grid, with one small all-reduce per group.
+
+    Collective over the groups, which must span the grid and be passed in the same order on all ranks.
+
+    Raises:
+        RanksDisagree: on every rank of the grid, if they differ: which ranks hold what, by field where `value` is a
+            dataclass or a mapping.
+    """
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+    bounds = torch.tensor([digest, -digest], device=device)
+    for group in groups:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    if bounds[0] == -bounds[1]:
+        return
+    held = {dist.get_rank(): {name: text[:SENT_CHARACTERS] for name, text in _texts(value).items()}}
+    for group in groups:
+        gathered: list[dict[int, dict[str, str]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, held, group=group)
+        held = {rank: seen for part in gathered for rank, seen in part.items()}
+    raise RanksDisagree(f"{what} must be the same on all ranks, but differs: {differences(held)}")
+
+
+def differences(held: Mapping[int, Mapping[str, str]]) -> str:
+    """Return which ranks hold which text, by name, without the names whose text is the same on all ranks."""
+    found = []
+    for name in dict.fromkeys(name for texts in held.values() for name in texts):
+        ranks: dict[str, list[int]] = {}
+        for rank in sorted(held):
+            ranks.setdefault(held[rank].get(name, "missing"), []).append(rank)
+        if len(ranks) == 1:
+            continue
+        same = next((at for at, seen in enumerate(zip(*ranks, strict=False)) if len({*seen}) > 1), 0)
+        shown = {_around(text, same): on for text, on in ranks.items()}
+        values = (f"{text} on rank{'s' * (len(on) > 1)} {format_ranks(on)}" for text, on in shown.items())
+        found.append(f"{name} = {', '.join(values)}" if name else ", ".join(values))
+    more = [f"and {len(found) - SHOWN_FIELDS} more"] if len(found) > SHOWN_FIELDS else []
+    return "; ".join(found[:SHOWN_FIELDS] + more) or f"beyond the first {SENT_CHARACTERS} characters"
+
+
+def _texts(value: object, name: str = "") -> dict[str, str]:
+    """Return the texts of a value's parts by their dotted names; of a value without parts, its own under `name`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
+    elif isinstance(value, Mapping):
+        parts = {str(key): part for key, part in value.items()}
+    else:
+        return {name: repr(value)}
+    found = {} if parts else {name: repr(value)}
+    for key, part in parts.items():
+        found |= _texts(part, f"{name}.{key}" if name else key)
+    return found
+
+
+def _around(text: str, position: int) -> str:
+    """Shorten a long text to what surrounds `position`."""
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    first = max(0, min(position - SHOWN_CHARACTERS // 4, len(text) - SHOWN_CHARACTERS))
+    last = first + SHOWN_CHARACTERS
+    return "..." * (first > 0) + text[first:last] + "..." * (last < len(text))

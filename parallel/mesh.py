@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from .agree import agree
 from .dims import DERIVED_AXES, ParallelDims
-from .groups import ProcessGroups
+from .groups import ProcessGroups, agree
 
 _PARAMETERS = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERTS = ("pp", "dp_replicate", "efsdp", "ep")
@@ -136,3 +137,8 @@ def _build_view(
         along = [groups.get(peers, lane) for peers in grid.movedim(number, -1).reshape(-1, sizes[number]).tolist()]
         own += [group for group in along if group is not None]
     return DeviceMesh.from_group(own, device_type, mesh=grid, mesh_dim_names=axes) if own else None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; return other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from .local import local_tensor
+from .mesh import local_tensor
 
 # Style -> the module type it applies to, and the size of it that is divided over ranks.
 _STYLES: Mapping[str, tuple[type[nn.Module], str | None]] = {

@@ -15,12 +15,22 @@ GroupOp: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes of collectives as torch dispatches them; see `count_sent_bytes`.
+    """Counts the payload bytes that this rank sends to OTHER ranks inside the block, in any collective.
+
+    Collectives are counted in torch's dispatcher: all-to-alls by their exact splits, point-to-point sends, all-gathers,
+    reduce-scatters, and all-reduces as reduce-scatter plus all-gather.
+
+        with SentBytes() as sent:
+            step()
+        print(sent.total, sent.by_op, sent.by_group)
 
     Attributes:
         by_op: bytes by collective.
         by_group: bytes by (global ranks of the group, collective).
         calls: number of calls, likewise. Receives, barriers and groups of one rank are not counted.
+
+    Raises:
+        NotImplementedError: for an unsupported collective inside the block.
     """
 
     def __init__(self) -> None:
@@ -45,29 +55,13 @@ class SentBytes(TorchDispatchMode):
         if name in _SENDS_NOTHING:
             return
         if name not in _SENT:
-            raise NotImplementedError(f"count_sent_bytes does not support {func}")
+            raise NotImplementedError(f"SentBytes does not support {func}")
         nbytes, group = _SENT[name](*args), _group_among(func, args)
         self.by_op[name] += nbytes
         if group.size() > 1:
             key = (tuple(dist.get_process_group_ranks(group)), name)
             self.by_group[key] += nbytes
             self.calls[key] += 1
-
-
-def count_sent_bytes() -> SentBytes:
-    """Count the payload bytes that this rank sends to OTHER ranks inside the block, in any collective.
-
-    Collectives are counted in torch's dispatcher: all-to-alls by their exact splits, point-to-point sends, all-gathers,
-    reduce-scatters, and all-reduces as reduce-scatter plus all-gather.
-
-        with count_sent_bytes() as sent:
-            step()
-        print(sent.total, sent.by_op, sent.by_group)
-
-    Raises:
-        NotImplementedError: for an unsupported collective inside the block.
-    """
-    return SentBytes()
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,30 +34,20 @@ def ranks() -> Iterator[RankPool]:
     families = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
     often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
-    with RankPool(preload=(*often, *models)) as pool:
+    compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
+    with RankPool(preload=(*often, *models, *compiler)) as pool:
         yield pool
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` means: a file or a test by name in this process, folders by at least two workers."""
+    """What `-n auto` means: a file or a test by name in this process, folders by at least two workers.
+
+    A worker's ranks use up to eight cores.
+    """
     if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
         return 0
-    return max(2, _launching_workers())
-
-
-def _launching_workers() -> int:
-    """Return how many workers may start ranks: each has up to eight, and ranks of two workers on two cores take three
-    times as long together as one after the other."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 8))
-
-
-def _group(item: pytest.Item) -> str:
-    """Return the group of a test, which runs in one worker: its file, or, where cores are few, all that start ranks."""
-    file = item.getparent(pytest.Module)
-    assert file is not None
-    starts = file.path.parent.name == "e2e" or {"RankPool", "run_ranks", "Run", "cluster"} & vars(file.obj).keys()
-    return "ranks" if starts and _launching_workers() == 1 else file.nodeid
+    return max(2, min(8, len(os.sched_getaffinity(0)) // 8))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -69,6 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _group(item) != "ranks")  # which take longest
+    # The longest files first: those that start programs, then those that start ranks.
+    starting = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: (item.path.parent.name != "e2e", item.path not in starting))

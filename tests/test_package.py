@@ -103,6 +103,6 @@ def test_help_whose_reader_has_gone_is_no_error(program: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *program, "--help"]
-    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=180)
+    ended = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,14 +1,14 @@
 """Long-context training on a ring x ulysses mesh. Each file imports only earlier ones:
 
-run, sp, data, losses, presets, curriculum, config, model, hf, train, rlhf, cost, evaluation, commands, __main__.
+run, sp, data, losses, presets, fields, config, model, hf, predict, train, rlhf, planning,
+evaluation, commands, __main__.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .sp.batch import shard_batch
-from .sp.sequence import shard_sequence, unshard_sequence
+from .sp.sequence import shard_batch, shard_sequence, unshard_sequence
 from .sp.sp_attention import UnifiedSPAttention
 
 if TYPE_CHECKING:

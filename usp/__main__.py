@@ -28,13 +28,6 @@ COMMANDS = {
     "rlhf-trace": "show the timeline of an RLHF run",
     "rlhf-samples": "write the samples of an RLHF run as one HTML page",
 }
-# Of commands that are not directly in usp/commands.
-FOLDERS = {
-    "loss-by-position": "evaluate.",
-    "needle": "evaluate.",
-    "rlhf-plan": "rlhf_plans.",
-    "rlhf-profile": "rlhf_plans.",
-}
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, prog: str = "python -m usp") -> int:
@@ -62,7 +55,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str] | None = None, p
 
 def command_module(command: str) -> Any:
     """Import the module of a command, whose `main` runs it."""
-    return import_module(f"usp.commands.{FOLDERS.get(command, '')}{command.replace('-', '_')}")
+    return import_module(f"usp.commands.{command.replace('-', '_')}")
 
 
 def usp() -> NoReturn:

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.train.engines.deepspeed import load_deepspeed
 
 VERSION = "0.19.8"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from usp.config import TrainConfig
-from usp.cost.job import Job, job_of
 from usp.hf.models import load_model_config
+from usp.predict.job import Job
+from usp.train.resolve import job_of
 
 THIRD = 3  # every third row is used for calibration
 K = 1024

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 VERSION = "0.6.4"
 LAYOUTS = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}  # ours -> ring_impl_type

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.record import Record, finish
-from parallel.testing import RankPool
-from usp.cost.time.calibrate import WIDE, Measured, Plan, cautions, contents, measure
-from usp.cost.time.rounds import Estimate
+from tests.harness.ranks import RankPool
+from usp.predict.calibrate import WIDE, Measured, Plan, cautions, contents, measure
+from usp.predict.rounds import Estimate
 
 ESTIMATES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "fastest eighth": lambda turns: Estimate.of(turns).seconds,

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.memory import track_memory
-from parallel.testing import count_sent_bytes
-from usp.cost.time.calibrate import Plan, calibrate
+from parallel.wire import SentBytes
+from tests.harness.memory import track_memory
+from usp.predict.calibrate import Plan, calibrate
 
 T = TypeVar("T")
 
@@ -103,9 +103,9 @@ def median_milliseconds(spans_by_rank: Iterable[Spans]) -> float:
 
 def sent_bytes(runner: Runner) -> dict[str, int]:
     """Return the bytes that this rank sends to others, counted below the libraries."""
-    with count_sent_bytes() as forward:
+    with SentBytes() as forward:
         runner.forward()
-    with count_sent_bytes() as step:
+    with SentBytes() as step:
         runner.step()
     return {"forward": forward.total, "step": step.total}
 

@@ -1,4 +1,4 @@
-"""The plots in docs/benchmarks.md, from the JSON files in benchmarks/results."""
+"""The plots of docs/benchmarks, from the JSON files in benchmarks/results."""
 
 from __future__ import annotations
 

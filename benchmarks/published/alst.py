@@ -6,9 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 from parallel import load_hardware
-from usp.config import TrainConfig, flag
-from usp.cost.grid import GIB
-from usp.cost.time_report import StepReport
+from usp.config import TrainConfig
+from usp.fields import flag
+from usp.planning.step_report import StepReport
+from usp.run.tables import GIB
 
 from .row import K, Row, Source, step_job
 
@@ -30,7 +31,7 @@ def source() -> Source:
         host = found.memory.host * min(devices, 8) / 1e12
         notes.append(
             f"ALST, {devices} x H100: {trained:,} tokens need {peak.total / GIB:.1f} GiB on a GPU "
-            f"({peak.transient / GIB:.1f} are temporary, in {peak.name}), where {found.limit / GIB:.1f} of "
+            f"({peak.transient / GIB:.1f} are temporary, in {peak.name}), where {found.limits.device / GIB:.1f} of "
             f"{found.hardware.memory_bytes / GIB:.1f} are usable, and {host:.2f} TB of a host's 1.9; {longest:,} fit."
         )
     notes.append(

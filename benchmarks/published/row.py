@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from usp.config import TrainConfig
-from usp.cost.job import Job, job_of
 from usp.hf.models import ModelConfig, load_model_config
+from usp.predict.job import Job
+from usp.train.resolve import job_of
 
 K, M = 1024, 1024**2
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallel import Hardware, load_hardware
-from usp.cost.time.step_time import step_seconds
+from usp.predict.seconds import step_seconds
 
 from .row import K, Row, Source, step_job
 

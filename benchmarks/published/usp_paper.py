@@ -9,7 +9,7 @@ from benchmarks.baselines.paper_rows import ROWS, job
 from benchmarks.baselines.paper_rows import Row as PaperRow
 from benchmarks.paper_tables import kendall_tau, predict
 from parallel import load_hardware
-from usp.cost.time.step_time import model_flops
+from usp.predict.seconds import model_flops
 
 from .row import K, Row, Source
 

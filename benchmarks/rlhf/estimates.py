@@ -27,32 +27,26 @@ import torch.distributed as dist
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
-from parallel.memory import track_memory
-from parallel.testing import RankPool
-from usp.cost.calls.call_cost import CallOptions
-from usp.cost.calls.plan_estimates import PlanEstimates
-from usp.cost.calls.workload import Workload
-from usp.cost.profile.measure_moves import measure_moves
-from usp.cost.profile.measure_profile import Asked, measure_profile
-from usp.cost.profile.measure_step import measure_step
-from usp.cost.profile.profile import Profile, Sizes, Timing
-from usp.cost.profile.profiled_estimates import ProfiledEstimates
-from usp.cost.profile.profiled_question import ProfiledSimulator
-from usp.cost.rlhf.plan_choice_report import layout_text
-from usp.cost.time.rounds import Rounds
+from tests.harness.memory import track_memory
+from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, model_facts, with_layers
 from usp.hf.shapes import model_shape
+from usp.planning.call_cost import CallOptions
+from usp.planning.estimates import Estimates, layout_key
+from usp.planning.measurements import Measurements, Sizes
+from usp.planning.measuring import Asked, measure_calls, measure_step
+from usp.planning.report import layout_text
+from usp.planning.simulator import Simulator
+from usp.planning.workload import Workload
+from usp.predict.rounds import Rounds
 from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import Generate, ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.roles.role import RoleSpec
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.role_spec import RoleSpec
-from usp.rlhf.runtime.activity import activities
 from usp.rlhf.runtime.executor import Executor
-from usp.rlhf.runtime.timeline import Event
+from usp.rlhf.runtime.timeline import Event, activities
+from usp.rlhf.samples import Samples
 from usp.train.engines.base import AdamW
 
 WORLDS = (4, 8)  # ranks of each launch
@@ -135,7 +129,7 @@ def plans(case: Case, graph: DataflowGraph) -> list[ExecutionPlan]:
     return found
 
 
-def profile(case: Case, groups: ProcessGroups) -> Profile:
+def profile(case: Case, groups: ProcessGroups) -> Measurements:
     """Measure every call in every layout. Collective."""
     models, graph = specs(), ppo(case)
     asked = [
@@ -146,7 +140,7 @@ def profile(case: Case, groups: ProcessGroups) -> Profile:
         for layout in layouts(case, call, dims)
     ]
     rounds = Rounds(torch.device("cpu"), case.rounds, 0.05, crowded=True)
-    return measure_profile(asked, case.sizes, rounds, "CPU", groups)
+    return measure_calls(asked, case.sizes, rounds, "CPU", groups)
 
 
 def say(text: str) -> None:
@@ -154,24 +148,13 @@ def say(text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def moved(case: Case) -> list[tuple[CallLayout, CallLayout]]:
-    """Return pairs of layouts between which weights are moved for the profile."""
-    found = [CallLayout(tuple(range(dims.pp * dims.batch * dims.sp * dims.tp)), dims) for dims in case.degrees]
-    pairs = zip(found, (*found[2:], *found[:2]), strict=True)
-    return [(one, other) for one, other in pairs if one.dims.pp * other.dims.pp == 1 or one.dims.pp != other.dims.pp]
-
-
 def executor(case: Case, plan: ExecutionPlan, groups: ProcessGroups, built: list[RoleModel]) -> Executor:
     """Return the executor of a plan, and add its models on this rank to `built`."""
     models = specs()
 
-    def generator(model: RoleModel) -> Generator:
-        stage = model.stage
-        return Generator(stage.model, model.mesh, first=stage.first, last=stage.last, slots=SLOTS)
-
     def build(call: ModelCall, layout: CallLayout, mesh: Any) -> RoleModel:
         trained = call.kind == "train_step"
-        built.append(RoleModel(models[call.role], layout, mesh, trained=trained, make_generator=generator))
+        built.append(RoleModel(models[call.role], layout, mesh, trained=trained, slots=SLOTS))
         return built[-1]
 
     return Executor(ppo(case), plan, groups, build, torch.device("cpu"), ranks_per_host=case.world)
@@ -256,25 +239,16 @@ def resident(models: Sequence[RoleModel]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
-def merged(profiles: Sequence[Profile]) -> Profile:
-    """Return the medians of profiles of the same calls."""
-
-    def middle(timings: Sequence[Timing]) -> Timing:
-        return Timing(*map(median, zip(*timings, strict=True)))
-
+def merged(profiles: Sequence[Measurements]) -> Measurements:
+    """Return the medians of measurements of the same calls."""
     points = {
-        part: tuple(
-            replace(same[0], timing=middle([point.timing for point in same]))
-            for same in zip(*(one.points[part] for one in profiles), strict=True)
-        )
-        for part in profiles[0].points
+        part: {at: median(one.points[part][at] for one in profiles) for at in first}
+        for part, first in profiles[0].points.items()
     }
-    every = [one.moves for one in profiles if one.moves is not None]
-    moves = tuple(map(median, zip(*every, strict=True)))
-    return replace(profiles[0], points=points, step=middle([one.step for one in profiles]), moves=moves)
+    return replace(profiles[0], points=points, step_seconds=median(one.step_seconds for one in profiles))
 
 
-def on_a_rank(case: Case) -> tuple[Profile, list[Taken]]:
+def on_a_rank(case: Case) -> tuple[Measurements, list[Taken]]:
     """Measure the profile and steps of all plans, in passes."""
     torch.set_num_threads(1)
     groups, device, profiles = ProcessGroups(), torch.device("cpu"), []
@@ -284,8 +258,7 @@ def on_a_rank(case: Case) -> tuple[Profile, list[Taken]]:
         say(f"{case.world} ranks, pass {number + 1}: profile")
         measured = profile(case, groups)
         step = measure_step(ppo(case), workload, groups, device)
-        moves = measure_moves(specs()["actor"], moved(case), groups, device)
-        profiles.append(replace(measured, step=step, moves=moves))
+        profiles.append(replace(measured, step_seconds=step))
         say("steps")
         for _, one in in_turns(running, case.steps):
             one.step(case)
@@ -298,42 +271,41 @@ class Compared:
     """A plan's predicted and measured seconds.
 
     Attributes:
-        calls: by name: predicted, measured, and predicted without others beside it. layouts: by name.
+        calls: by name: predicted, measured. layouts: by name.
         step, peak_bytes: predicted, measured.
     """
 
     plan: str
     layouts: dict[str, str]
-    calls: dict[str, tuple[float, float, float]]
+    calls: dict[str, tuple[float, float]]
     step: tuple[float, float]
     peak_bytes: tuple[float, float]
 
 
-def compare(case: Case, measured: Profile, by_rank: Sequence[Sequence[Taken]]) -> list[Compared]:
+def compare(case: Case, measured: Measurements, by_rank: Sequence[Sequence[Taken]]) -> list[Compared]:
     """Return for each plan what was predicted and measured."""
-    graph = ppo(case)
+    graph, every = ppo(case), plans(case, ppo(case))
     models = {role: model_shape(model_facts(PRESET, spec.config), spec.config) for role, spec in specs().items()}
     workload = Workload.of(case.samples, 1, case.prompt, (case.response,))
-    options = CallOptions(torch.float32, SLOTS)
-    others = PlanEstimates(graph, models, workload, load_hardware("h100"), options)  # for bytes alone
-    estimates = ProfiledEstimates(measured, others, graph, models, workload, options)
-    simulator = ProfiledSimulator(graph, estimates, case.world, processors=measured.cores, profiled=estimates)
+    formulas = Estimates(graph, models, workload, load_hardware("h100"), CallOptions(torch.float32, SLOTS))
+    layouts_of = {call.name: [plan[call.name] for plan in every] for call in graph.calls}
+    estimates = formulas.with_factors(measured.factors(formulas, layouts_of))
+    simulator = Simulator(graph, estimates, case.world, step_seconds=measured.step_seconds)
     found = []
-    for index, plan in enumerate(plans(case, graph)):
+    for index, plan in enumerate(every):
         taken = [of_rank[index] for of_rank in by_rank]
         simulation = simulator.run(plan)
-        spans = {span.name: span.end - span.start for span in simulation.spans}
         work = [seconds_of_calls(events) for events in zip(*(one.events for one in taken), strict=True)]
         names = [call.name for call in graph.calls if call.role]
         calls = {
-            name: (spans[name], median(of_step[name] for of_step in work), estimates.call_seconds(name, plan[name]))
+            name: (estimates.call_seconds(name, plan[name]), median(of_step[name] for of_step in work))
             for name in names
         }
+        assert all(layout_key(plan[name]) in estimates.factors[name] for name in names)
         step = median(max(seconds) for seconds in zip(*(one.seconds for one in taken), strict=True))
         peaks = simulation.peak_bytes, max(one.peak_bytes for one in taken)
         layouts = {name: layout_text(plan[name]) for name in names}
         found.append(Compared(plan.name, layouts, calls, (simulation.seconds, step), peaks))
-    assert not estimates.lacking, estimates.lacking
     return found
 
 
@@ -363,7 +335,7 @@ def rows(found: Compared) -> Iterator[tuple[str, ...]]:
         shown = (f"{predicted * unit:.1f}", f"{measured * unit:.1f}", f"{predicted / measured - 1:+.0%}")
         return (found.plan, what, layout, *shown)
 
-    for name, (predicted, measured, _) in found.calls.items():
+    for name, (predicted, measured) in found.calls.items():
         yield row(name, found.layouts[name], predicted, measured, 1e3)
     yield row("step", "", *found.step, 1e3)
     if found.peak_bytes[1]:
@@ -372,7 +344,7 @@ def rows(found: Compared) -> Iterator[tuple[str, ...]]:
 
 def summary(found: Sequence[Compared]) -> Iterator[str]:
     """Yield the errors of everything."""
-    calls = [pair[:2] for one in found for pair in one.calls.values()]
+    calls = [pair for one in found for pair in one.calls.values()]
     kinds = {
         "calls": calls,
         "steps": [one.step for one in found],
@@ -384,7 +356,7 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
             f"(maximum), Spearman {spearman(pairs):.2f}"
         )
     for call in found[0].calls:
-        of_call = [one.calls[call][:2] for one in found]
+        of_call = [one.calls[call] for one in found]
         signed = median(predicted / measured - 1 for predicted, measured in of_call)
         usual, most = median(errors(of_call)), max(errors(of_call))
         yield f"{call}: {usual:.1%} (median, signed {signed:+.1%}), {most:.0%} (maximum)"
@@ -402,9 +374,8 @@ def record(cases: Sequence[Case], found: Sequence[Compared]) -> Record:
             f"Preset {PRESET}; policy and reference of {LAYERS['actor']} layers, critic and reward model of "
             f"{LAYERS['critic']}; {case.samples} samples of {case.prompt} + {case.response} tokens, "
             f"{case.mini_batches} mini-batches. Medians of {case.passes * case.steps} steps, one of each plan in turn.",
-            "The profile has the models' calls in each layout alone, with other numbers of samples and other prompts; "
-            "predicted is the call of the simulated step, in which calls at once share the processors. Profile and "
-            f"steps take turns, {case.passes} times, for what the machine grants changes by the minute.",
+            "The profile has the models' calls in each layout alone, with other numbers of samples and other prompts. "
+            f"Profile and steps take turns, {case.passes} times, for what the machine grants changes by the minute.",
             "Memory is that of the rank with most: weights and optimizer states before a step, and its allocations.",
         ),
         [asdict(one) for one in found],

@@ -26,7 +26,7 @@ from benchmarks.data import train_tokenizer
 from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
 from benchmarks.rlhf.grpo_systems import PHASES, TOKENS, Job, job_text
-from usp.data.files import STDLIB, find_files
+from usp.data.sources import STDLIB, find_files
 
 Steps = dict[str, list[dict[str, float]]]  # of each system
 ROOT = Path(__file__).parents[2]

@@ -76,8 +76,8 @@ class Phases:
 def ours(job: Job, phases: Phases) -> None:
     """Train with rlhf.py's trainer."""
     from usp.commands.rlhf import main
-    from usp.rlhf.data.samples import Samples
     from usp.rlhf.roles.role_model import RoleModel
+    from usp.rlhf.samples import Samples
     from usp.rlhf.trainer import RlhfTrainer
 
     step = RlhfTrainer.step

@@ -16,14 +16,12 @@ from typing import Any
 from benchmarks.harness.record import Record, finish
 from benchmarks.rlhf.real_rows import models, ppo
 from parallel import Hardware, format_ranks, load_hardware
-from usp.cost.calls.call_cost import CallOptions
-from usp.cost.calls.plan_estimates import PlanEstimates
-from usp.cost.calls.workload import Workload
-from usp.cost.planner.choice import usable
-from usp.cost.rlhf.options import ModelLimits, OptionSpace, options
-from usp.cost.rlhf.plan_search import NothingFits, Problem, search
-from usp.cost.rlhf.predictions import Predictions
-from usp.cost.rlhf.simulator import Simulator
+from usp.planning.call_cost import CallOptions
+from usp.planning.estimates import Estimates
+from usp.planning.rlhf_search import NothingFits, OptionSpace, Problem, options, search
+from usp.planning.simulator import Simulator
+from usp.planning.workload import Workload
+from usp.predict.devices import usable
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
 
 K = 1024
@@ -69,16 +67,13 @@ def simulator(actor: int, length: int, hardware: Hardware, world_size: int) -> S
     samples = TOKENS // length
     graph = ppo(RESPONSE, mini_batches=1)
     load = Workload.of(samples, 1, length - RESPONSE, (RESPONSE,))
-    exact = PlanEstimates(graph, models(actor, CRITIC), load, hardware, CallOptions(slots=min(64, samples)))
-    return Simulator(graph, Predictions(exact, HOST), world_size)
+    estimates = Estimates(graph, models(actor, CRITIC), load, hardware, CallOptions(slots=min(64, samples)))
+    return Simulator(graph, estimates, world_size)
 
 
 def layouts(simulated: Simulator, actor: int, samples: int) -> dict[str, list[CallLayout]]:
     """Return the layouts of each call, with Ulysses inside hosts and a ring between them."""
-    limits = {
-        role: ModelLimits(shape.facts.num_heads, shape.facts.num_kv_heads, len(shape.layers))
-        for role, shape in models(actor, CRITIC).items()
-    }
+    facts = {role: shape.facts for role, shape in models(actor, CRITIC).items()}
     world = simulated.world_size
     space = OptionSpace(
         world,
@@ -89,7 +84,7 @@ def layouts(simulated: Simulator, actor: int, samples: int) -> dict[str, list[Ca
         max_sequence=world,
         zero=(3,),
         recompute=(("full", False), ("full", True)) if TOKENS // samples >= OFFLOAD_FROM else (("full", False),),
-        limits=limits,
+        models=facts,
     )
 
     def usual(layout: CallLayout) -> bool:
@@ -143,7 +138,7 @@ def results(actor: int, length: int, hardware: Hardware, worlds: Sequence[int], 
         simulated = replace(first, world_size=world, _schedules={})
         every = layouts(simulated, actor, TOKENS // length)
         trained = tuple(map(optimizer_of, simulated.graph.trained_roles))
-        problem = Problem(simulated, every, usable(hardware).device, HOST, ("ref", "reward", *trained))
+        problem = Problem(simulated, every, usable(hardware).device, ("ref", "reward", *trained))
         alone = {name: [one for one in of if one.dims.sp == 1] for name, of in every.items()}
         plain, best = searched(replace(problem, options=alone), budget)
         parallel, _ = searched(problem, budget, best)

@@ -23,23 +23,23 @@ from benchmarks.harness.record import Record, finish
 from benchmarks.rlhf.real_rows import LENGTHS, Cell, cells
 from benchmarks.rlhf.real_system import Constants, fit, heuristic, problem
 from parallel import format_ranks
-from usp.cost.rlhf.plan_search import search
+from usp.planning.rlhf_search import search
 from usp.rlhf.plan.plan import ExecutionPlan
 
 CALIBRATED = LENGTHS[0]
 MISS = 0.15  # of the heuristic's seconds, and of the ratio: what the goal allows on average
 EVEN_FROM = 4  # hosts: with more, only even divisions of them are searched
 WHY = (
-    "What is missed, and why. Longer heuristic cells are predicted too slow: the calibrated length asks for slower "
-    "decoding than the others show. At 128 tokens 70B + 7B takes 10.7 s longer than 7B + 70B, which is 1.7 ms for "
-    "each of 48 layers and token if all of it is decoding; from 384 to 896 tokens it is 1.2 ms. So something besides "
-    "decoding grows with the layers there, and one length cannot tell the two apart. Gains: by the differences "
-    "between lengths, decoding a token takes the heuristic 42 ms with 7B on 8 GPUs, 51 with 13B on 16, 66 with 34B on"
-    " 32 and 111 with 70B on 64; ReaL's plans take 18, 26, 63 and 107. So the small models, which need no tp, decode "
-    "twice as fast without it, and the large ones do not. Operators bound a decode step here, in every plan, so that "
-    "gains that grow with the length are missed. The heuristic has tp 8 everywhere: collectives fit its column as "
-    "well, if each takes 0.7 ms, and then the gains of small models are far too high (by 1.2 to 2 at 7B and 13B). The"
-    " structure of the model was revised with some of these cells in view, and ReaL's plans are not published."
+    "Why longer heuristic cells are predicted too slow: at 128 tokens 70B + 7B takes 10.7 s longer than 7B + 70B, "
+    "which is 1.7 ms for each of 48 layers and token if all of it is decoding; from 384 to 896 tokens it is 1.2 ms. "
+    "Something besides decoding grows with the layers, and one length cannot tell the two apart.",
+    "Why gains are missed: by the differences between lengths, the heuristic decodes a token in 42 ms (7B on 8 GPUs), "
+    "51 (13B on 16), 66 (34B on 32) and 111 (70B on 64), ReaL's plans in 18, 26, 63 and 107. Small models, which need "
+    "no tp, decode twice as fast without it, large ones do not. Here operators bound a decode step in every plan, so "
+    "gains that grow with the length are missed.",
+    "The heuristic has tp 8 everywhere: if each collective takes 0.7 ms, its column fits as well, and gains of small "
+    "models are far too high (by 1.2 to 2 at 7B and 13B).",
+    "The model's structure was revised with some of these cells in view, and ReaL's plans are not published.",
 )
 
 
@@ -160,7 +160,7 @@ def record_of(results: Sequence[Result], constants: Constants) -> Record:
         "ReaL's figure: a PPO step under its heuristic plan, and its gain by search, as published and as predicted",
         COLUMNS,
         map(row, results),
-        (*notes(results, constants), WHY),
+        (*notes(results, constants), *WHY),
         [asdict(constants), *map(data, results)],
         command="python -m benchmarks.rlhf.real_figure",
     )

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from usp.cost.calls.workload import Workload
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelShape
+from usp.planning.workload import Workload
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
-from usp.rlhf.graph.calls import Generate
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, Generate
 
 TOKENS, PROMPT, LENGTHS, MINI_BATCHES = 2**17, 128, (128, 384, 896), 4
 SIZES: dict[int, tuple[int, int, int, int, int]] = {  # hidden, MLP, layers, heads, key-value heads

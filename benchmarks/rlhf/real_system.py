@@ -15,14 +15,12 @@ import numpy as np
 
 from benchmarks.rlhf.real_rows import MINI_BATCHES, Cell, models, ppo
 from parallel import Hardware, ParallelDims, load_hardware
-from usp.cost.calls.call_cost import CallOptions
-from usp.cost.calls.plan_estimates import PlanEstimates
-from usp.cost.planner.choice import usable
-from usp.cost.rlhf.options import ModelLimits, OptionSpace, options
-from usp.cost.rlhf.plan_search import Problem
-from usp.cost.rlhf.predictions import Predictions
-from usp.cost.rlhf.simulator import Simulator
-from usp.rlhf.graph.calls import ModelCall
+from usp.planning.call_cost import CallOptions
+from usp.planning.estimates import Estimates
+from usp.planning.rlhf_search import OptionSpace, Problem, options
+from usp.planning.simulator import Simulator
+from usp.predict.devices import usable
+from usp.rlhf.graph import ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
 HOST, STEPS = 8, 5  # devices of a node; steps that are simulated
@@ -76,24 +74,23 @@ FELT = Constants(launch=3e-5)
 FITTED = ("products", "launch", "message", "call")
 
 
-class RealPredictions(Predictions):
-    """Predictions of calls, each with what ReaL takes to begin and end it."""
+class RealEstimates(Estimates):
+    """Estimates of calls, each with what ReaL takes to begin and end it."""
 
-    def __init__(self, exact: PlanEstimates, overhead: float) -> None:
-        super().__init__(exact, HOST)
-        self._overhead = overhead
+    overhead = 0.0
 
     def _call_seconds(self, call: str, layout: CallLayout) -> float:
         seconds = super()._call_seconds(call, layout)
-        return seconds + self._overhead if seconds else 0.0
+        return seconds + self.overhead if seconds else 0.0
 
 
 def simulator(cell: Cell, constants: Constants) -> Simulator:
     """Return a simulator of `STEPS` steps of a cell, between which no rank waits for all others."""
     graph, hardware = ppo(cell.response), constants.hardware()
     how = CallOptions(slots=cell.samples, pipelined=True, collective_launches=constants.collective)
-    exact = PlanEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
-    return Simulator(graph, RealPredictions(exact, constants.call), cell.devices, steps=STEPS, barrier=False)
+    estimates = RealEstimates(graph, models(cell.actor, cell.critic), cell.workload, hardware, how)
+    estimates.overhead = constants.call
+    return Simulator(graph, estimates, cell.devices, steps=STEPS, barrier=False)
 
 
 def real_layout(call: ModelCall, layout: CallLayout, cell: Cell) -> CallLayout:
@@ -121,14 +118,20 @@ def heuristic(cell: Cell) -> ExecutionPlan:
     return ExecutionPlan("heuristic", calls, frozenset(OFFLOADED))
 
 
+def real_space(world_size: int, samples: int, smallest: int = 4) -> OptionSpace:
+    """Return the space that ReaL searches: dp x tp of a train step is within a host of 8 ranks."""
+
+    def allowed(call: ModelCall, layout: CallLayout) -> bool:
+        return call.kind != "train_step" or layout.dims.tp * layout.dims.batch <= HOST
+
+    return OptionSpace(world_size, HOST, samples, smallest, recompute=(("full", False),), allowed=allowed)
+
+
 def problem(cell: Cell, constants: Constants, *, even: bool) -> Problem:
     """Return what is searched: ReaL's space. even: only hosts as many as divide all of them."""
     simulated = simulator(cell, constants)
-    limits = {
-        role: ModelLimits(shape.facts.num_heads, shape.facts.num_kv_heads, len(shape.layers))
-        for role, shape in models(cell.actor, cell.critic).items()
-    }
-    space = replace(OptionSpace.real(cell.devices, cell.samples), even=even, limits=limits)
+    facts = {role: shape.facts for role, shape in models(cell.actor, cell.critic).items()}
+    space = replace(real_space(cell.devices, cell.samples), even=even, models=facts)
     layouts = {
         call.name: (
             [real_layout(call, layout, cell) for layout in options(call, space)]
@@ -137,7 +140,7 @@ def problem(cell: Cell, constants: Constants, *, even: bool) -> Problem:
         )
         for call in simulated.graph.calls
     }
-    return Problem(simulated, layouts, usable(constants.hardware()).device, HOST, OFFLOADED).that_fit()
+    return Problem(simulated, layouts, usable(constants.hardware()).device, OFFLOADED).that_fit()
 
 
 def heuristic_seconds(cell: Cell, constants: Constants) -> float:

@@ -28,21 +28,19 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ParallelDims
-from parallel.testing import run_ranks
-from usp.cost.replanning.run_planner import run_planner
-from usp.cost.time.calibrate import Plan
+from tests.harness.ranks import run_ranks
+from usp.planning.run_plan import run_planner
+from usp.predict.calibrate import Plan
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Generate
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.graph import Generate
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, to_mapping
 from usp.rlhf.prepare import prepare
 from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.samples import Samples
 from usp.rlhf.trainer import RlhfTrainer
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
-from usp.train.resume import Start
+from usp.train.checkpoints import Start
 
 MBIT, LATENCY = 14, 2e-4  # of the link between the hosts: a second, and seconds
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 64

@@ -11,7 +11,6 @@ another seed where it finds nothing better, and ends early when it is interrupte
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +18,12 @@ from typing import Any
 
 from benchmarks.harness.record import Record, finish
 from parallel import load_hardware
-from usp.cost.calls.call_cost import CallOptions
-from usp.cost.calls.plan_estimates import PlanEstimates
-from usp.cost.calls.workload import Workload
-from usp.cost.planner.choice import usable
-from usp.cost.rlhf.baselines import Baseline, baselines
-from usp.cost.rlhf.options import ModelLimits, OptionSpace
-from usp.cost.rlhf.plan_choice import problem_of
-from usp.cost.rlhf.plan_search import Found, Problem, search
-from usp.cost.rlhf.predictions import Predictions
-from usp.cost.rlhf.simulator import Simulator
-from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
-from usp.model.facts import ModelShape
+from usp.planning.rlhf_question import Question, model_shapes, role_config
+from usp.planning.rlhf_search import Baseline, Found, Problem, baselines, search
+from usp.planning.workload import Workload
 from usp.rlhf.algorithms.ppo import PPO
 from usp.rlhf.algorithms.registry import build_graph
-from usp.rlhf.graph.calls import Generate
-from usp.rlhf.plan.named_plans import Facts
-from usp.rlhf.plan.plan import optimizer_of
+from usp.rlhf.graph import Generate
 
 COLUMNS = ("search", "seed", "CPU s", "plans simulated", "s per step", "above the long search")
 _EACH = 120.0  # seconds of one of the long search's searches
@@ -56,35 +43,20 @@ class Case:
         return f"{self.actor} with a critic like {self.critic} on {self.world_size} A100s"
 
 
-def shape(name: str, head: Any) -> ModelShape:
-    config = load_model_config(name, head, new_head=True, weights=False)
-    return model_shape(model_facts(name, config), config)
-
-
 def problem(case: Case) -> tuple[Problem, tuple[Baseline, ...]]:
     """Return the problem with every call predicted, and the named plans."""
-    graph, hardware = build_graph("ppo", PPO(generate=Generate(max_new_tokens=TOKENS))), load_hardware("a100")
-    actor, critic = shape(case.actor, "lm"), shape(case.critic, "scalar")
-    models = {role: actor if role in ("actor", "ref") else critic for role in graph.roles}
-    limits = {
-        role: ModelLimits(model.facts.num_heads, model.facts.num_kv_heads, len(model.layers))
-        for role, model in models.items()
-    }
-    recompute = (("none", False), ("full", False))
-    space = OptionSpace(
-        case.world_size, 8, PROMPTS, 8, even=True, max_sequence=case.max_sequence, zero=(0, 1, 3), recompute=recompute,
-        limits=limits,
-    )  # fmt: skip
-    estimates = PlanEstimates(graph, models, Workload.of(PROMPTS, 1, TOKENS, (TOKENS,)), hardware, CallOptions())
-    simulator = Simulator(graph, Predictions(estimates, 8), case.world_size)
-    offload = (
-        *(role for role in graph.roles if role not in graph.trained_roles),
-        *map(optimizer_of, graph.trained_roles),
+    graph = build_graph("ppo", PPO(generate=Generate(max_new_tokens=TOKENS)))
+    names = {role: case.actor if role in ("actor", "ref") else case.critic for role in graph.roles}
+    question = Question(
+        graph=graph,
+        models=model_shapes({role: (name, role_config(role, name)) for role, name in names.items()}),
+        workload=Workload.of(PROMPTS, 1, TOKENS, (TOKENS,)),
+        hardware=load_hardware("a100"),
+        world_size=case.world_size,
+        max_sequence=case.max_sequence,
     )
-    heads = math.gcd(*(math.gcd(limit.heads, limit.kv_heads) for limit in limits.values()))
-    facts = Facts(case.world_size, 8, heads, min(limit.layers for limit in limits.values()))
-    made = problem_of(simulator, space, usable(hardware).device, offload)
-    return made, baselines(made, space, facts)
+    made = question.problem()
+    return made, baselines(made, question.space, question.facts)
 
 
 def long_search(made: Problem, named: tuple[Baseline, ...], budget: float, seed: int) -> tuple[Found, int]:

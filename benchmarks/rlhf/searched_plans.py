@@ -33,21 +33,19 @@ from benchmarks.harness.cluster import cluster, unavailable
 from benchmarks.harness.measure import calibrated, in_turns
 from benchmarks.harness.record import Record, finish
 from parallel import ProcessGroups
-from usp.cost.rlhf.plan_choice_report import layout_text
-from usp.cost.rlhf.question import Question, answer
-from usp.cost.rlhf.run_plan import question_of
-from usp.cost.time.calibrate import Plan
-from usp.cost.time.rounds import OtherLoad
+from usp.planning.report import layout_text
+from usp.planning.rlhf_question import Question, answer
+from usp.planning.run_plan import question_of
+from usp.predict.calibrate import Plan
+from usp.predict.rounds import OtherLoad
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.plan.named_plans import NAMED_PLANS
-from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.plan_text import PLAN_FILE, from_mapping, to_mapping
-from usp.rlhf.prepare import Unplanned, prepare
+from usp.rlhf.plan.plan import PLAN_FILE, ExecutionPlan, from_mapping, to_mapping
+from usp.rlhf.prepare import PreparedRlhf, prepare
 from usp.rlhf.trainer import RlhfTrainer
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
-from usp.train.resume import Start
+from usp.train.checkpoints import Start
 
 SEARCH, PLANS = "search", ("search", *NAMED_PLANS)
 RATE = "1gbit"  # between two hosts
@@ -177,7 +175,7 @@ def searched(
     """
     found: dict[str, Planned] = {}
 
-    def planner(run: Unplanned) -> ExecutionPlan:
+    def planner(run: PreparedRlhf) -> ExecutionPlan:
         told: list[Any] = [None]
         if launch.rank == 0:
             choice = answer(estimated(question_of(run)), budget=budget, report=lambda *_: None)

@@ -20,13 +20,11 @@ from benchmarks.harness.measure import in_turns
 from benchmarks.harness.record import Record, finish
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.prepare import prepare
-from usp.rlhf.runtime.activity import activities, rank_times
-from usp.rlhf.runtime.timeline import Event, read_events
+from usp.rlhf.runtime.timeline import Event, activities, rank_times, read_events
 from usp.rlhf.trainer import RlhfTrainer
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
-from usp.train.resume import Start
+from usp.train.checkpoints import Start
 
 RATE = "1gbit"  # between the hosts
 WARMUP = 2  # steps that are not counted; the first makes the samples of two steps

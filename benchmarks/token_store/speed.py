@@ -36,9 +36,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.data import Memory, train_tokenizer
 from benchmarks.harness.record import Record, finish
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
-from usp.data.reader import BatchReader
+from usp.data.batches import BatchReader
 from usp.run.launch import Launch
 from usp.train.prepare import prepare
 from usp.train.step import part_of
@@ -140,14 +140,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
     prepared = prepare(config, Launch(rank, size, rank, size))
     ready = time.perf_counter() - begin
     trainer = Trainer(prepared)
-    store = prepared.batches.packed.sources[0].store
+    store = prepared.begins_in.batches.packed.sources[0].store
     records = [trainer.step(1)]
     first = time.perf_counter() - begin
     before = store.token_bytes
     records += [trainer.step(number) for number in range(2, STEPS + 1)]
     read = (store.token_bytes - before) / (STEPS - 1)
     memory = Memory.now()
-    for _ in islice(BatchReader(prepared.batches, part_of(trainer.mesh, prepared.config)), BATCHES):
+    for _ in islice(BatchReader(prepared.begins_in.batches, part_of(trainer.mesh, prepared.config)), BATCHES):
         pass
     grown = Memory.now().resident - memory.resident
     steps = records[1:]

@@ -15,11 +15,13 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from .json_objects import Rule, from_json
 
 NODES = Path(__file__).with_name("nodes")
 Curve = tuple[tuple[float, float], ...]
@@ -55,12 +57,31 @@ PEAK_BF16: tuple[tuple[str, float], ...] = (
 )
 
 
+POSITIVE = {"rule": Rule("positive and finite", lambda number: 0 < number < math.inf)}
+ANY_SIZE = {"rule": Rule("positive", lambda number: number > 0)}
+NOT_NEGATIVE = {"rule": Rule("0 or more, and finite", lambda number: 0 <= number < math.inf)}
+AT_LEAST_ONE = {"rule": Rule("at least 1, and finite", lambda number: 1 <= number < math.inf)}
+FRACTION = {"rule": Rule("above 0 and at most 1", lambda number: 0 < number <= 1)}
+RATES = {"rule": Rule("positive and finite", lambda rates: all(0 < rate < math.inf for rate in rates.values()))}
+OVERLAP = {"rule": Rule("from 0 to 1", lambda number: 0 <= number <= 1)}
+CURVE = {
+    "rule": Rule(
+        "[size, fraction] pairs: sizes ascending, fractions in (0, 1]",
+        lambda curve: (
+            bool(curve)
+            and all(0 < x < math.inf and 0 < y <= 1 for x, y in curve)
+            and all(a < b for (a, _), (b, _) in pairwise(curve))
+        ),
+    )
+}
+
+
 @dataclass(frozen=True)
 class Link:
     """Cost of a message: n bytes take alpha_seconds + n / bytes_per_second."""
 
-    alpha_seconds: float
-    bytes_per_second: float
+    alpha_seconds: float = field(metadata=NOT_NEGATIVE)
+    bytes_per_second: float = field(metadata=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -80,13 +101,13 @@ class Tier:
     """
 
     name: str
-    devices: int
-    send: Link
-    gather: Link
-    reduce: Link
-    exchange: Link
-    shared_bytes_per_second: float = math.inf
-    overlap: float = 1.0
+    devices: int = field(metadata=NOT_NEGATIVE)
+    send: Link = field(metadata={"inline": True})
+    gather: Link = field(metadata={"inline": True})
+    reduce: Link = field(metadata={"inline": True})
+    exchange: Link = field(metadata={"inline": True})
+    shared_bytes_per_second: float = field(default=math.inf, metadata=ANY_SIZE)
+    overlap: float = field(default=1.0, metadata=OVERLAP)
 
     def faster(self, bandwidth: float, latency: float = 1.0) -> Tier:
         """Return the tier with `bandwidth` times the rates, and 1 / `latency` of the time of an empty message."""
@@ -110,25 +131,23 @@ class AttentionRates:
 
     Attributes:
         forward, backward: of masked attention; masked pairs do not count as work.
-        forward_full, backward_full: of unmasked attention.
+        forward_full, backward_full: of unmasked attention; None for those of masked attention.
     """
 
-    forward: Curve
-    backward: Curve
-    forward_full: Curve
-    backward_full: Curve
+    forward: Curve = field(metadata=CURVE)
+    backward: Curve = field(metadata=CURVE)
+    forward_full: Curve | None = field(default=None, metadata=CURVE)
+    backward_full: Curve | None = field(default=None, metadata=CURVE)
 
     def efficiency(self, tokens: float, *, backward: bool, full: bool) -> float:
         """Return the fraction of the peak that the kernel achieves with `tokens` on its shorter side."""
-        curve = getattr(self, f"{'backward' if backward else 'forward'}{'_full' if full else ''}")
-        return interpolate(curve, tokens)
+        masked, unmasked = (self.backward, self.backward_full) if backward else (self.forward, self.forward_full)
+        return interpolate(unmasked or masked if full else masked, tokens)
 
     def scaled(self, factor: float) -> AttentionRates:
         """Return these rates times a factor."""
-        return AttentionRates(*(tuple((x, y * factor) for x, y in getattr(self, name)) for name in PASSES))
-
-
-PASSES = ("forward", "backward", "forward_full", "backward_full")
+        curves = (getattr(self, each.name) for each in fields(self))
+        return AttentionRates(*(curve and tuple((x, y * factor) for x, y in curve) for curve in curves))
 
 
 @dataclass(frozen=True)
@@ -156,23 +175,23 @@ class Hardware:
 
     name: str
     device: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: int
-    memory_bytes_per_second: float
+    peak_flops: Mapping[str, float] = field(metadata=RATES)
+    memory_bytes: int = field(metadata=POSITIVE)
+    memory_bytes_per_second: float = field(metadata=POSITIVE)
     tiers: tuple[Tier, ...]
-    matmul: Curve
-    attention: Mapping[str, AttentionRates]
+    matmul: Curve = field(metadata={"key": "efficiency.matmul", **CURVE})
+    attention: Mapping[str, AttentionRates] = field(metadata={"key": "efficiency.attention"})
     compute_capability: tuple[int, int] | None = None
-    memory_efficiency: float = 1.0
-    link_efficiency: float = 1.0
+    memory_efficiency: float = field(default=1.0, metadata={"key": "efficiency.memory", **FRACTION})
+    link_efficiency: float = field(default=1.0, metadata={"key": "efficiency.links", **FRACTION})
     parallel_rings: bool = True
     streams: bool = True
-    crowding: float = 1.0
-    host_devices: int = 1
-    host_memory_bytes: float = math.inf
-    host_memory_bytes_per_second: float = DDR4_SOCKET
-    host_link_bytes_per_second: float = PCIE4_X16
-    launch_seconds: float = 0.0
+    crowding: float = field(default=1.0, metadata=AT_LEAST_ONE)
+    host_devices: int = field(default=1, metadata=POSITIVE)
+    host_memory_bytes: float = field(default=math.inf, metadata=ANY_SIZE)
+    host_memory_bytes_per_second: float = field(default=DDR4_SOCKET, metadata=POSITIVE)
+    host_link_bytes_per_second: float = field(default=PCIE4_X16, metadata=ANY_SIZE)
+    launch_seconds: float = field(default=0.0, metadata=NOT_NEGATIVE)
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of a dtype in FLOP/s.
@@ -267,25 +286,14 @@ def _read(name_or_path: str) -> dict[str, Any]:
         return values
     if str(base).lower() not in node_names():
         raise ValueError(f"hardware file {path}: base={base!r} must be one of {', '.join(node_names())}")
-    defaults = _read(str(base))
-    for key in ("peak_flops", "efficiency"):
-        if not isinstance(values.get(key, {}), dict):
-            raise ValueError(f"hardware file {path}: {key} must be an object, got {values[key]!r}")
-    merged = {key: {**defaults.get(key, {}), **values.get(key, {})} for key in ("peak_flops", "efficiency")}
-    if isinstance(merged["efficiency"]["attention"], dict):
-        merged["efficiency"]["attention"] = {**defaults["efficiency"]["attention"], **merged["efficiency"]["attention"]}
-    return {**defaults, **values, **merged}
+    return _merged(_read(str(base)), values, levels=3)
 
 
-_REQUIRED = ("name", "memory_bytes", "memory_bytes_per_second", "tiers", "efficiency")
-_HOST = ("host_devices", "host_memory_bytes", "host_memory_bytes_per_second", "host_link_bytes_per_second")
-_NOTES = ("source", "measured")  # for people
-_KNOWN = (
-    *(*_REQUIRED, *_HOST, *_NOTES, "device", "compute_capability", "peak_flops", "parallel_rings", "streams"),
-    *("crowding", "launch_seconds"),
-)
-KINDS = ("send", "gather", "reduce", "exchange")
-_TIER = ("name", "devices", "alpha_seconds", "bytes_per_second", "shared_bytes_per_second", "overlap", *KINDS)
+def _merged(base: Any, values: Any, levels: int) -> Any:
+    """Return `values` with what they lack from `base`, down to the kernels of attention, which are replaced whole."""
+    if not (levels and isinstance(base, dict) and isinstance(values, dict)):
+        return values
+    return {**base, **{key: _merged(base.get(key), value, levels - 1) for key, value in values.items()}}
 
 
 def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
@@ -294,164 +302,47 @@ def hardware_from_mapping(values: Mapping[str, Any], where: str) -> Hardware:
     Raises:
         ValueError: listing everything that is missing, unknown or inconsistent.
     """
-    problems = [f"{key} is missing" for key in _REQUIRED if key not in values]
-    problems += [f"{key} is unknown" for key in values if key not in _KNOWN]
-    if not problems:
-        try:
-            hardware = _build(values)
-            problems = _violations(hardware)
-        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-            problems = [f"missing key {error}" if isinstance(error, KeyError) else f"invalid value: {error}"]
+    values = {key: value for key, value in values.items() if key not in ("source", "measured")}  # for people
+    device = str(values.setdefault("device", values.get("name")))
+    if device == "CPU":
+        values.setdefault("host_link_bytes_per_second", math.inf)
+    peak, stated = peak_flops(device), values.get("peak_flops", {})
+    if isinstance(stated, Mapping):
+        values["peak_flops"] = {**({} if peak is None else {"bfloat16": peak}), **stated}
+    if isinstance(values.get("tiers"), list):
+        values["tiers"] = [
+            {"reduce": tier["gather"], **tier} if isinstance(tier, Mapping) and "gather" in tier else tier
+            for tier in values["tiers"]
+        ]
+    efficiency, problems = values.pop("efficiency", {}), []
+    if isinstance(efficiency, Mapping):
+        values |= {f"efficiency.{key}": value for key, value in efficiency.items()}
+    else:
+        problems.append(f"efficiency={efficiency!r} must be an object")
+    hardware = from_json(Hardware, values, "", problems)
+    problems += [] if hardware is None else _inconsistencies(hardware)
     if problems:
-        raise ValueError(f"hardware {where}: " + "; ".join(problems))
-    return hardware
+        raise ValueError(f"hardware {where}: {'; '.join(dict.fromkeys(problems))}")
+    hosts = max((tier.devices for tier in hardware.tiers), default=0) or 1
+    return hardware if "host_devices" in values else replace(hardware, host_devices=hosts)
 
 
-def _build(values: Mapping[str, Any]) -> Hardware:
-    device, efficiency = str(values.get("device", values["name"])), values["efficiency"]
-    known = ("matmul", "attention", "memory", "links")
-    if unknown := set(efficiency) - {*known}:
-        raise ValueError(f"efficiency of {', '.join(sorted(unknown))} is unknown, only that of {', '.join(known)}")
-    stated = values.get("peak_flops", {})
-    peaks = {dtype: _number(stated, dtype) for dtype in stated}
-    if (peak := peak_flops(device)) is not None:
-        peaks.setdefault("bfloat16", peak)
-    tiers = tuple(map(_tier, values["tiers"]))
-    return Hardware(
-        name=str(values["name"]),
-        device=device,
-        peak_flops=peaks,
-        memory_bytes=_integer(values, "memory_bytes"),
-        memory_bytes_per_second=_number(values, "memory_bytes_per_second"),
-        tiers=tiers,
-        matmul=_curve(efficiency["matmul"], "matmul"),
-        attention={str(kernel): _rates(given, kernel) for kernel, given in efficiency["attention"].items()},
-        compute_capability=_capability(values.get("compute_capability")),
-        memory_efficiency=_number(efficiency, "memory", 1.0),
-        link_efficiency=_number(efficiency, "links", 1.0),
-        parallel_rings=_boolean(values, "parallel_rings"),
-        streams=_boolean(values, "streams"),
-        crowding=_number(values, "crowding", 1.0),
-        host_devices=_integer(values, "host_devices", float(max((tier.devices for tier in tiers), default=0) or 1)),
-        host_memory_bytes=_number(values, "host_memory_bytes", math.inf),
-        host_memory_bytes_per_second=_number(values, "host_memory_bytes_per_second", DDR4_SOCKET),
-        host_link_bytes_per_second=_number(
-            values, "host_link_bytes_per_second", math.inf if device == "CPU" else PCIE4_X16
-        ),
-        launch_seconds=_number(values, "launch_seconds", 0.0),
-    )
-
-
-def _curve(points: Any, name: str) -> Curve:
-    return tuple((_finite(x, name), _finite(y, name)) for x, y in points)
-
-
-def _rates(given: Mapping[str, Any], kernel: str) -> AttentionRates:
-    """Build a kernel's rates; those without a mask are those with one if they are not given."""
-    if unknown := set(given) - {*PASSES}:
-        raise ValueError(f"attention of {kernel} has {', '.join(sorted(unknown))}, only {', '.join(PASSES)} are known")
-    whole = {**{f"{name}_full": given[name] for name in ("forward", "backward")}, **given}
-    return AttentionRates(**{name: _curve(whole[name], f"attention of {kernel}") for name in PASSES})
-
-
-def _capability(given: Any) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    if not (isinstance(given, list) and len(given) == 2 and all(type(part) is int for part in given)):
-        raise ValueError(f"compute_capability={given!r} must be [major, minor]")
-    return given[0], given[1]
-
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be a finite number")
-    return float(value)
-
-
-def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a finite number, or the default (which may be infinite) if it is given or the name is missing."""
-    value = values[name] if default is None else values.get(name, default)
-    return default if default is not None and value == default else _finite(value, name)
-
-
-def _integer(values: Mapping[str, Any], name: str, default: float | None = None) -> int:
-    number = _number(values, name, default)
-    if not number.is_integer():
-        raise ValueError(f"{name}={number:g} must be an integer")
-    return int(number)
-
-
-def _boolean(values: Mapping[str, Any], name: str) -> bool:
-    value = values.get(name, True)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be true or false")
-    return value
-
-
-def _tier(values: Mapping[str, Any]) -> Tier:
-    def link(kind: str) -> Link:
-        own = values.get(kind, values.get("gather", values) if kind == "reduce" else values)
-        return Link(_number(own, "alpha_seconds"), _number(own, "bytes_per_second"))
-
-    if unknown := set(values) - set(_TIER):
-        raise ValueError(f"tier {values.get('name')}: {', '.join(sorted(unknown))} is unknown")
-    return Tier(
-        name=str(values["name"]),
-        devices=_integer(values, "devices"),
-        **{kind: link(kind) for kind in KINDS},
-        shared_bytes_per_second=_number(values, "shared_bytes_per_second", math.inf),
-        overlap=_number(values, "overlap", 1.0),
-    )
-
-
-def _violations(hardware: Hardware) -> list[str]:
-    positive = {
-        "memory_bytes": hardware.memory_bytes,
-        "memory_bytes_per_second": hardware.memory_bytes_per_second,
-        **{name: getattr(hardware, name) for name in _HOST},
-        **{f"peak_flops of {dtype}": peak for dtype, peak in hardware.peak_flops.items()},
-    }
-    found = [f"{name}={value:g} must be positive" for name, value in positive.items() if not value > 0]
+def _inconsistencies(hardware: Hardware) -> list[str]:
+    found = [] if hardware.tiers else ["tiers must contain at least one tier"]
     if not hardware.peak_flops:
         found.append(f"peak_flops is missing, and the peak of device={hardware.device!r} is unknown")
-    if not 1 <= hardware.crowding < math.inf:
-        found.append(f"crowding={hardware.crowding:g} must be at least 1")
-    if hardware.launch_seconds < 0:
-        found.append(f"launch_seconds={hardware.launch_seconds:g} must be 0 or more")
-    for name, part in (("memory", hardware.memory_efficiency), ("links", hardware.link_efficiency)):
-        if not 0 < part <= 1:
-            found.append(f"efficiency of {name}={part:g} must be above 0 and at most 1")
-    curves = {"matmul": hardware.matmul}
-    for kernel, rates in hardware.attention.items():
-        curves.update({f"attention, {kernel}, {name}": getattr(rates, name) for name in PASSES})
     if not hardware.attention:
-        found.append("efficiency of attention must have at least one kernel")
-    for name, curve in curves.items():
-        ascending = all(x > 0 for x, _ in curve) and all(a < b for (a, _), (b, _) in pairwise(curve))
-        if not curve or not ascending or not all(0 < part <= 1 for _, part in curve):
-            found.append(f"efficiency of {name} must be [size, fraction] pairs: sizes ascending, fractions in (0, 1]")
-    return found + _tier_violations(hardware.tiers)
-
-
-def _tier_violations(tiers: Sequence[Tier]) -> list[str]:
-    found = [] if tiers else ["tiers must contain at least one tier"]
+        found.append("efficiency.attention must have at least one kernel")
     inner = 1
-    for number, tier in enumerate(tiers):
-        last = number + 1 == len(tiers)
-        if tier.devices == 0 and not last:
+    for tier in hardware.tiers:
+        if tier.devices == 0 and tier is not hardware.tiers[-1]:
             found.append(f"tier {tier.name}: only the last tier may have devices=0 (any number)")
         elif tier.devices and (tier.devices <= inner or tier.devices % inner):
             found.append(f"tier {tier.name}: devices={tier.devices} must be a larger multiple of the inner {inner}")
         inner = tier.devices or inner
-        for kind in KINDS:
-            link: Link = getattr(tier, kind)
-            if not (link.alpha_seconds >= 0 and 0 < link.bytes_per_second < math.inf):
-                found.append(f"tier {tier.name}: {kind} needs alpha_seconds of 0 or more and positive bytes_per_second")
         if not tier.shared_bytes_per_second >= tier.send.bytes_per_second:
             found.append(
                 f"tier {tier.name}: one device's {tier.send.bytes_per_second:g} B/s is more than the "
                 f"{tier.shared_bytes_per_second:g} B/s that all devices share"
             )
-        if not 0 <= tier.overlap <= 1:
-            found.append(f"tier {tier.name}: overlap={tier.overlap:g} must be from 0 to 1")
     return found

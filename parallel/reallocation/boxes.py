@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import (
 )
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from parallel.local import local_tensor
+from parallel.mesh import local_tensor
 
 
 @dataclass(frozen=True)

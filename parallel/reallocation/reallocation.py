@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.agree import agree
-from parallel.groups import ProcessGroups
+from parallel.groups import ProcessGroups, agree
 
 from .boxes import Box, local_part
 from .param_layout import ParamLayout

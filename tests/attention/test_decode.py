@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from attention.decode import merge_parts, partial_attention
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 from .dense import dense_attention, relative_l2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -68,17 +69,8 @@ def errors(
     kernel: Kernel, name: str, dtype: torch.dtype, device: torch.device, spec: AttentionSpec, v_head_dim: int = HEAD_DIM
 ) -> list[float]:
     """Return the relative L2 errors of out, dq, dk, dv."""
-    tokens, tasks = block(name)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
-        for heads, head_dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
-    )
-    exact = [x.double().unsqueeze(0).requires_grad_() for x in (q, k, v)]
-    seen = seen_by(tokens, tasks).unsqueeze(0)
-    exact_out = dense_attention(*exact, seen, scale=spec.scale, softcap=spec.softcap)
-    exact_out.backward(dout.double().unsqueeze(0))
-
+    (q, k, v, dout), wanted = exact(name, dtype, spec, v_head_dim)
+    _, tasks = block(name)
     q, k, v, dout = (x.to(device) for x in (q, k, v, dout))
     launches, total = kernel.lower(tasks, device, dtype), AttentionSum(q, v_head_dim)
     attend(kernel, launches, q, k, v, spec, total)
@@ -86,11 +78,26 @@ def errors(
     sums = GradientSum(q), GradientSum(k), GradientSum(v)
     attend_backward(kernel, launches, dout, q, k, v, out.to(dtype), lse, spec, sums)
     found = [out, *(gradient.total for gradient in sums)]
-    wanted = [exact_out, *(x.grad for x in exact)]
     if not tasks:
         assert not any(x.any() for x in found)
         return [0.0]
     return [relative_l2(x.cpu(), y.squeeze(0)) for x, y in zip(found, wanted, strict=True)]
+
+
+@cache
+def exact(
+    name: str, dtype: torch.dtype, spec: AttentionSpec, v_head_dim: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return q, k, v, dout, and out, dq, dk, dv of dense fp64 attention; computed once for all kernels."""
+    tokens, tasks = block(name)
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, v_head_dim), (HEADS, v_head_dim))
+    inputs = tuple(torch.randn(tokens, *size, generator=generator).to(dtype) for size in sizes)
+    q, k, v, dout = (x.double().unsqueeze(0) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = dense_attention(*leaves, seen_by(tokens, tasks).unsqueeze(0), scale=spec.scale, softcap=spec.softcap)
+    out.backward(dout)
+    return inputs, (out.detach(), *(x.grad for x in leaves))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from attention import SequenceLayout
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 DEGREES = [(1, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2)]  # (ulysses, ring)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.attention import COLUMNS, Case, cells, measure, notes, summarise
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 4)])

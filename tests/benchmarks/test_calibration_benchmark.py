@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.calibration.agreement import COLUMNS, cells, row
-from usp.cost.time.calibrate import Measured
+from usp.predict.calibrate import Measured
 
 
 def test_times_that_differ_are_counted_and_found_in_the_warnings() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.baselines.deepspeed_alst import on_one_process, on_ranks
-from parallel.testing import run_ranks
+from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the package deepspeed is not installed: pip install -e '.[deepspeed]'"
@@ -17,6 +17,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_two_steps_match_one_process(zero: int) -> None:
-    found, wanted = run_ranks(on_ranks, 2, zero, 2, timeout=120), on_one_process(2)
+    found, wanted = run_ranks(on_ranks, 2, zero, 2), on_one_process(2)
     difference = torch.tensor(found, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1
     assert (difference.abs() <= 1e-5).all()

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.footprint import COLUMNS, cases, cells, main, notes
 from benchmarks.harness.record import Record
-from usp.cost.job import job_of
 from usp.hf.models import load_model_config
+from usp.train.resolve import job_of
 
 
 def test_the_quick_path_compares_and_keeps_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

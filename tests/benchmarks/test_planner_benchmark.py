@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.planner import SEQUENCES, mixtures, name, notes
-from usp.cost.job import job_of
 from usp.hf.models import load_model_config
+from usp.train.resolve import job_of
 
 
 def test_every_mixture_trains_the_same_batch() -> None:

@@ -21,7 +21,7 @@ from benchmarks.realloc import (
     notes,
     summarise,
 )
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 
 def test_a_case_moves_the_weights_and_makes_a_row(ranks: RankPool) -> None:

@@ -1,11 +1,12 @@
-"""docs/benchmarks.md and the README's table match the results."""
+"""docs/benchmarks.md, the tables beside it and the README's table match the results."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.harness.record import RESULTS, Record
-from benchmarks.report import DOCUMENT, README, document, readme
+from benchmarks.harness.headlines import SECTIONS
+from benchmarks.harness.record import Record
+from benchmarks.report import DOCUMENT, README, TABLES, document, load, readme, table
 
 
 def test_record_round_trips_and_renders_as_a_table(tmp_path: Path) -> None:
@@ -21,9 +22,9 @@ def test_record_round_trips_and_renders_as_a_table(tmp_path: Path) -> None:
     )
     record.save(tmp_path / "x.json")
     assert Record.load(tmp_path / "x.json") == record
-    text = document([record])
-    assert "## How fast?\n\n`python -m benchmarks.x` (cores 2)\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n" in text
-    assert text.endswith("- Of note.\n")
+    text = table(record)
+    assert text.startswith("# How fast?\n\n`python -m benchmarks.x` (cores 2).")
+    assert text.endswith("\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n\n- Of note.\n")
 
 
 def test_only_the_readme_section_is_replaced() -> None:
@@ -40,8 +41,14 @@ def test_only_the_readme_section_is_replaced() -> None:
 
 
 def test_documents_are_up_to_date() -> None:
-    records = [Record.load(path) for path in sorted(RESULTS.glob("*.json"))]
-    assert DOCUMENT.read_text() == document(records), "run `python -m benchmarks.report`"
-    for record in records:
-        if record.name == "attention":
-            assert README.read_text() == readme(README.read_text(), record), "run `python -m benchmarks.report`"
+    records, run = load(), "run `python -m benchmarks.report`"
+    assert DOCUMENT.read_text() == document(records), run
+    assert README.read_text() == readme(README.read_text(), records["attention"]), run
+    assert {path.stem: path.read_text() for path in TABLES.glob("*.md")} == {
+        name: table(record) for name, record in records.items()
+    }, run
+
+
+def test_every_record_has_a_headline_on_one_page() -> None:
+    assert sorted(name for headlines in SECTIONS.values() for name in headlines) == sorted(load())
+    assert len(DOCUMENT.read_text().splitlines()) <= 150

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 180.0
+LIMIT = 600.0
 
 
 @dataclass(frozen=True)

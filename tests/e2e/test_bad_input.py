@@ -12,7 +12,7 @@ import usp.run.failures
 from tests.e2e.processes import Run
 from tests.usp.tiny import drawn_model
 from usp.commands.train import main
-from usp.data.files import find_files
+from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import write_store
 from usp.hf.export import save_weights
@@ -47,7 +47,7 @@ BAD = [
     (["--data", "text.txt=0.5,empty=0.5"], ["data=empty is empty"]),
     (["--data", ""], ["data='' names no data"]),
     (["--curriculum", "stages.yaml", "--sp-ring", "2"], ["data=missing.txt does not exist"]),
-    (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes gives ids up to 383", "vocabulary of 200"]),
+    (["--model", "few-ids", "--tokenizer", "bytes"], ["bytes has ids up to 383", "vocabulary of 200"]),
     (
         ["--ep", "3", "--model", "noisy", "--steps", "0"],
         [

@@ -20,10 +20,10 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 
-import usp.cost.replanning.run_planner as planners
+import usp.planning.run_plan as planners
 from parallel import ParallelDims
 from usp.commands.rlhf import main
-from usp.rlhf.replan.replan_decision import Decision, SwitchCost
+from usp.rlhf.replanning import Decision, SwitchCost
 from usp.rlhf.roles.role_model import RoleModel
 
 FATE = Path("died")
@@ -33,7 +33,7 @@ class Planner:
     def __init__(self, prepared, launch):
         self.graph = prepared.graph
 
-    def decide(self, running, measured, remaining, build_seconds):
+    def __call__(self, running, measured, remaining, build_seconds):
         sequences = running["actor_train"].dims.sp == 1
         dims = ParallelDims(ulysses=2, dp_shard=1) if sequences else ParallelDims(dp_shard=2)
         calls = {

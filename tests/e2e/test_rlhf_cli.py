@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import usp.run.failures
 from parallel import read_extra
-from parallel.testing import RankPool
 from tests.e2e.processes import ROOT, Run, run_here
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.rlhf import main
 from usp.hf.export import save_weights
@@ -25,12 +25,12 @@ from usp.hf.models import load_model_config
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.graph.calls import Compute
+from usp.rlhf.graph import Compute
 from usp.rlhf.prepare import prepare
-from usp.rlhf.runtime.step_lengths import read_lengths
+from usp.rlhf.runtime.measure import read_lengths
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.train.resume import Start
+from usp.train.checkpoints import Start
 
 SMALL = ["--sft-steps", "0", "--prompts", "2", "--group-size", "2", "--prompt-tokens", "64", "--log-every", "1"]
 TILES = ["--mlp-tile", "16"]
@@ -125,7 +125,7 @@ BAD = [
             "use --plan separa",
         ],
     ),
-    (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is of generated responses, and dpo has none"]),
+    (["--algorithm", "dpo", "--staleness", "1"], ["--staleness = 1 is for generated responses, and dpo has none"]),
     (["--staleness", "2"], ["--staleness = 2 must be one of 0, 1"]),
     (["--sp-ulysses", "3"], ["ulysses=3"]),
     (
@@ -195,7 +195,7 @@ def test_supervised_steps_of_another_run_are_refused(
 def test_a_run_resumes_only_with_its_own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(model: str, config: RlhfConfig) -> Start:
         saved = RlhfState(2, 8, {}, asdict(replace(config, model=model)))
-        monkeypatch.setattr("usp.rlhf.prepare.read_extra", lambda path: saved.to_extra())
+        monkeypatch.setattr("usp.train.checkpoints.read_extra", lambda path: asdict(saved))
         return Start(tmp_path, tmp_path / "checkpoints" / "step-00000002")
 
     config = RlhfConfig(tokenizer="bytes", prompt_tokens=64, sft_steps=0)
@@ -320,7 +320,7 @@ def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(ra
     assert [record["step"] for record in records] == [2, 2] and len({record["sample"] for record in records}) == 2
     assert all(record["prompt"].endswith("# mark: ") and "SystemExit" in record["traceback"] for record in records)
     again = ["--steps", "3", "--resume", "auto", "--reward-failure", "drop"]
-    ended = ranks.run(run_here, 2, "rlhf", [*args, *again], tmp_path, timeout=120)[0]
+    ended = ranks.run(run_here, 2, "rlhf", [*args, *again], tmp_path)[0]
     assert "step 3: the reward function failed for sample" in ended.err, ended.err
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(one["step"], one["reward_failures"]) for one in steps] == [(1, 0), (2, 0), (3, 2)]
@@ -412,7 +412,7 @@ def test_a_killed_rank_loses_and_repeats_no_sample_in_flight(
     kills = 2 if exhaustive else 1
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
     args = [*SMALL, "--steps", "5", "--plan", "separation", "--staleness", "1", "--reward-function", "kills.py:reward"]
-    ranks.run(run_here, 2, "rlhf", [*args, "--output", "calm"], tmp_path, timeout=120)
+    ranks.run(run_here, 2, "rlhf", [*args, "--output", "calm"], tmp_path)
     monkeypatch.setenv("KILLS", str(kills))
     args += ["--output", "deadly", "--checkpoint-every", "1", "--keep-checkpoints", "5"]
     args += ["--eval-every", "2", "--eval-prompts", "3"]  # changes no number
@@ -437,9 +437,9 @@ def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> No
     small = [*SMALL, "--reward-function", "even.py:reward", "--eval-every", "2", "--eval-prompts", "4"]
     small += ["--eval-samples", "2", "--keep-best", "--keep-checkpoints", "1"]
     first = [*small, "--steps", "2", "--output", "run", "--checkpoint-every", "1", "--sp-ulysses", "2"]
-    ranks.run(run_here, 2, "rlhf", first, tmp_path, timeout=120)
+    ranks.run(run_here, 2, "rlhf", first, tmp_path)
     again = [*small, "--steps", "4", "--output", "run", "--resume", "auto", "--plan", "separation", *OFFLOADING, *TILES]
-    ended = ranks.run(run_here, 2, "rlhf", again, tmp_path, timeout=120)[0]
+    ended = ranks.run(run_here, 2, "rlhf", again, tmp_path)[0]
     assert "resumed from: run/checkpoints/step-00000002" in ended.out, ended.err
     assert [step for step, _, _ in scores_of(tmp_path / "run")] == [1, 2, 3, 4]
     lengths = read_lengths(tmp_path / "run")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from parallel import latest
-from parallel.testing import RankPool
 from tests.e2e.processes import Run, run_here
+from tests.harness.ranks import RankPool
 
 TINY = ["--sp-ulysses", "2", "--seq-len", "256", "--log-every", "1", "--checkpoint-every", "2"]
 
@@ -36,7 +36,7 @@ def test_a_killed_run_resumes_in_its_directory_bit_for_bit(ranks: RankPool, tmp_
     args, undisturbed, killed = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "killed"
     undisturbed.mkdir()
     killed.mkdir()
-    ranks.run(run_here, 2, "train", args, undisturbed, timeout=120)
+    ranks.run(run_here, 2, "train", args, undisturbed)
     with Run(args, killed, ranks=2, torchrun=("--standalone", "--max-restarts", "1")) as run:
         run.wait_for(lambda: "step 5/" in run.out.read_text())
         os.kill(run.workers()[1], signal.SIGKILL)
@@ -50,7 +50,8 @@ def test_a_killed_run_resumes_in_its_directory_bit_for_bit(ranks: RankPool, tmp_
 
 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path: Path) -> None:
-    args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0", "--output", "run"]
+    """Without a launcher."""
+    args = [*TINY, "--sp-ulysses", "1", "--checkpoint-every", "0"]
     with Run([*args, "--steps", "100000"], tmp_path) as run:
         run.wait_for(lambda: "step 2/" in run.out.read_text())
         run.process.send_signal(signal.SIGTERM)
@@ -58,8 +59,10 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path: Path) -> None:
     assert ended.exit_code == 143
     (line,) = ended.err.splitlines()
     assert line.startswith("stopped by SIGTERM after step ") and line.endswith("continue with --resume")
-    last = logged_steps(tmp_path / "run")[-1][0]
-    assert f"after step {last}; checkpoint run/checkpoints/step-{last:08}:" in line
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    last = logged_steps(run_folder)[-1][0]
+    assert run_folder.name.endswith("-tiny")
+    assert f"after step {last}; checkpoint runs/{run_folder.name}/checkpoints/step-{last:08}:" in line
 
 
 HANG = """

@@ -12,7 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.processes import ROOT, Ended, Run
+from tests.e2e.processes import ROOT, Ended, Run, run_here
+from tests.harness.ranks import RankPool
 
 MESH = ["--sp-ulysses", "2", "--sp-ring", "2", "--seq-len", "512"]
 FOREVER = ["--sp-ulysses", "2", "--seq-len", "256", "--steps", "100000", "--log-every", "1", "--output", "run"]
@@ -51,19 +52,9 @@ def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
     assert loss < metrics_of(folder)[0]["loss"] - 1.5
 
 
-def test_it_runs_without_a_launcher(tmp_path: Path) -> None:
-    with Run(["--seq-len", "256", "--steps", "3"], tmp_path) as run:
-        ended = run.end()
-    assert ended.exit_code == 0, ended.err
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.endswith("-tiny") and len(metrics_of(folder)) == 3
-
-
-def test_a_run_chooses_its_own_degrees(tmp_path: Path) -> None:
+def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--plan", "auto", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512", "--steps", "2"]
-    with Run([*flags, "--output", "run"], tmp_path, ranks=2) as run:
-        ended = run.end()
-    assert ended.exit_code == 0, ended.err
+    ended = ranks.run(run_here, 2, "train", [*flags, "--output", "run"], tmp_path)[0]
     assert ended.out.count("the fastest of") == 1 and len(metrics_of(tmp_path / "run")) == 2
     chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert chosen["plan"] == "none" and chosen["batch_size"] * chosen["dp_shard"] * chosen["dp_replicate"] == 2
@@ -135,7 +126,8 @@ def test_a_crash_shows_one_traceback_with_its_rank(tmp_path: Path, ranks: set[st
 
 
 def test_a_diverged_run_names_the_last_good_step(tmp_path: Path) -> None:
-    with Run([*FOREVER, "--learning-rate", "1e30", "--warmup-steps", "0"], tmp_path, ranks=2) as run:
+    args = [*FOREVER, "--sp-ulysses", "1", "--learning-rate", "1e30", "--warmup-steps", "0"]
+    with Run(args, tmp_path) as run:
         ended = run.end()
     assert ended.exit_code != 0
     (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.expert import DispatchPlan, grouped_linear, mix_experts, plan_dispatch
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 4, 5, 2, 8
 
@@ -40,7 +41,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
     group = dist.group.WORLD
     assert group is not None
     plan = plan_dispatch(torch.bincount(choices.flatten(), minlength=EXPERTS), group)
-    with count_sent_bytes() as sent:
+    with SentBytes() as sent:
         out = mix_experts(
             tokens,
             choices,
@@ -53,7 +54,7 @@ def mixed(kind: str) -> dict[str, Tensor]:
     rows = HIDDEN * 8 * sum(sum(both) for peer, both in splits if peer != rank)  # dispatch and combine
     counts = (world - 1) * EXPERTS // world * 8  # in int64
     assert sent.total == rows + counts
-    with count_sent_bytes() as sent:
+    with SentBytes() as sent:
         out.square().sum().backward()
     assert sent.total == rows
     grads = {"tokens": tokens.grad, "weights": weights.grad, "experts": own.grad}

@@ -21,7 +21,7 @@ from parallel import (
     clip_grad_norm,
     format_ranks,
 )
-from parallel.testing import RankError, RankPool
+from tests.harness.ranks import RankError, RankPool
 
 AXES = ("dp_replicate", "dp_shard", "ring", "ulysses", "sp", "batch", "fsdp", "loss")
 

@@ -24,7 +24,7 @@ from parallel import (
     stages_per_rank,
 )
 from parallel.pipeline import Pipeline
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 schedules = st.sampled_from(PP_SCHEDULES)
 degrees = st.integers(1, 16)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel.tensor import apply_tensor_parallel, gather_output
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 VOCAB, WIDTH, PADDING = 12, 6, 9
 PLAN = {

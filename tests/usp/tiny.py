@@ -22,11 +22,12 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel import ParallelMesh
-from usp.hf.initialise import initialise
 from usp.hf.models import empty_model, materialise
+from usp.hf.weights import initialise
 from usp.train.step import sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
+FEW_STEPS = 4  # where many grids are compared with one process
 LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
 SIZES = {
     "vocab_size": VOCAB,

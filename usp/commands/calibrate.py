@@ -41,7 +41,7 @@ class CalibrateConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Measure on every rank that torchrun launched, or in this process only, and write the file on rank 0."""
     asked = tyro.cli(CalibrateConfig, args=argv, prog=prog)
-    from usp.cost.time.calibrate import Plan, calibrate, cautions
+    from usp.predict.calibrate import Plan, calibrate, cautions
 
     if problem := output_problem("--out", asked.out):
         raise ValueError(problem)

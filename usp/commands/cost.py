@@ -12,11 +12,12 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel import load_hardware, node_names
-from usp.config import AC_MODES, TOKENS, TrainConfig, flag, one_of
+from parallel import load_hardware
+from usp.config import AC_MODES, TrainConfig
+from usp.fields import TOKENS, flag, one_of
 from usp.run.failures import nearest
 
-from .flags import DataFlags, data_of, output_problem
+from .flags import DataFlags, Node, data_of, output_problem
 
 CONVENTIONS = (
     "On the wire: payload bytes as this implementation sends them, which tests hold against real process groups. "
@@ -28,26 +29,24 @@ CONVENTIONS = (
 class CostConfig(DataFlags):
     """Compare the time, communication and memory of parallelization methods.
 
-    For example: python -m usp cost --model llama3-8b --seq-len 128K --devices 16 --methods usp+zero1,tp-sp8+ring2
+    For example: python -m usp cost --model llama3-8b --seq-len 128K --world-size 16 --methods usp+zero1,tp-sp8+ring2
     """
 
     model: Annotated[str, arg(metavar="PRESET|PATH")] = "llama3-8b"
     """Model preset or local transformers checkpoint directory."""
     seq_len: Annotated[int, TOKENS] = 2**17
     """Sequence length in tokens; 128K is 131072, 1M is 1024K."""
-    batch: Annotated[int, arg(metavar="N")] = 1
+    global_batch_size: Annotated[int, arg(metavar="N")] = 1
     """Sequences per step over all devices."""
     micro_batch: Annotated[int, arg(metavar="N")] = 1
     """Sequences of a micro-batch on one data-parallel rank, the same in every method."""
-    devices: Annotated[int, arg(metavar="N")] = 16
+    world_size: Annotated[int, arg(metavar="N")] = 16
     """Number of devices."""
     methods: Annotated[str, arg(metavar="M,M,...", help_behavior_hint="(default: all)")] = ""
     """Methods to compare, such as usp+zero1,tp-sp8+ring2."""
     ac: Annotated[str, one_of(AC_MODES)] = "none"
     """Activation checkpointing mode."""
-    hardware: Annotated[
-        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
-    ] = "h100"
+    hardware: Node = "h100"
     json: bool = False
     """Print JSON, with sizes in bytes."""
     markdown: bool = False
@@ -61,54 +60,55 @@ class CostConfig(DataFlags):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the comparison that `argv` asks for; raise ValueError naming all invalid arguments."""
     asked = tyro.cli(CostConfig, args=argv, prog=prog)
-    if problems := _problems(asked):
-        raise ValueError("; ".join(problems))
-    from usp.cost.compare.chart import charts
-    from usp.cost.compare.comparison import compare
-    from usp.cost.compare.decision import judge, verdict_json, verdict_table
-    from usp.cost.compare.page import page
-    from usp.cost.compare.plots import plot, short, sweep
-    from usp.cost.compare.tables import comparison_json, comparison_tables
-    from usp.cost.methods import DEFAULT, Batch, Method
-    from usp.cost.planner.choice import USABLE
+    if invalid := _problems(asked):
+        raise ValueError("; ".join(invalid))
     from usp.hf.models import formula_violation, load_model_config, model_facts
+    from usp.planning.comparison import Setting, compare, comparison_json, comparison_tables, judge, verdict_table
+    from usp.planning.comparison_page import page, plot, sweep
+    from usp.planning.methods import DEFAULT, Method
+    from usp.run.metrics import short
 
     methods = [Method.parse(name.strip()) for name in (asked.methods.split(",") if asked.methods else DEFAULT)]
-    base = TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16")
     model_config = load_model_config(asked.model, weights=False)
     if violation := formula_violation(asked.model, model_config):
         raise ValueError(violation)
-    batch = Batch(asked.batch, asked.micro_batch)
-    hardware = load_hardware(asked.hardware)
-    data = data_of(asked, model_facts(asked.model, model_config))
-    found = compare(methods, base, model_config, asked.devices, batch, data)
-    verdicts = judge(found, model_config, hardware)
-    tables = comparison_tables(found)
-    shown = [verdict_table(verdicts, hardware), *tables] if verdicts else tables
+    setting = Setting(
+        hardware=load_hardware(asked.hardware),
+        world_size=asked.world_size,
+        base=TrainConfig(model=asked.model, seq_len=asked.seq_len, ac=asked.ac, dtype="bfloat16"),
+        model_config=model_config,
+        sequences=asked.global_batch_size,
+        rows=asked.micro_batch,
+        data=data_of(asked, model_facts(asked.model, model_config)),
+    )
+    compared, problems = compare(methods, setting)
+    judged = judge(compared, setting)
+    shown = [verdict_table(judged, setting.hardware.name)] if judged else []
+    shown += comparison_tables(compared, problems)
     if asked.json:
-        steps = {verdict.found.method: verdict_json(verdict) for verdict in verdicts}
-        print(json.dumps([line | steps.get(line["method"], {}) for line in comparison_json(found)], indent=1))
+        print(json.dumps(comparison_json(methods, judged, problems), indent=1))
     elif asked.markdown:
         print("\n".join(table.markdown() for table in shown), end="")
     else:
         Console().print(*(table.table() for table in shown), sep="\n")
     if asked.plot is None and asked.html is None:
         return
-    title = f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.batch}, {asked.devices} x {hardware.name}"
-    swept = sweep(methods, base, model_config, asked.devices, batch, data)
+    title = (
+        f"{asked.model}, {short(asked.seq_len)} tokens, batch {asked.global_batch_size}, "
+        f"{asked.world_size} x {setting.hardware.name}"
+    )
+    panels = sweep(methods, setting)
     if asked.plot is not None:
-        drawn = plot(*swept)
-        drawn.suptitle(title)
-        drawn.savefig(asked.plot)
+        figure = plot(panels)
+        figure.suptitle(title)
+        figure.savefig(asked.plot)
     if asked.html is not None:
         facts = (f"Activation checkpointing: {asked.ac}. Bytes are per rank and optimizer step.", CONVENTIONS)
-        lines = charts(*swept, USABLE * hardware.memory_bytes)
-        bytes_ = comparison_tables([one for one in found if not one.problem])
-        asked.html.write_text(page(title, facts, found, verdicts, bytes_, lines))
+        asked.html.write_text(page(title, facts, judged, problems, comparison_tables(compared), panels))
 
 
 def _problems(asked: CostConfig) -> list[str]:
-    counts = {name: getattr(asked, name) for name in ("seq_len", "batch", "micro_batch", "devices")}
+    counts = {name: getattr(asked, name) for name in ("seq_len", "global_batch_size", "micro_batch", "world_size")}
     problems = [f"{flag(name)} {value} must be at least 1" for name, value in counts.items() if value < 1]
     if asked.ac not in AC_MODES:
         problems.append(f"--ac {asked.ac} must be one of {', '.join(AC_MODES)}{nearest(asked.ac, AC_MODES)}")

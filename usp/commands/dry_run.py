@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from usp.config import TrainConfig
+from usp.config import UNPREDICTED, TrainConfig
 
 from .flags import as_kind, check_world_size, parse
 
@@ -30,10 +30,9 @@ class DryRunConfig(TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the dry run that `argv` asks for."""
-    asked = parse(argv, DryRunConfig, prog, leading_config=True)
+    asked = parse(argv, DryRunConfig, prog, leading_config=True, without=UNPREDICTED)
     check_world_size(asked.world_size)
-    from usp.cost.dry_run.dry_run import dry_run
-    from usp.cost.dry_run.dry_run_report import dry_run_json, render_dry_run
+    from usp.train.dry_run import dry_run, dry_run_json, render_dry_run
 
     run = dry_run(as_kind(asked, TrainConfig), asked.world_size, asked.rank)
     if asked.json:

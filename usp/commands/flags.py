@@ -1,6 +1,7 @@
-"""Flags and configuration files: a dataclass from argv and, for `--config FILE`, a YAML or TOML file.
+"""Flags and configuration files of a command, and programs that torchrun starts on every rank.
 
-Every field of the dataclass is a flag and a key of the file. Flags override the file.
+Every field of a dataclass is a key of the YAML or TOML file that `--config` names and, unless a command leaves it out,
+a flag. Flags override the file.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 import yaml
-from tyro.conf import arg
+from tyro.conf import Fixed, Suppress, arg
 
-from usp.config import config_from_mapping, token_count
+from parallel import node_names
+from usp.fields import config_from_mapping, shared_values, token_count
 from usp.model.facts import ModelFacts
-from usp.run.failures import ConfigurationError
-from usp.run.launch import leave
+from usp.run.failures import INTERRUPTED, ConfigurationError, end, ending_of
+from usp.run.launch import Launch, StopRequest, end_with_launcher, leave, meet, stay_on_loopback
 
 if TYPE_CHECKING:
-    from usp.cost.job import Data
+    from usp.predict.job import Data
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,6 +34,9 @@ else:
     import tomli as tomllib
 
 C = TypeVar("C")
+Node = Annotated[
+    str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
+]
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,9 @@ class DataFlags:
 
 
 def data_of(asked: DataFlags, facts: ModelFacts) -> Data:
-    """Return what the flags say of the data.
-
-    Raises:
-        ConfigurationError: for wrong values, and an imbalance of a model without experts.
-    """
-    from usp.cost.job import Data  # takes seconds
+    """Return what the flags say of the data. Raises ConfigurationError for wrong values, and an imbalance of a model
+    without experts."""
+    from usp.predict.job import Data
 
     if asked.router_imbalance != 1 and not facts.num_experts:
         raise ConfigurationError(
@@ -73,18 +75,23 @@ def data_of(asked: DataFlags, facts: ModelFacts) -> Data:
 
 
 def parse(
-    argv: Sequence[str], kind: type[C], prog: str = "", *, show_help: bool = True, leading_config: bool = False
+    argv: Sequence[str],
+    kind: type[C],
+    prog: str = "",
+    *,
+    show_help: bool = True,
+    leading_config: bool = False,
+    without: Collection[str] = (),
 ) -> C:
     """Parse `argv`, and the file that its --config names, into a `kind`.
 
-    Args:
-        kind: dataclass in which every field has a default.
-        prog: program name in the usage message.
-        show_help: whether --help prints; it raises SystemExit(0) either way.
-        leading_config: accept the configuration file as a first argument without --config.
+    kind: dataclass in which every field has a default.
+    without: inherited fields that are keys of the file, and no flags.
+    prog: program name in the usage message.
+    show_help: whether --help prints; it raises SystemExit(0) either way.
+    leading_config: accept the configuration file as a first argument without --config.
 
-    Raises:
-        ConfigurationError: for a wrong flag or value, a file that cannot be read, and a wrong key in it.
+    Raises ConfigurationError for a wrong flag or value, a file that cannot be read, and a wrong key in it.
     """
     words = list(argv)
     if leading_config and words and not words[0].startswith("-"):
@@ -93,8 +100,14 @@ def parse(
     finder.add_argument("--config", default="", nargs="?", const="")  # tyro refuses it without a path
     path = finder.parse_known_args(words)[0].config
     from_file = read_config(path, kind) if path else kind()
+    hints = get_type_hints(kind, include_extras=True)
+    hidden = [
+        (each.name, Annotated[hints[each.name], Fixed, Suppress], each)
+        for each in fields(kind)  # type: ignore[arg-type]
+        if each.name in without and each.name not in vars(kind)["__annotations__"]
+    ]
     names = {"__doc__": kind.__doc__}
-    flags = make_dataclass(kind.__name__, [], bases=(ConfigFile, kind), namespace=names, frozen=True)
+    flags = make_dataclass(kind.__name__, hidden, bases=(ConfigFile, kind), namespace=names, frozen=True)
     mistakes = io.StringIO()
     try:
         with redirect_stderr(mistakes), nullcontext() if show_help else redirect_stdout(io.StringIO()):
@@ -108,9 +121,17 @@ def parse(
         raise
 
 
+def token_counts(flag: str, text: str) -> tuple[int, ...]:
+    """Parse the value N,N,... of a flag; raise ConfigurationError for what are no numbers of tokens."""
+    try:
+        return tuple(token_count(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigurationError(f"{flag} = {text}: {error}") from None
+
+
 def as_kind(config: Any, kind: type[C]) -> C:
     """Return the fields of `config` that the dataclass `kind` has, as a `kind`."""
-    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+    return kind(**shared_values(config, kind))
 
 
 def read_config(path: str, kind: type[C]) -> C:
@@ -163,3 +184,37 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise ValueError(f"expected a mapping of keys to values, got a {type(mapping).__name__}")
     return mapping
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that torchrun starts on every rank.
+
+    prog: program name in the usage message.
+    config: dataclass of its flags.
+    run: runs a configuration; it imports what takes seconds when it is called, because the flags are valid then. It
+        gets the configuration, the launch, the stop request, and torchrun's error file.
+    """
+
+    prog: str
+    config: type
+    run: Callable[[Any, Launch, StopRequest, str | None], None]
+
+    def main(self, argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+        """Run the program on this rank of the launch that `environ` describes, and return the exit code."""
+        launch = Launch.from_environment(environ)
+        end_with_launcher(launch)
+        launch = meet(launch)
+        stay_on_loopback(launch, environ)
+        environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
+        stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
+        try:
+            config: Any = parse(argv, self.config, self.prog, show_help=launch.rank == 0)
+            with stop.listening():
+                self.run(config, launch, stop, error_file)
+        except (Exception, KeyboardInterrupt) as error:
+            try:
+                return end(ending_of(error, launch.rank), launch, error_file, asked_to_stop=stop.requested)
+            except KeyboardInterrupt:  # while waiting for the launcher
+                return INTERRUPTED
+        return 0

@@ -11,16 +11,15 @@ import tyro
 from tyro.conf import arg
 
 from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, training_problems
-from usp.hf.structure.probe import structure
-from usp.hf.structure.verdict import causal_lm_types, tiny_config, verdict
+from usp.hf.probe import causal_lm_types, structure, tiny_config, verdict
 from usp.hf.tensor_parallel import tp_problems
-from usp.rlhf.generation.support import generation_problems
+from usp.rlhf.generation.generate import generation_problems
 
 HEADING = """# Models
 
 Every type of causal language model in transformers {version}: accepted by `apply_unified_sp`, which is then exact on
 any ring x ulysses mesh, or refused with the reason. A model is accepted for what its layers do, not for its name: a
-tiny copy of it runs once on all tokens and once on some of them (`usp/hf/structure/probe.py`). "No tiny copy" means
+tiny copy of it runs once on all tokens and once on some of them (`usp/hf/probe.py`). "No tiny copy" means
 that transformers' defaults for the type give no decoder that runs on text alone; a checkpoint's configuration may.
 
 The next column says whether train.py trains it: a model that divides into embedding, layers, norm and head, whose
@@ -28,7 +27,7 @@ experts, if it has any, go through transformers' `ExpertsInterface`. It names th
 data and sequence parallelism; tp of a mixture of experts needs `--tp-sequence-parallel`. Buffers that checkpoints hold,
 such as the biases by which routers choose experts, are saved with the weights and not trained. The last one says
 whether it generates responses, token for token as transformers does, on sharded ranks. rlhf.py takes models that do
-both; `usp plan` and `usp cost` know {known}.
+both; `usp cost` knows {known}.
 
 This file is written by `python -m usp models > docs/models.md`.
 """
@@ -69,7 +68,6 @@ def _row(model_type: str) -> str:
 
 
 def _degrees(config: ModelConfig) -> Iterator[str]:
-    """Yield the degrees that divide a model which is trained, besides those of data and sequences."""
     model = empty_model(config, causal=True)
     yield "pp"
     if not structure(type(model), config).mixers and not all(tp_problems(model, 2, shared) for shared in (False, True)):

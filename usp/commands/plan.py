@@ -12,11 +12,12 @@ import yaml
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel import load_hardware, node_names
-from usp.config import TrainConfig
+from parallel import load_hardware
+from usp.config import UNPREDICTED, TrainConfig
+from usp.planning.question import CHOSEN
 from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, as_kind, data_of, output_problem, parse
+from .flags import DataFlags, Node, as_kind, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,18 @@ class PlanConfig(DataFlags, TrainConfig):
     """Number of devices."""
     global_batch_size: int = 1
     """Sequences per step over all devices."""
-    hardware: Annotated[
-        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
-    ] = "h100"
+    hardware: Node = "h100"
     out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
     """Write the fastest configuration to this file, for train.py --config."""
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
-    asked = parse(argv, PlanConfig, prog, leading_config=True)
+    without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile"}
+    asked = parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
-    from usp.cost.planner.choice import choose, suppose
-    from usp.cost.planner.plan_report import render_plan
+    from usp.planning.choice import choose, suppose
+    from usp.planning.report import render_plan
 
     out = Path(asked.out).expanduser()
     if problem := output_problem("--out", out if asked.out else None, ".yaml", ".yml"):

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from usp.rlhf.config import SEARCH, RlhfConfig
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 
-from .command import Command
+from .flags import Command
 
 
-def _load() -> Callable[[RlhfConfig, Launch, StopRequest, str | None], None]:
+def _run(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
     from usp.rlhf.trainer import train_rlhf
 
-    def train(config: RlhfConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
-        planner = None
-        if config.plan == SEARCH:
-            from usp.cost.rlhf.run_plan import SearchedPlan  # takes seconds
+    planner = replanner = None
+    if config.plan == SEARCH:
+        from usp.planning.run_plan import SearchedPlan
 
-            planner = SearchedPlan()
-        replanner = None
-        if config.replan:
-            from usp.cost.replanning.run_planner import run_planner
+        planner = SearchedPlan()
+    if config.replan:
+        from usp.planning.run_plan import run_planner
 
-            replanner = run_planner
-        train_rlhf(config, launch, stop, error_file, planner=planner, replanner=replanner)
-
-    return train
+        replanner = run_planner
+    train_rlhf(config, launch, stop, error_file, planner=planner, replanner=replanner)
 
 
-program = Command("rlhf.py", RlhfConfig, _load)
+program = Command("rlhf.py", RlhfConfig, _run)
 main = program.main

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from rich.console import Console
 
-from usp.rlhf.config import RlhfConfig
+from usp.rlhf.config import RLHF_UNPREDICTED, RlhfConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 
@@ -26,7 +26,7 @@ class RlhfDryRunConfig(RlhfConfig):
     world_size: int = 0
     """Number of ranks to simulate."""
     ranks_per_host: int = 8
-    """Of these; the heuristic plan depends on it."""
+    """Ranks on each host; the heuristic plan depends on it."""
     rank: int = 0
     """Rank to report on."""
     json: bool = False
@@ -35,7 +35,7 @@ class RlhfDryRunConfig(RlhfConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the dry run that `argv` asks for."""
-    asked = parse(argv, RlhfDryRunConfig, prog, leading_config=True)
+    asked = parse(argv, RlhfDryRunConfig, prog, leading_config=True, without=RLHF_UNPREDICTED)
     check_world_size(asked.world_size)
     if not 0 <= asked.rank < asked.world_size:
         raise ConfigurationError(
@@ -43,8 +43,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         )
     if asked.ranks_per_host < 1:
         raise ConfigurationError(f"--ranks-per-host = {asked.ranks_per_host} must be at least 1")
-    from usp.cost.dry_run.rlhf_calls import RlhfStep, dry_run_calls
-    from usp.cost.dry_run.rlhf_calls_report import calls_json, render_calls
+    from usp.rlhf.dry_run import calls_json, dry_run_calls, render_calls
     from usp.rlhf.prepare import prepare
 
     device = "cpu" if asked.device == "cpu" else "cuda"
@@ -54,9 +53,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         as_kind(asked, RlhfConfig), device="cpu", dtype=dtype, attention_kernel="auto", output="", resume=""
     )
     hosts = min(asked.ranks_per_host, asked.world_size)
-    step = RlhfStep.of(prepare(config, Launch(asked.rank, asked.world_size, local_world_size=hosts)))
-    roles = {role: replace(spec, kernel=asked.attention_kernel) for role, spec in step.roles.items()}
-    calls = dry_run_calls(replace(step, roles=roles), asked.world_size, asked.rank, torch.device(device))
+    run = prepare(config, Launch(asked.rank, asked.world_size, local_world_size=hosts))
+    roles = {role: replace(spec, kernel=asked.attention_kernel) for role, spec in run.roles.items()}
+    calls = dry_run_calls(replace(run, roles=roles), torch.device(device))
     if asked.json:
         print(json.dumps(calls_json(calls), indent=2))
     else:

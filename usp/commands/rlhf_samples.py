@@ -27,7 +27,7 @@ class RlhfSamplesConfig:
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Write the page of a run's samples."""
     asked = tyro.cli(RlhfSamplesConfig, args=argv, prog=prog)
-    from usp.rlhf.sample_page import read_samples, sample_page
+    from usp.rlhf.records import read_samples, sample_page
 
     samples = read_samples(asked.run)
     out = asked.out or asked.run / "samples.html"

@@ -6,22 +6,24 @@ import json
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 from tyro.conf import arg
 
-from parallel import load_hardware, node_names
-from usp.config import TrainConfig
+from parallel import load_hardware
+from usp.config import UNPREDICTED, TrainConfig
 from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, as_kind, check_world_size, data_of, output_problem, parse
+from .flags import DataFlags, Node, as_kind, check_world_size, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
 class TimeConfig(DataFlags, TrainConfig):
-    """Predict the time of a step by its parts, its MFU and its memory, without devices.
+    """Predict the time of a step by its parts, its MFU and its memory, without devices: by formulas, or for models,
+    adapters and optimizers that have none by a dry run.
 
     A configuration file may be given as the first argument, without --config.
 
@@ -30,11 +32,9 @@ class TimeConfig(DataFlags, TrainConfig):
 
     world_size: int = 0
     """Number of devices."""
-    hardware: Annotated[
-        str, arg(metavar="NODE|PATH.json", help=f"{', '.join(node_names())}, or a file from python -m usp calibrate.")
-    ] = "h100"
+    hardware: Node = "h100"
     against: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
-    """Folder of a run of train.py whose metrics are shown beside the prediction."""
+    """Folder of a run of train.py to compare the prediction with."""
     plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
     """Write stacked bars of time and memory to this file."""
     json: bool = False
@@ -43,23 +43,17 @@ class TimeConfig(DataFlags, TrainConfig):
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the prediction that `argv` asks for, and write its plot."""
-    asked = parse(argv, TimeConfig, prog, leading_config=True)
+    asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED)
     check_world_size(asked.world_size)
     if problem := output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"):
         raise ConfigurationError(problem)
 
-    from usp.cost.job import job_of
-    from usp.cost.time_report import StepReport, measured, plot, render, report_json
-    from usp.hf.models import formula_violation, model_facts
-    from usp.train.resolve import trained_model
+    from usp.planning.step_report import measured, plot, render, report_json, step_report
 
     config = replace(as_kind(asked, TrainConfig), hardware=TrainConfig.hardware)
-    model = trained_model(config, weights=False)
-    if violation := formula_violation(config.model, model):
-        raise ConfigurationError(violation)
     run = measured(Path(asked.against).expanduser()) if asked.against else None
-    data = data_of(asked, model_facts(config.model, model))
-    report = StepReport(job_of(config, model, asked.world_size, data=data), load_hardware(asked.hardware), run)
+    hardware = load_hardware(TimeConfig.hardware if asked.hardware == "auto" else asked.hardware)  # auto: of a file
+    report = step_report(config, asked.world_size, hardware, partial(data_of, asked), run)
     if asked.json:
         print(json.dumps(report_json(report), indent=2))
     else:

@@ -13,10 +13,11 @@ import numpy as np
 import tyro
 from tyro.conf import arg
 
-from usp.config import BOS, one_of
-from usp.data.chat.excerpt import excerpt
-from usp.data.files import TEXT_FIELD, find_files
+from usp.config import BOS
+from usp.data.chats import excerpt
+from usp.data.sources import TEXT_FIELD, find_files
 from usp.data.store import TokenStore, is_store
+from usp.fields import one_of
 from usp.run.metrics import count
 
 

@@ -1,8 +1,8 @@
 """The documents of a file, in pieces of bounded size.
 
-A document is read as pieces of about PIECE characters, so that neither a text file nor a Parquet row group of any size
-is held in memory; only a single record is. Text is cut after a newline where there is one, because tokenizers split
-words from line breaks. A chat is one piece.
+A document is read in pieces of about PIECE characters: a single record is held in memory, but no whole text file, and
+no whole row group of Parquet. Text is cut after a newline where there is one, because tokenizers split words from line
+breaks. A chat is one piece.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from .chat.conversation import Content
-from .chat.row_kind import RowKind, content_of, kind_of, missing
-from .files import DataFile
-from .reading import open_text
+from .chats import Content, RowKind, content_of, kind_of, missing
+from .sources import DataFile, open_text
 
 PIECE = 2**16  # characters
-# Rows of Parquet and Arrow that become text together. Their size is known only afterwards: a Parquet file says how much
-# it stores, and stores repeated text once.
+# Rows of Parquet and Arrow that are read together: few, because their size is known only afterwards. A Parquet file
+# says how much it stores, and stores repeated text once.
 ROWS = 16
+_LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
 
 Piece = tuple[Content, bool]  # text, or a whole chat or completion; and whether a document ends with it
-Row = tuple[RowKind, Mapping[str, Any], str]  # its kind, what is read of it, and where it is
+Row = tuple[RowKind, Mapping[str, Any], str]  # its kind, its values that are read, and where it is
 
 
 def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
@@ -37,11 +36,11 @@ def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
 
     field: key or column of the text or the messages, for every format but text; see `kind_of`.
 
-    Raises:
-        ValueError: naming file and place, for a damaged file, or a row that does not hold what the first one does.
+    Raises ValueError, naming file and place, for a damaged file, or a row that does not hold what the first one does.
     """
     if file.format == "text":
-        yield from _in_pieces(_chunks(file.path))
+        with open_text(file.path) as text:
+            yield from _in_pieces(iter(lambda: text.read(PIECE), ""))
         return
     for kind, row, where in _rows(file, field):
         content = content_of(row, kind, where)
@@ -52,11 +51,8 @@ def read_pieces(file: DataFile, field: str) -> Iterator[Piece]:
 
 
 def holds_chats(files: Iterable[DataFile], field: str) -> bool:
-    """Return whether any of the files holds chats, or prompts with completions, by the first row of each.
-
-    Raises:
-        ValueError: as `read_pieces` does for that row.
-    """
+    """Return whether any of the files holds chats, or prompts with completions, by the first row of each. Raises
+    ValueError as `read_pieces` does for that row."""
     for file in files:
         if file.has_fields:
             with closing(_rows(file, field)) as rows:
@@ -66,39 +62,20 @@ def holds_chats(files: Iterable[DataFile], field: str) -> bool:
 
 
 def _rows(file: DataFile, field: str) -> Generator[Row]:
-    """Yield the rows of a file of records, all of the kind of the first one."""
-    if file.format in ("lines", "json"):
-        values = _lines(file.path) if file.format == "lines" else _json(file.path)
-        yield from _of_one_kind(values, field)
-    else:
-        readers = {"csv": _csv, "parquet": _parquet, "arrow": _arrow}
-        yield from readers[file.format](file.path, field)
-
-
-def _of_one_kind(values: Iterator[tuple[Any, str]], field: str) -> Iterator[Row]:
-    kind = None
-    for row, where in values:
-        keys = row if isinstance(row, dict) else {}
-        if kind is None:
-            kind = kind_of(keys, field, [key for key in keys if isinstance(keys[key], list)], where)
-        if absent := [key for key in kind.keys if key not in keys]:
-            raise missing(where, "key", absent[0], keys, before=kind.chat)
-        yield kind, row, where
-
-
-_LINE, _WORD = re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)")
+    readers = {"lines": _json_lines, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}
+    yield from readers[file.format](file.path, field)
 
 
 def _in_pieces(chunks: Iterable[str]) -> Iterator[Piece]:
-    kept = ""
+    text = ""
     for chunk in chunks:
-        kept += chunk
-        if len(kept) > PIECE:
-            cut = _place_to_cut(kept)
-            yield kept[:cut], False
-            kept = kept[cut:]
-    if kept:
-        yield kept, True
+        text += chunk
+        if len(text) > PIECE:
+            cut = _place_to_cut(text)
+            yield text[:cut], False
+            text = text[cut:]
+    if text:
+        yield text, True
 
 
 def _place_to_cut(text: str) -> int:
@@ -110,48 +87,52 @@ def _place_to_cut(text: str) -> int:
     return len(text) - 1
 
 
-def _chunks(path: Path) -> Iterator[str]:
-    with open_text(path) as file:
-        while chunk := file.read(PIECE):
-            yield chunk
-
-
-def _lines(path: Path) -> Iterator[tuple[Any, str]]:
+def _json_lines(path: Path, field: str) -> Iterator[Row]:
+    kind = None
     with open_text(path, newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    yield json.loads(line), where
+                    row = json.loads(line)
                 except ValueError as error:
                     raise ValueError(f"{where}: not JSON ({error})") from error
+                kind = _kind_of_object(row, kind, field, where)
+                yield kind, row, where
 
 
-def _json(path: Path) -> Iterator[tuple[Any, str]]:
+def _json(path: Path, field: str) -> Iterator[Row]:
+    """Yield the objects of a JSON array, or objects one after another, without holding all of them."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,\]]*")
+    kind, number = None, 0
     with open_text(path) as file:
-        for number, row in enumerate(_values(file, path), start=1):
-            yield row, f"{path}, object {number}"
-
-
-def _values(file: TextIO, path: Path) -> Iterator[Any]:
-    """Yield the values of a JSON array, or JSON values one after another, without holding all of them."""
-    decoder = json.JSONDecoder()
-    text, between = file.read(PIECE), re.compile(r"[\s,\]]*")
-    at = len(text) - len(text.lstrip())
-    at += text[at : at + 1] == "["
-    while True:
-        at = between.match(text, at).end()  # type: ignore[union-attr]
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except ValueError as error:
-            if not (more := file.read(max(PIECE, len(text) - at))):
+        text = file.read(PIECE)
+        at = len(text) - len(text.lstrip())
+        at += text[at : at + 1] == "["
+        while True:
+            at = between.match(text, at).end()  # type: ignore[union-attr]
+            try:
+                row, at = decoder.raw_decode(text, at)
+            except ValueError as error:
+                if more := file.read(max(PIECE, len(text) - at)):
+                    text, at = text[at:] + more, 0
+                    continue
                 if at < len(text):
                     raise ValueError(f"{path}: not JSON ({error})") from error
                 return
-            text, at = text[at:] + more, 0
-        else:
-            yield value
-            at = end
+            number += 1
+            where = f"{path}, object {number}"
+            kind = _kind_of_object(row, kind, field, where)
+            yield kind, row, where
+
+
+def _kind_of_object(row: Any, kind: RowKind | None, field: str, where: str) -> RowKind:
+    """Return the kind of a JSON value; `kind` is that of the rows before it, None for the first one."""
+    keys = row if isinstance(row, dict) else {}
+    kind = kind or kind_of(keys, field, [key for key in keys if isinstance(keys[key], list)], where)
+    if absent := [key for key in kind.keys if key not in keys]:
+        raise missing(where, "key", absent[0], keys, before=kind.chat)
+    return kind
 
 
 def _csv(path: Path, field: str) -> Iterator[Row]:
@@ -221,21 +202,20 @@ def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
     of_lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     lists = [column.name for column in schema if any(is_kind(column.type) for is_kind in of_lists)]
     kind = kind_of(schema.names, field, lists, str(path), "column")
-    found = schema.field(kind.keys[0]).type
-    if not kind.chat and not (types.is_string(found) or types.is_large_string(found)):
-        raise ValueError(f"{path}: column {field!r} must hold text (string), got {found}")
+    column = schema.field(kind.keys[0]).type
+    if not kind.chat and not (types.is_string(column) or types.is_large_string(column)):
+        raise ValueError(f"{path}: column {field!r} must hold text (string), got {column}")
     return kind, [name for name in kind.columns if name in schema.names]
 
 
 def _values_of(batch: Any, columns: list[str], kind: RowKind) -> Iterator[dict[str, Any]]:
     values = [batch.column(name).to_pylist() for name in columns]
     for row in zip(*values, strict=True):
-        found = dict(zip(columns, row, strict=True))
-        yield {name: _without_null(value) for name, value in found.items()} if kind.chat else found
+        yield dict(zip(columns, map(_without_null, row) if kind.chat else row, strict=True))
 
 
 def _without_null(value: Any) -> Any:
-    """Drop the keys of objects that a column has for other rows, and this one does not have."""
+    """Drop the keys of objects that a column has because other rows have them."""
     if isinstance(value, dict):
-        return {name: _without_null(part) for name, part in value.items() if part is not None}
-    return [_without_null(part) for part in value] if isinstance(value, list) else value
+        return {name: _without_null(item) for name, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Mixing the rows of several stores by weight: every PERIOD rows hold each store's share of them, in a random order.
+"""Mix the rows of several stores by weight: every PERIOD rows hold each store's share, in a random order.
 
 A row depends only on its number, as in one store: its place in its period, permuted, falls to a store and is one of
 that store's next rows. Stores that are smaller than their share begin another epoch of their own.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .files import STDLIB
-from .packing import PackedRows, Row
-from .permutation import Numbers, Permutation
+from .rows import PackedRows, Permutation, Row
+from .sources import STDLIB
+from .store import Numbers
 
 PERIOD = 1024
 
@@ -22,11 +22,10 @@ PERIOD = 1024
 class MixedRows:
     """Rows of `sources`, which have one seq_len and one seed, in the proportions of `weights`.
 
-    shares: rows of each source in every PERIOD rows. weights: the same as parts of 1. per_epoch: the rows of an epoch
-    of every source, added up.
+    shares: rows of each source in every PERIOD rows. weights: the same as fractions of 1. per_epoch: the rows of an
+    epoch of every source, added up.
 
-    Raises:
-        ValueError: for a weight that is too small for a row in PERIOD.
+    Raises ValueError for a weight that is too small for a row in PERIOD.
     """
 
     def __init__(self, sources: Sequence[PackedRows], weights: Sequence[float]) -> None:
@@ -60,56 +59,48 @@ class MixedRows:
 
 
 def taken(weights: Sequence[float], seed: int | None, rows: int) -> list[int]:
-    """Return how many of the first `rows` rows of a mixture are of each source."""
-    parts = shares(weights)
+    """Return the number of rows of each source among the first `rows` rows of a mixture."""
+    in_period = shares(weights)
     periods, rest = divmod(rows, PERIOD)
-    begun = np.bincount(_sources(parts, seed, periods)[:rest], minlength=len(parts))
-    return [periods * share + int(more) for share, more in zip(parts, begun, strict=True)]
+    in_rest = np.bincount(_sources(in_period, seed, periods)[:rest], minlength=len(in_period))
+    return [periods * share + int(more) for share, more in zip(in_period, in_rest, strict=True)]
 
 
-def _sources(parts: Sequence[int], seed: int | None, period: int) -> Numbers:
-    """Return the source of every row of a period."""
+def _sources(in_period: Sequence[int], seed: int | None, period: int) -> Numbers:
     places = Permutation(PERIOD, None if seed is None else (seed, period, 2)).at(np.arange(PERIOD))
-    return np.repeat(np.arange(len(parts)), parts)[places]
+    return np.repeat(np.arange(len(in_period)), in_period)[places]
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return PERIOD divided in the proportions of `weights`, by largest remainders.
-
-    Raises:
-        ValueError: naming a weight that gets nothing.
-    """
+    """Return PERIOD divided in the proportions of `weights`, by largest remainders. Raises ValueError, naming a weight
+    that gets nothing."""
     exact = [weight / math.fsum(weights) * PERIOD for weight in weights]
     rounded = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: rounded[index] - exact[index])
     for index in by_remainder[: PERIOD - sum(rounded)]:
         rounded[index] += 1
     if not all(rounded):
-        raise ValueError(
-            f"weight {weights[rounded.index(0)]:g} is too small: of {PERIOD} rows it gives none; leave that data out"
-        )
+        raise ValueError(f"weight {weights[rounded.index(0)]:g} is too small: of {PERIOD} rows it gives none")
     return tuple(rounded)
 
 
 def parse_mixture(data: str) -> list[tuple[str, float]]:
-    """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; a path that exists, or has no `=`, is one of weight 1.
-
-    Raises:
-        ValueError: for no path, a part without a weight, or with one that is not a positive number.
-    """
+    """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; of a path that exists, or has no `=`, the weight is 1.
+    Raises ValueError for no path, or a path without a weight that is a positive number."""
     if not data.strip():
         raise ValueError(f"data={data!r} names no data: give a token store, files of documents, or PATH=WEIGHT,...")
     if data == STDLIB or "=" not in data or Path(data).expanduser().exists():
         return [(data, 1.0)]
-    found = []
-    for part in data.split(","):
-        path, _, weight = part.rpartition("=")
+    mixture = []
+    for item in data.split(","):
+        path, _, text = item.rpartition("=")
         try:
-            found.append((path, float(weight)))
+            weight = float(text)
         except ValueError:
-            found.append((path, math.nan))
-        if not path or not 0 < found[-1][1] < math.inf:
-            raise ValueError(f"data={data}: {part!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
-    if len({path for path, _ in found}) < len(found):
+            weight = math.nan
+        if not path or not 0 < weight < math.inf:
+            raise ValueError(f"data={data}: {item!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
+        mixture.append((path, weight))
+    if len({path for path, _ in mixture}) < len(mixture):
         raise ValueError(f"data={data} names a path twice: give it once, with the sum of its weights")
-    return found
+    return mixture

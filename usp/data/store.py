@@ -14,8 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +27,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .tokenizer import Ids
 
@@ -30,6 +36,8 @@ FORMAT = 2
 TOKENS, INDEX, MASK, MANIFEST, PROGRESS = "tokens.bin", "index.bin", "mask.bin", "manifest.json", "progress.json"
 SUM_BYTES = 2**26  # of a file that have a checksum together
 CHUNK = 2**18  # documents or tokens that are looked at together
+LARGE = 2**26  # bytes of files that are worth starting processes, and saying how far one is
+LINE_SECONDS = 30.0  # between two lines that say how far one is
 
 Numbers = npt.NDArray[np.int64]
 
@@ -38,13 +46,12 @@ Numbers = npt.NDArray[np.int64]
 class Manifest:
     """What a store holds.
 
-    Attributes:
-        tokenizer: its name. fingerprint: what its ids depend on. largest: the largest id.
-        characters: of text. replaced: of them, U+FFFD, which stands for bytes that are not UTF-8.
-        dtype: of tokens.bin.
-        masked: whether there is a mask.bin.
-        source: of what the store was made, to find out whether a store that is asked for is there already.
-        checksums: by file, of every SUM_BYTES bytes.
+    tokenizer: its name. fingerprint: what its ids depend on. largest: the largest id.
+    characters: number of characters of text. replaced: those that are U+FFFD, for bytes that are not UTF-8.
+    dtype: type of the ids in tokens.bin.
+    masked: whether there is a mask.bin.
+    source: hash of what the store was made from, see `source_of`; a store with the same hash need not be written.
+    checksums: by file, of every SUM_BYTES bytes.
     """
 
     format: int
@@ -70,15 +77,20 @@ class Manifest:
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
-        sizes = {TOKENS: self.tokens * np.dtype(self.dtype).itemsize, INDEX: 8 * (self.documents + 1)}
-        return sizes | {MASK: self.tokens} if self.masked else sizes
+        return file_sizes(self.tokens, self.documents, self.dtype, self.masked)
 
     def write(self, folder: Path) -> None:
         write_json(folder / MANIFEST, asdict(self))
 
 
+def file_sizes(tokens: int, documents: int, dtype: npt.DTypeLike, masked: bool) -> dict[str, int]:
+    """Return the bytes of every file of a store that holds this much."""
+    sizes = {TOKENS: tokens * np.dtype(dtype).itemsize, INDEX: 8 * (documents + 1)}
+    return sizes | {MASK: tokens} if masked else sizes
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file at once: whoever reads it finds all of it, or what was there before."""
+    """Replace a file atomically: whoever reads it finds all of the new content, or all of the old."""
     new = path.with_suffix(".new")
     with new.open("w") as file:
         json.dump(content, file)
@@ -95,10 +107,9 @@ def is_store(folder: Path) -> bool:
 class TokenStore:
     """The documents of a store in `folder`.
 
-    manifest: what it holds. token_bytes: how many bytes of tokens.bin have been read so far.
+    manifest: what it holds. token_bytes: bytes of tokens.bin that have been read so far.
 
-    Raises:
-        ValueError: for a store that is not finished, or damaged as far as the sizes of its files tell; see `verify`.
+    Raises ValueError for a store that is not finished, or whose files have the wrong size; `verify` reads them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,8 +119,8 @@ class TokenStore:
         self._dtype = np.dtype(self.manifest.dtype)
         self._files = {name: (folder / name).open("rb", buffering=0) for name in self.manifest.sizes}
         for name, size in self.manifest.sizes.items():
-            if (found := os.fstat(self._files[name].fileno()).st_size) != size:
-                raise _damaged(folder / name, f"it has {found} bytes instead of {size}")
+            if (actual := os.fstat(self._files[name].fileno()).st_size) != size:
+                raise _damaged(folder / name, f"it has {actual} bytes instead of {size}")
 
     def read(self, begin: int, end: int) -> Ids:
         """Return the ids at positions begin to end - 1."""
@@ -140,39 +151,29 @@ class TokenStore:
             begins, ends = self.bounds(documents)
             yield documents, ends - begins
 
-    def document_at(self, position: int) -> int:
-        """Return the number of the document that holds the token at `position`."""
-        low, high = 0, self.manifest.documents - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.bounds(np.array([middle]))[1][0] > position else (middle + 1, high)
-        return low
-
     def first_id_from(self, least: int) -> tuple[int, int] | None:
         """Return the first id that is at least `least`, and the number of its document; None if there is none."""
         if self.manifest.largest < least:
             return None
         for begin in range(0, self.manifest.tokens, CHUNK):
             ids = self.read(begin, min(begin + CHUNK, self.manifest.tokens))
-            if len(found := np.flatnonzero(ids >= least)):
-                return int(ids[found[0]]), self.document_at(begin + int(found[0]))
+            if len(places := np.flatnonzero(ids >= least)):
+                numbers, at = range(self.manifest.documents), begin + int(places[0])
+                return int(ids[places[0]]), bisect_right(numbers, at, key=lambda n: self.bounds(np.array([n]))[1][0])
         return None
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Read all files and compare their checksums, on several cores. `progress` gets the bytes done so far.
-
-        Raises:
-            ValueError: naming the file and the bytes of it that are damaged.
-        """
+        """Read all files and compare their checksums, on several cores. `progress` gets the bytes read so far. Raises
+        ValueError, naming the file and the bytes of it that are damaged."""
         done = 0
-        parts = [
+        blocks = [
             (name, begin, expected)
             for name, sums in self.manifest.checksums.items()
             for begin, expected in zip(range(0, len(sums) * SUM_BYTES, SUM_BYTES), sums, strict=True)
         ]
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            found = pool.map(lambda part: checksum(self._files[part[0]], part[1]), parts)
-            for (name, begin, expected), actual in zip(parts, found, strict=True):
+            checksums = pool.map(lambda block: checksum(self._files[block[0]], block[1]), blocks)
+            for (name, begin, expected), actual in zip(blocks, checksums, strict=True):
                 end = min(begin + SUM_BYTES, self.manifest.sizes[name])
                 if actual != expected:
                     raise _damaged(self.folder / name, f"bytes {begin} to {end} do not have their checksum")
@@ -200,15 +201,11 @@ def checksum(file: BinaryIO, begin: int) -> str:
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(
-            f"token store {folder} is not finished: run the same `python -m usp tokenize` again, it continues"
-        )
+        raise ValueError(f"token store {folder} is not finished: run the same `python -m usp tokenize` again")
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
-            raise ValueError(
-                f"{path} has format {content['format']}, and this version reads {FORMAT}: tokenize the data again"
-            )
+            raise ValueError(f"{path} has format {content['format']}, not {FORMAT}: tokenize the data again")
         manifest = Manifest(**{field.name: content[field.name] for field in fields(Manifest)})
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise _damaged(path, f"it is no manifest ({error})") from error
@@ -219,3 +216,26 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _damaged(path: Path, why: str) -> ValueError:
     return ValueError(f"{path} is damaged: {why}; remove the folder, and tokenize the data again")
+
+
+@contextmanager
+def show_progress(job: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show in a `with` block how much of more than LARGE bytes is done: a bar on a terminal, elsewhere a line at times.
+    It gives a function of the bytes done so far, and a note to show beside them."""
+    console = Console(file=sys.stderr, highlight=False)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(TextColumn(job), *columns, TextColumn("{task.fields[note]}"), console=console)
+    task = bar.add_task("", total=total, note="")
+    last_line = time.monotonic()
+
+    def update(done: int, note: str = "") -> None:
+        nonlocal last_line
+        done = min(done, total)
+        bar.update(task, completed=done, note=note)
+        if total > LARGE and not console.is_terminal and time.monotonic() >= last_line + LINE_SECONDS:
+            last_line = time.monotonic()
+            line = f"{job}: {done / total:.0%} of {total / 1e6:,.0f} MB  {note}".rstrip()
+            print(line, file=sys.stderr, flush=True)
+
+    with bar if total > LARGE and console.is_terminal else nullcontext():
+        yield update

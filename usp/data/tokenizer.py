@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .chat.conversation import Chat, ChatEncoder, Completed, Content, Ids, Mask
+from .chats import Chat, Completed, Content, Ids, Mask
 
 BYTES = "bytes"
 BYTE_OFFSET = 3  # ByT5 reserves 0, 1 and 2 for padding, end of sequence and unknown
@@ -22,14 +22,14 @@ class ByteTokenizer:
     """Byte tokenizer: id = byte of UTF-8 + 3. Same ids as ByT5Tokenizer, without a Python loop.
 
     name: for messages. vocab_size: one more than the largest id it can produce. bos, eos: ids that begin and end a
-    document; None for no such id. chats: by its chat template; None without one.
+    document; None for no such id. chats: its `usp.hf.tokenizers.ChatTemplate`; None without one.
     """
 
     name: str = BYTES
     vocab_size: int = BYTE_VOCAB
     bos: int | None = None
     eos: int | None = BYTE_EOS
-    chats: ChatEncoder | None = None
+    chats: Any = None
 
     @property
     def fingerprint(self) -> str:
@@ -37,7 +37,7 @@ class ByteTokenizer:
         return f"{BYTES}, {self.vocab_size}, {self.bos}, {self.eos}"
 
     def encoder(self, chats: bool = False) -> ByteTokenizer:
-        """Return what another process needs to encode texts, and also chats if asked for."""
+        """Return what another process needs to encode texts, and with `chats` also chats."""
         return self if chats else replace(self, chats=None)
 
     def encode(self, text: str) -> Ids:
@@ -73,7 +73,7 @@ class TextTokenizer:
     eos: int | None
     parse_special: bool
     backend: Any = None
-    chats: ChatEncoder | None = None
+    chats: Any = None
 
     @property
     def fingerprint(self) -> str:
@@ -83,7 +83,7 @@ class TextTokenizer:
         return f"{type(self.tokenizer).__name__} {digest}, {self.bos}, {self.eos}, {self.parse_special}"
 
     def encoder(self, chats: bool = False) -> TextTokenizer:
-        """Return what another process needs: for texts alone not transformers, if there is a backend."""
+        """Return what another process needs: if there is a backend, transformers only for chats."""
         tokenizer = self.tokenizer if self.backend is None else None
         return replace(self, tokenizer=tokenizer, chats=self.chats if chats else None)
 
@@ -92,8 +92,8 @@ class TextTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         if self.backend is not None:
-            found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [np.fromiter(one.ids, np.int64, len(one)) for one in found]
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.fromiter(encoding.ids, np.int64, len(encoding)) for encoding in encodings]
         encoded = self.tokenizer(
             list(texts),
             add_special_tokens=False,
@@ -115,40 +115,33 @@ Tokenizer = ByteTokenizer | TextTokenizer
 
 
 def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
-    """Return everything that the ids depend on, of chats too if asked for."""
+    """Return everything that the ids of texts depend on, and with `chats` also those of chats."""
     template = tokenizer.chats.fingerprint if chats and tokenizer.chats else ""
     return f"{tokenizer.fingerprint}, {template}" if template else tokenizer.fingerprint
 
 
 def encode_all(tokenizer: Tokenizer, contents: Sequence[Content]) -> list[tuple[Ids, Mask | None]]:
     """Return the ids of each text, without `bos` and `eos`, or of each whole chat or completion with its targets.
-
-    Raises:
-        ValueError: naming the row of a chat without a chat template, or that the template refuses.
-    """
+    Raises ValueError, naming the row of a chat without a chat template, or that the template refuses."""
     texts = iter(tokenizer.encode_all([content for content in contents if isinstance(content, str)]))
-    return [
-        (next(texts), None) if isinstance(content, str) else encode_masked(tokenizer, content) for content in contents
-    ]
+    return [(next(texts), None) if isinstance(each, str) else encode_masked(tokenizer, each) for each in contents]
 
 
 def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask]:
-    """Return the ids of a whole chat or completion, and which of them are targets.
-
-    Raises:
-        ValueError: naming the row, as `encode_all` does.
-    """
+    """Return the ids of a whole chat or completion, and which of them are targets. Raises ValueError, naming the row,
+    as `encode_all` does."""
     if isinstance(content, Chat):
         return chat_encoder(tokenizer, content.where).encode(content)
-    given = as_document(tokenizer, tokenizer.encode(content.prompt), end=False)
-    answer = as_document(tokenizer, tokenizer.encode(content.completion), begin=False)
-    if len(given) + len(answer) < 2 or not len(answer):
+    prompt = as_document(tokenizer, tokenizer.encode(content.prompt), end=False)
+    completion = as_document(tokenizer, tokenizer.encode(content.completion), begin=False)
+    ids = np.concatenate((prompt, completion))
+    if len(ids) < 2 or not len(completion):
         raise ValueError(f"{content.where}: the completion has no token to train on: it is empty")
-    return np.concatenate((given, answer)), np.arange(len(given) + len(answer)) >= len(given)
+    return ids, np.arange(len(ids)) >= len(prompt)
 
 
-def chat_encoder(tokenizer: Tokenizer, where: str) -> ChatEncoder:
-    """Return what encodes chats. Raises ValueError, naming `where`, if the tokenizer has no chat template."""
+def chat_encoder(tokenizer: Tokenizer, where: str) -> Any:
+    """Return `tokenizer.chats`. Raises ValueError, naming `where`, if the tokenizer has no chat template."""
     if tokenizer.chats is None:
         raise ValueError(
             f"{where}: messages need a chat template, which tokenizer={tokenizer.name} does not have: use a tokenizer "

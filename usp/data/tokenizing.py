@@ -1,10 +1,10 @@
-"""Writing a token store: documents are read in one process, tokenized in many, and appended in their order.
+"""Write a token store: documents are read in one process, tokenized in many, and appended in their order.
 
     files -> pieces -> batches of about BATCH_CHARACTERS -> processes -> tokens.bin, index.bin
 
-Whoever writes keeps a record of its place, STORE/progress.json: how much of the files is whole, and after which piece
-of which input file. After a kill the files are cut to that, and writing goes on after that piece. The bytes are those
-of a run that was not interrupted, because a piece's ids do not depend on the batch that it is in.
+The writer keeps a record of its place, STORE/progress.json: how much of the store's files is complete, and after which
+piece of which input file. After a kill the files are cut to that, and writing continues after that piece. The bytes are
+those of a run that was not interrupted, because a piece's ids do not depend on the batch that it is in.
 """
 
 from __future__ import annotations
@@ -13,51 +13,63 @@ import hashlib
 import json
 import multiprocessing
 import os
-import queue
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from .chat.conversation import Content, texts_in
+from .chats import Content, texts_in
 from .documents import holds_chats, read_pieces
-from .files import DataFile, DataFiles
-from .progress import DataProgress
-from .store import FORMAT, INDEX, MANIFEST, MASK, PROGRESS, SUM_BYTES, TOKENS, Manifest, checksum, write_json
+from .sources import DataFile, DataFiles
+from .store import (
+    FORMAT,
+    INDEX,
+    LARGE,
+    MANIFEST,
+    MASK,
+    PROGRESS,
+    SUM_BYTES,
+    TOKENS,
+    Manifest,
+    checksum,
+    file_sizes,
+    show_progress,
+    write_json,
+)
 from .tokenizer import Tokenizer, as_document, encode_all, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 SAVE_SECONDS = 2.0  # between two records of the place
-LARGE = 2**26  # bytes of files that are worth starting processes
+
+_here = threading.local()  # tokenizer and dtype of the thread or process that encodes
 
 Piece = tuple[Content, bool, bool]  # text or a whole chat, whether it begins a document, and whether it ends one
 
 
 @dataclass(frozen=True)
 class Place:
-    """What of the input is done: files before number `file`, and of that file `pieces` pieces of `characters`."""
+    """How much of the input is done: the files before number `file`, and `pieces` pieces of that file."""
 
     file: int = 0
     pieces: int = 0
-    characters: int = 0
+    characters: int = 0  # of these pieces
     begins: bool = True  # whether the next piece begins a document
 
 
 @dataclass
 class Written:
-    """What is in the files of an unfinished store, and up to which place of the input.
-
-    checksums: by file, of the parts of SUM_BYTES bytes that are whole.
-    """
+    """What the files of an unfinished store hold, up to a place of the input. checksums: by file, of every SUM_BYTES
+    bytes that are complete."""
 
     place: Place = field(default_factory=Place)
     tokens: int = 0
@@ -70,7 +82,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of pieces as ids; `ends`: after which of them a document ends; `mask`: targets, None for all."""
+    """A batch of pieces as ids. ends: numbers of ids after which a document ends. mask: targets; None for all."""
 
     ids: npt.NDArray[np.unsignedinteger]
     mask: npt.NDArray[np.bool_] | None
@@ -80,53 +92,46 @@ class Encoded:
 
 
 class UnfitFolder(ValueError):
-    """The folder of a store holds something else."""
+    """The folder for a store holds something else."""
 
 
 def source_of(files: DataFiles, field: str, tokenizer: Tokenizer) -> str:
-    """Return a hash of what a store is made of: the names, sizes and times of the files, the field, the tokenizer.
-
-    Raises:
-        ValueError: for files of records whose first row is of no kind.
-    """
+    """Return a hash of what a store is made from: the names, sizes and times of the files, the field, the tokenizer.
+    Raises ValueError for files of records whose first row is of no kind."""
     states = [(str(file.path.resolve()), file.format, *_state(file.path)) for file in files.files]
     content = json.dumps([FORMAT, states, field, fingerprint(tokenizer, holds_chats(files.files, field))])
     return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
 def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path, processes: int = 0) -> bool:
-    """Write the token store of `files` to `folder`, or what is missing of it; return whether anything was missing.
+    """Write the token store of `files` to `folder`, or the rest of it; return whether anything was missing.
 
-    Args:
-        field: key or column of the text in `files`.
-        processes: that tokenize. 0: one per core for more than LARGE bytes, and otherwise none but this one.
+    field: key or column of the text in `files`.
+    processes: that tokenize. 0: one per core for more than LARGE bytes, and otherwise only this one.
 
-    Raises:
-        UnfitFolder: if `folder` holds other files, or the store of something else.
-        ValueError: for data that cannot be read, holds no text, or changes while it is read.
-        OSError: if the folder cannot be written.
+    Raises UnfitFolder if `folder` holds something else, OSError if it cannot be written, and ValueError for data that
+    cannot be read, holds no text, or changes while it is read.
     """
-    source = source_of(files, field, tokenizer)
-    masked = holds_chats(files.files, field)
-    written = _found(folder, source)
+    source, masked = source_of(files, field, tokenizer), holds_chats(files.files, field)
+    written = _continued(folder, source)
     if written is None:
         return False
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    if not _is_there(folder, written, dtype, masked):
-        written = Written()
-    total = sum(file.path.stat().st_size for file in files.files)
-    if not processes and total > LARGE and not multiprocessing.current_process().daemon:
+    recorded = file_sizes(written.tokens, written.documents, dtype, masked).items()
+    if any(not (folder / name).is_file() or (folder / name).stat().st_size < size for name, size in recorded):
+        written = Written()  # a machine that fails may lose what it has written
+    sizes = [file.path.stat().st_size for file in files.files]
+    before = np.cumsum([0, *sizes]).tolist()  # bytes of the files before each
+    if not processes and before[-1] > LARGE and not multiprocessing.current_process().daemon:
         processes = len(os.sched_getaffinity(0))
-    before = np.cumsum([0, *(file.path.stat().st_size for file in files.files)])
     with _removed_if_unfit(folder), ExitStack() as stack:
         out = stack.enter_context(_Output(folder, written, dtype, source, masked))
-        show = stack.enter_context(DataProgress("tokenizing", total)) if total > LARGE else None
-        encoder = stack.enter_context(_encoders(tokenizer.encoder(masked), dtype, processes))
-        for encoded, place in _in_order(_batches(files.files, field, written.place), encoder, 2 * max(1, processes)):
+        show = stack.enter_context(show_progress("tokenizing", before[-1]))
+        executor = _executor(tokenizer.encoder(masked), dtype, processes)
+        stack.callback(executor.shutdown, cancel_futures=True)
+        for encoded, place in _in_order(_batches(files.files, field, written.place), executor, 2 * max(1, processes)):
             out.append(encoded, place)
-            if show is not None:
-                in_file = min(place.characters, int(before[min(place.file + 1, len(files.files))] - before[place.file]))
-                show.update(int(before[place.file]) + in_file, f"{written.tokens / 1e6:,.1f}M tokens")
+            show(before[place.file] + min(place.characters, sizes[place.file]), f"{written.tokens / 1e6:,.1f}M tokens")
         if not written.tokens:
             raise ValueError("the data holds no text: every document in it is empty")
         out.finish(tokenizer, len(files.files))
@@ -135,7 +140,7 @@ def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path
 
 @contextmanager
 def _removed_if_unfit(folder: Path) -> Iterator[None]:
-    """Remove what the block has written if the data is refused: it is of no use once the data has changed."""
+    """Remove what the block has written if the data is refused: it is useless once the data has changed."""
     try:
         yield
     except ValueError:
@@ -146,35 +151,22 @@ def _removed_if_unfit(folder: Path) -> Iterator[None]:
         raise
 
 
-def _found(folder: Path, source: str) -> Written | None:
-    """Return what is written of the store of `source`, None if it is finished; create the folder if there is none."""
-    other = f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or remove it"
+def _continued(folder: Path, source: str) -> Written | None:
+    """Return the record of the store of `source` in `folder`, None if it is finished; create the folder if needed."""
     for name in (MANIFEST, PROGRESS):
         if (folder / name).is_file():
             record = json.loads((folder / name).read_text())
             if record.pop("source", "") != source:
-                raise UnfitFolder(other)
+                raise UnfitFolder(
+                    f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or "
+                    f"remove it"
+                )
             return None if name == MANIFEST else Written(**record | {"place": Place(**record["place"])})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UnfitFolder(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / PROGRESS, _record(Written(), source))
+    write_json(folder / PROGRESS, {"source": source, **asdict(Written())})
     return Written()
-
-
-def _is_there(folder: Path, written: Written, dtype: np.dtype, masked: bool) -> bool:
-    """Return whether the files hold what the record says: a machine that fails may lose what it has written."""
-    sizes = _sizes(written, dtype, masked)
-    return all((folder / name).is_file() and (folder / name).stat().st_size >= sizes[name] for name in sizes)
-
-
-def _sizes(written: Written, dtype: np.dtype, masked: bool) -> dict[str, int]:
-    sizes = {TOKENS: written.tokens * dtype.itemsize, INDEX: 8 * (written.documents + 1)}
-    return sizes | {MASK: written.tokens} if masked else sizes
-
-
-def _record(written: Written, source: str) -> dict[str, object]:
-    return {"source": source, **asdict(written)}
 
 
 class _Output:
@@ -183,7 +175,7 @@ class _Output:
     def __init__(self, folder: Path, written: Written, dtype: npt.DTypeLike, source: str, masked: bool) -> None:
         self._folder, self._written, self._dtype, self._source = folder, written, np.dtype(dtype), source
         self._saved = time.monotonic()
-        sizes = _sizes(written, self._dtype, masked)
+        sizes = file_sizes(written.tokens, written.documents, dtype, masked)
         self._begins = {name: len(written.checksums.setdefault(name, [])) * SUM_BYTES for name in sizes}
         self._files = {name: (folder / name).open("a+b") for name in sizes}
         if written.place == Place():
@@ -222,29 +214,24 @@ class _Output:
     def finish(self, tokenizer: Tokenizer, files: int) -> None:
         """Write the manifest, and remove the record of the place."""
         self._flush()
-        self._sum(whole=False)
-        written = self._written
+        self._sum(complete=False)
+        held = {name: value for name, value in vars(self._written).items() if name != "place"}
         Manifest(
             format=FORMAT,
             tokenizer=tokenizer.name,
             fingerprint=fingerprint(tokenizer, MASK in self._files),
-            largest=written.largest,
             files=files,
-            documents=written.documents,
-            characters=written.characters,
-            replaced=written.replaced,
-            tokens=written.tokens,
             dtype=str(self._dtype),
             masked=MASK in self._files,
             source=self._source,
-            checksums=written.checksums,
+            **held,
         ).write(self._folder)
         (self._folder / PROGRESS).unlink()
 
     def _save(self) -> None:
         self._flush()
-        self._sum(whole=True)
-        write_json(self._folder / PROGRESS, _record(self._written, self._source))
+        self._sum(complete=True)
+        write_json(self._folder / PROGRESS, {"source": self._source, **asdict(self._written)})
         self._saved = time.monotonic()
 
     def _flush(self) -> None:
@@ -252,16 +239,13 @@ class _Output:
             file.flush()
             os.fsync(file.fileno())
 
-    def _sum(self, whole: bool) -> None:
-        """Add the checksums of the parts that are whole, or of all that remain."""
+    def _sum(self, complete: bool) -> None:
+        """Add the checksums of all bytes that have none, or with `complete` only of whole blocks of SUM_BYTES."""
         for name, file in self._files.items():
             size = os.fstat(file.fileno()).st_size
-            while self._begins[name] + (SUM_BYTES if whole else 1) <= size:
+            while self._begins[name] + (SUM_BYTES if complete else 1) <= size:
                 self._written.checksums[name].append(checksum(file, self._begins[name]))
                 self._begins[name] += SUM_BYTES
-
-
-# Reading
 
 
 def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:
@@ -283,122 +267,81 @@ def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tu
 
 
 def _pieces(file: DataFile, field: str, place: Place) -> Iterator[Piece]:
-    """Yield the pieces of a file after `place`."""
     before, begins = _state(file.path), place.begins
-    for text, finishes in islice(read_pieces(file, field), place.pieces, None):
-        yield text, begins, finishes
-        begins = finishes
+    for content, ends in islice(read_pieces(file, field), place.pieces, None):
+        yield content, begins, ends
+        begins = ends
     if _state(file.path) != before:
         raise ValueError(f"{file.path} changed while it was read: start again when nothing writes to it")
 
 
 def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
 
 
-# Tokenizing
+def _executor(tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Executor:
+    """Return what runs `_encode` in so many processes, or for 0 in a thread of this one."""
+    if not processes:
+        return ThreadPoolExecutor(1, "tokenizing", _begin, (tokenizer, dtype))
+    context = multiprocessing.get_context("forkserver")  # imports once, and has no threads when it forks
+    context.set_forkserver_preload([__name__])
+    return ProcessPoolExecutor(processes, context, _begin_process, (tokenizer, dtype))
 
 
-def _encode(tokenizer: Tokenizer, dtype: np.dtype, batch: Sequence[Piece]) -> Encoded:
+def _begin(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    _here.tokenizer, _here.dtype = tokenizer, dtype
+
+
+def _begin_process(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    """Prepare a process to encode batches until its parent ends, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process too
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _begin(tokenizer, dtype)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode(batch: Sequence[Piece]) -> Encoded:
+    tokenizer: Tokenizer = _here.tokenizer
     ids, masks, ends, tokens = [], list[npt.NDArray[np.bool_]](), [], 0
     encoded = encode_all(tokenizer, [content for content, _, _ in batch])
-    for (found, mask), (_, begins, finishes) in zip(encoded, batch, strict=True):
-        whole = as_document(tokenizer, found, begin=begins, end=finishes) if mask is None else found
-        ids.append(whole.astype(dtype))
-        masks.append(np.ones(len(whole), np.bool_) if mask is None else mask)
-        tokens += len(whole)
-        if finishes:
+    for (document, mask), (_, begin, end) in zip(encoded, batch, strict=True):
+        if mask is None:
+            document = as_document(tokenizer, document, begin=begin, end=end)
+        ids.append(document.astype(_here.dtype))
+        masks.append(np.ones(len(document), np.bool_) if mask is None else mask)
+        tokens += len(document)
+        if end:
             ends.append(tokens)
     texts = [text for content, _, _ in batch for text in texts_in(content)]
-    characters, replaced = sum(map(len, texts)), sum(text.count("\ufffd") for text in texts)
-    some = any(mask is not None for _, mask in encoded)
     return Encoded(
-        np.concatenate(ids), np.concatenate(masks) if some else None, np.array(ends, np.int64), characters, replaced
+        ids=np.concatenate(ids),
+        mask=np.concatenate(masks) if any(mask is not None for _, mask in encoded) else None,
+        ends=np.array(ends, np.int64),
+        characters=sum(map(len, texts)),
+        replaced=sum(text.count("\ufffd") for text in texts),
     )
 
 
-class _Encoders:
-    """Encodes batches in other processes, or in this one if there are none.
-
-    Each thread of a pool waits for the answer of one process at a time, so that no two block each other with full
-    pipes, and a process that dies is seen by the thread that waits for it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, connections: Sequence[Connection]) -> None:
-        self._tokenizer, self._dtype = tokenizer, dtype
-        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        for connection in connections:
-            self._idle.put(connection)
-        self.threads = ThreadPoolExecutor(max(1, len(connections)), "tokenizing")
-        self._alone = not connections
-
-    def submit(self, batch: Sequence[Piece]) -> Future[Encoded]:
-        return self.threads.submit(self._encode, batch)
-
-    def _encode(self, batch: Sequence[Piece]) -> Encoded:
-        if self._alone:
-            return _encode(self._tokenizer, self._dtype, batch)
-        connection = self._idle.get()
-        try:
-            connection.send(batch)
-            answer = connection.recv()
-        except (EOFError, OSError) as error:
-            raise OSError("a process that tokenizes has died, of too little memory perhaps: start again") from error
-        self._idle.put(connection)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-@contextmanager
-def _encoders(tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Iterator[_Encoders]:
-    context = multiprocessing.get_context("forkserver")  # imports once, and has no threads when it forks
-    context.set_forkserver_preload([__name__])
-    connections, running = [], []
-    for _ in range(processes):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
-        process.start()
-        theirs.close()  # so that its end is seen when the process dies
-        connections.append(ours)
-        running.append(process)
-    encoders = _Encoders(tokenizer, dtype, connections)
-    try:
-        yield encoders
-    finally:
-        encoders.threads.shutdown(wait=False, cancel_futures=True)
-        for process in running:
-            process.terminate()
-            process.join()
-        for connection in connections:
-            connection.close()
-
-
-def _work(connection: Connection, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    """Encode batches until the process that sends them has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process too
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        try:
-            batch = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            connection.send(_encode(tokenizer, dtype, batch))
-        except Exception as error:
-            connection.send(error)
-
-
 def _in_order(
-    batches: Iterator[tuple[list[Piece], Place]], encoders: _Encoders, ahead: int
+    batches: Iterator[tuple[list[Piece], Place]], executor: Executor, ahead: int
 ) -> Iterator[tuple[Encoded, Place]]:
     """Yield the encoded batches in their order, while the next ones are read and encoded."""
     waiting: deque[tuple[Future[Encoded], Place]] = deque()
-    for batch, place in batches:
-        waiting.append((encoders.submit(batch), place))
-        if len(waiting) > ahead:
-            encoded, done = waiting.popleft()
+    try:
+        for batch, place in batches:
+            waiting.append((executor.submit(_encode, batch), place))
+            if len(waiting) > ahead:
+                encoded, done = waiting.popleft()
+                yield encoded.result(), done
+        for encoded, done in waiting:
             yield encoded.result(), done
-    for encoded, done in [(one, at) for one, at in waiting]:
-        yield encoded.result(), done
+    except BrokenExecutor as error:
+        raise OSError("a process that tokenizes has died, of too little memory perhaps: start again") from error

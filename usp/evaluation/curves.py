@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from usp.cost.grid import Grid
 from usp.run.metrics import BY_POSITION, METRICS_FILE, short
+from usp.run.tables import Grid
 
 MOST = 6  # curves of one run
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`).
-
-    seq_len: of its rows, which changes with the stages of a curriculum; None if the run did not record it.
-    """
+    """One evaluation: the mean loss, and {last: loss} of each range of positions (`HeldOutLoss.by_position`). seq_len:
+    of its rows, which changes with the stages of a curriculum; None if the run did not record it."""
 
     run: str
     step: int
@@ -29,11 +27,8 @@ class Curve:
 
 
 def read_curves(run: Path) -> list[Curve]:
-    """Return the evaluations that a run recorded, from the first on.
-
-    Raises:
-        ValueError: if `run` is no folder of a run, or recorded none.
-    """
+    """Return the evaluations that a run recorded, in order. Raises ValueError if `run` has no metrics file or no
+    evaluation."""
     file = run / METRICS_FILE
     if not file.is_file():
         raise ValueError(f"{run} has no {METRICS_FILE}: give the output folder of a run of train.py")
@@ -43,10 +38,10 @@ def read_curves(run: Path) -> list[Curve]:
             record = json.loads(line)
         except ValueError:  # the last line of a run that is writing it
             break
-        found = {int(name.partition("/")[2]): record[name] for name in record if name.startswith(f"{BY_POSITION}/")}
-        if found:
+        losses = {int(name.partition("/")[2]): record[name] for name in record if name.startswith(f"{BY_POSITION}/")}
+        if losses:
             name, seq_len = run.resolve().name, record.get("seq_len")
-            curves.append(Curve(name, record["step"], seq_len, record["eval_loss"], found))
+            curves.append(Curve(name, record["step"], seq_len, record["eval_loss"], losses))
     if not curves:
         raise ValueError(f"{file} records no evaluation: train with --eval-data")
     return curves
@@ -75,7 +70,7 @@ def position_table(curves: Sequence[Curve]) -> Grid:
 
 
 def _several_lengths(curves: Sequence[Curve]) -> bool:
-    """Whether rows have several lengths: shorter ones cut more documents, so all of their losses are higher."""
+    """Return whether rows have several lengths: shorter ones cut more documents, so all of their losses are higher."""
     return len({curve.seq_len for curve in curves}) > 1
 
 

@@ -1,21 +1,25 @@
-"""Running a needle probe on this rank: generating responses under sequence, tensor and pipeline parallelism.
+"""A needle probe: generate the responses under sequence, tensor and pipeline parallelism, and show what was found.
 
-The ranks that these degrees leave over divide the prompts of each length.
+The ranks that these degrees leave over divide the prompts of each length. Results are a table, JSON, and a heat map of
+length by depth.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallel import ParallelDims, ParallelMesh
-from usp.data.files import find_files
+from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import (
     LIMIT,
@@ -28,28 +32,137 @@ from usp.hf.models import (
 )
 from usp.hf.tensor_parallel import tp_problems
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
-from usp.model.rules import pp_violations
+from usp.model.facts import ModelFacts, pp_violations
 from usp.presets import PRESETS
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.generation.generate import Generator
-from usp.rlhf.generation.support import generation_problems
-from usp.rlhf.graph.calls import Generate, Inference
+from usp.rlhf.generation.generate import Generator, generation_problems
+from usp.rlhf.graph import Generate, Inference
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role import RoleSpec
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.role_spec import RoleSpec
+from usp.rlhf.samples import Samples
 from usp.run.failures import ConfigurationError, Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import short
+from usp.run.tables import Grid
 from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.train.validate import with_flags
 
-from .haystack import Cell, Haystack, Prompt, cells_of, is_right, texts_of
-from .heat_map import Found, NeedleResult
-from .needle_flags import NeedleConfig, needle_violations
+from .needle import Cell, Haystack, NeedleConfig, Prompt, cells_of, is_right, needle_violations, texts_of
 
+# Colours of none and all found: they differ in lightness and from yellow alike for all kinds of colour vision.
+COLOURS = ("#dd5f43", "#f8e7a1", "#45b094")
 CACHED = 2**17  # tokens of prompts that are decoded together, for each sequence-parallel rank
 SLACK = 16  # tokens of a response besides the answer
 STEPS = (16, 8, 4, 2, 1)  # the model's limit is divided by these for the lengths that are the default
+
+
+@dataclass(frozen=True)
+class Response:
+    """A model's response to one prompt. logprob: of the right answer after the prompt, the sum over its tokens; None if
+    it was not asked for."""
+
+    length: int
+    depth: float
+    sample: int
+    answer: str
+    response: str
+    right: bool
+    logprob: float | None
+
+
+@dataclass(frozen=True)
+class NeedleResult:
+    """All responses of a probe. asked: the flags that it was made with."""
+
+    asked: dict[str, Any]
+    responses: tuple[Response, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({response.length for response in self.responses})
+
+    @property
+    def depths(self) -> list[float]:
+        return sorted({response.depth for response in self.responses})
+
+    def score(self, length: int | None = None, depth: float | None = None) -> float:
+        """Return the part of the responses that is right, of a length, a depth, both, or all."""
+        right = [r.right for r in self.responses if length in (None, r.length) and depth in (None, r.depth)]
+        return sum(right) / len(right)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the flags, and for each length and depth the score, the mean log-probability and the responses."""
+        cells = []
+        for length in self.lengths:
+            for depth in self.depths:
+                here = [response for response in self.responses if (response.length, response.depth) == (length, depth)]
+                known = [response.logprob for response in here if response.logprob is not None]
+                cells.append(
+                    {
+                        "length": length,
+                        "depth": depth,
+                        "score": self.score(length, depth),
+                        "answer_logprob": sum(known) / len(known) if known else None,
+                        "responses": [
+                            {name: value for name, value in asdict(response).items() if name not in ("length", "depth")}
+                            for response in here
+                        ],
+                    }
+                )
+        return {"asked": self.asked, "score": self.score(), "cells": cells}
+
+    def table(self) -> Grid:
+        """Return scores in percent: a line for each depth, a column for each length."""
+        rows = [
+            (f"{depth:g}%", *(f"{100 * self.score(length, depth):.0f}" for length in self.lengths))
+            for depth in self.depths
+        ]
+        rows.append(("all", *(f"{100 * self.score(length):.0f}" for length in self.lengths)))
+        return Grid("", ("depth", *map(short, self.lengths)), tuple(rows))
+
+
+def plot_heat_map(result: NeedleResult, title: str, mark: int | None = None) -> Any:
+    """Return a matplotlib figure: lengths from left to right, depths from top to bottom, percent in each cell.
+
+    mark: a dashed line stands behind the last length up to this one.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    lengths, depths = result.lengths, result.depths
+    figure = Figure(figsize=(2.4 + 0.75 * len(lengths), 1.9 + 0.42 * len(depths)), layout="constrained")
+    axes = figure.subplots()
+    scores = [[100 * result.score(length, depth) for length in lengths] for depth in depths]
+    colours = LinearSegmentedColormap.from_list("found", COLOURS)
+    image = axes.imshow(scores, cmap=colours, vmin=0, vmax=100, aspect="auto")
+    for row, line in enumerate(scores):
+        for column, score in enumerate(line):
+            axes.text(column, row, f"{score:.0f}", ha="center", va="center", fontsize="small")
+    axes.set_xticks(range(len(lengths)), map(short, lengths))
+    axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
+    axes.set_xticks([column + 0.5 for column in range(len(lengths) - 1)], minor=True)
+    axes.set_yticks([row + 0.5 for row in range(len(depths) - 1)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("length of the prompt in tokens")
+    axes.set_ylabel("depth of the needle")
+    axes.set_title(title, fontsize="medium", pad=18)
+    if mark is not None and lengths[0] <= mark < lengths[-1]:
+        behind = sum(length <= mark for length in lengths) - 0.5
+        axes.axvline(behind, color="black", linestyle="--", linewidth=1.5)
+        aligned: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": "small"}
+        axes.annotate(f"up to {short(mark)} ", (behind, 1), xycoords=("data", "axes fraction"), **aligned)
+    figure.colorbar(image, ax=axes, label="found, %", pad=0.02)
+    return figure
+
+
+def write_files(result: NeedleResult, figure: Any, out: Path) -> Sequence[Path]:
+    """Write the heat map to `out`, and the results next to it; return both paths."""
+    figure.savefig(out, dpi=130)
+    beside = out.with_suffix(".json")
+    beside.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    return out, beside
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +183,8 @@ class PreparedProbe:
 
 
 def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
-    """Check `config` and load what it names, with the same result or the same error on every rank.
-
-    Raises:
-        ConfigurationError: with every violation found, before any rank communicates.
-    """
+    """Check `config` and load what it names, with the same result or the same error on every rank. Raises
+    ConfigurationError with every violation found, before any rank communicates."""
     problems = Problems(needle_violations(config))
     problems.check()
     device = problems.attempt(lambda: choose_device(config.device, launch))
@@ -88,11 +198,15 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     )
     _check(problems)
     assert device and model and tokenizer and files and dims
-    lengths = config.asked_lengths or _default_lengths(model)
+    limit = getattr(model, LIMIT, None)
+    defaults = tuple(limit // step for step in STEPS) if limit else (1024, 2048, 4096, 8192)
+    lengths = config.asked_lengths or defaults
     longer = problems.attempt(lambda: _with_lengths(config, model, lengths))
-    problems += _model_violations(config, model, tokenizer, dims)
+    facts = model_facts(config.model, model)
+    problems += _model_violations(config, model, facts, tokenizer, dims)
     dtype = computation_dtype(config.dtype, device)
-    problems.attempt(partial(_kernel, config, model, device, dtype))
+    head_dims = facts.head_dim, facts.value_dim
+    problems.attempt(partial(choose_kernel, config.attention_kernel, PACKED, device, dtype, *head_dims))
     _check(problems)
     assert longer is not None
     texts = texts_of(files, config.data_field)
@@ -112,8 +226,7 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
 
     say: takes a line at the end of every length.
 
-    Raises:
-        ConfigurationError: on every rank, if the model cannot be divided as asked.
+    Raises ConfigurationError on every rank, if the model cannot be divided as asked.
     """
     config, layout = prepared.config, prepared.layout
     mesh = ParallelMesh.create(layout.dims, device_type=prepared.device.type)
@@ -123,21 +236,21 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
     except ValueError as error:
         raise ConfigurationError(with_flags(str(error))) from error
     model.fill()
-    found: list[Found] = []
+    responses: list[Response] = []
     for length in prepared.lengths:
         begin = time.perf_counter()
-        own = [cell for cell in prepared.cells if cell.length == length]
-        own = own[mesh.rank("batch") :: mesh.size("batch")]
-        everywhere: list[list[Found]] = [[] for _ in layout.ranks]
-        dist.all_gather_object(everywhere, _respond(prepared, model, mesh, own))
-        here = [one for leader in layout.leaders for one in everywhere[leader]]
-        found += sorted(here, key=lambda one: (one.depth, one.sample))
-        score = sum(one.right for one in here) / len(here)
+        cells = [cell for cell in prepared.cells if cell.length == length]
+        everywhere: list[list[Response]] = [[] for _ in layout.ranks]
+        local = _respond(prepared, model, mesh, cells[mesh.rank("batch") :: mesh.size("batch")])
+        dist.all_gather_object(everywhere, local)
+        of_length = [response for leader in layout.leaders for response in everywhere[leader]]
+        responses += sorted(of_length, key=lambda response: (response.depth, response.sample))
+        score = sum(response.right for response in of_length) / len(of_length)
         say(f"{short(length)} tokens: {score:.0%} found, {time.perf_counter() - begin:.1f} s")
-    return NeedleResult(asdict(config), tuple(found))
+    return NeedleResult(asdict(config), tuple(responses))
 
 
-def _respond(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, cells: Sequence[Cell]) -> list[Found]:
+def _respond(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, cells: Sequence[Cell]) -> list[Response]:
     """Return the responses to prompts of one length, on all ranks of this data-parallel group; maybe to none."""
     prompts = [prepared.haystack.prompt(cell) for cell in cells]
     texts = _generate(prepared, model, mesh, prompts) if prompts else []
@@ -145,8 +258,8 @@ def _respond(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, cell
     if prepared.config.logprobs:
         logprobs = _answer_logprobs(model, prompts) or logprobs
     return [
-        Found(**asdict(cell), answer=prompt.answer, response=text, right=is_right(text, prompt.answer), logprob=logprob)
-        for cell, prompt, text, logprob in zip(cells, prompts, texts, logprobs, strict=True)
+        Response(**asdict(cell), answer=p.answer, response=text, right=is_right(text, p.answer), logprob=logprob)
+        for cell, p, text, logprob in zip(cells, prompts, texts, logprobs, strict=True)
     ]
 
 
@@ -154,7 +267,7 @@ def _generate(prepared: PreparedProbe, model: RoleModel, mesh: ParallelMesh, pro
     stage, config = model.stage, prepared.config
     longest = max(len(prompt.ids) for prompt in prompts)
     slots = max(1, CACHED * mesh.size("sp") // longest)
-    generator = Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=slots, transform=stage.transform)
+    generator = Generator.of(stage, mesh, slots)
     answer = max(len(prompt.answer_ids) for prompt in prompts)
     stop_ids = end_of_sequence_ids(config.model)
     work = Generate(max_new_tokens=config.max_new_tokens or answer + SLACK, temperature=0.0, stop_ids=stop_ids)
@@ -170,13 +283,8 @@ def _answer_logprobs(model: RoleModel, prompts: Sequence[Prompt]) -> list[float]
     for mask, prompt in zip(masks, prompts, strict=True):
         mask[len(prompt.ids) - 1 : -1] = 1
     samples = Samples(tuple(range(len(prompts))), {"tokens": tokens, "mask": masks})
-    found = model.inference(samples, Inference("logprobs"), "logprobs")
-    return [values.double().sum().item() for values in found["logprobs"]] if found.ids else []
-
-
-def _default_lengths(model: ModelConfig) -> tuple[int, ...]:
-    limit = getattr(model, LIMIT, None)
-    return tuple(limit // part for part in STEPS) if limit else (1024, 2048, 4096, 8192)
+    logprobs = model.inference(samples, Inference("logprobs"), "logprobs")
+    return [values.double().sum().item() for values in logprobs["logprobs"]] if logprobs.ids else []
 
 
 def _with_lengths(config: NeedleConfig, model: ModelConfig, lengths: Sequence[int]) -> ModelConfig:
@@ -197,24 +305,20 @@ def _with_lengths(config: NeedleConfig, model: ModelConfig, lengths: Sequence[in
         raise ValueError(str(error).replace("seq_len=", "--lengths ") + hint) from error
 
 
-def _model_violations(config: NeedleConfig, model: ModelConfig, tokenizer: Tokenizer, dims: ParallelDims) -> list[str]:
-    facts = model_facts(config.model, model)
-    found = pp_violations(facts, dims.pp)
+def _model_violations(
+    config: NeedleConfig, model: ModelConfig, facts: ModelFacts, tokenizer: Tokenizer, dims: ParallelDims
+) -> list[str]:
+    violations = pp_violations(facts, dims.pp)
     if dims.tp > 1:
-        found += tp_problems(empty_model(model), dims.tp, sequence_parallel=False, trained=False)
+        violations += tp_problems(empty_model(model), dims.tp, sequence_parallel=False, trained=False)
     if problem := generation_problems(model):
-        found.append(f"{config.model} has model_type={model.model_type!r}, which cannot generate: {problem}")
+        violations.append(f"{config.model} has model_type={model.model_type!r}, which cannot generate: {problem}")
     if tokenizer.vocab_size > model.vocab_size:
-        found.append(
+        violations.append(
             f"--tokenizer = {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of "
             f"{config.model} has {model.vocab_size}: use the model's own tokenizer"
         )
-    return found
-
-
-def _kernel(config: NeedleConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    facts = model_facts(config.model, model)
-    choose_kernel(config.attention_kernel, PACKED, device, dtype, facts.head_dim, facts.value_dim)
+    return violations
 
 
 def _check(problems: Problems) -> None:

@@ -4,6 +4,11 @@ A model's tensors are its parameters and its persistent buffers, such as the bia
 choose experts: saved and loaded like parameters, in a dtype of their own, and not trained.
 
 A linear with an adapter of peft has its weight in a submodule, base_layer, which files do not name.
+
+What `save_pretrained` writes for each tensor is found by running transformers' weight conversion on parts that know
+only their box and its tensor:
+
+    experts.gate_up_proj (E, 2I, H) -> experts.N.gate_proj.weight (I, H), experts.N.up_proj.weight (I, H), ...
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -21,14 +27,83 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from parallel.reallocation.boxes import Box
 
-from .models import kept_names
-from .structure.conversion import DiskTensor, disk_layout
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES_IN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """Tensor `name` in a file: the part `box` of a parameter, without its leading dims of size 1."""
+
+    name: str
+    parameter: str
+    box: Box
+    shape: tuple[int, ...]
+
+
+def disk_layout(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[DiskTensor]]:
+    """Return the tensors on disk that make up each tensor of a whole `model`, by its name.
+
+    shapes: of its parameters and persistent buffers.
+
+    Raises ValueError if files hold something else than parts of single tensors.
+    """
+    whole = {name: _Part(name, Box.whole(tuple(shape)), len(shape)) for name, shape in shapes.items()}
+    layout: dict[str, list[DiskTensor]] = defaultdict(list)
+    try:
+        written = revert_weight_conversion(model, whole)  # type: ignore[arg-type]
+    except AttributeError as error:  # an operation that is a method of tensors
+        raise ValueError(f"files hold more than parts of single parameters, which is not supported: {error}") from error
+    for name, part in written.items():
+        layout[part.tensor].append(DiskTensor(name, part.tensor, part.box, part.shape))
+    return {name: sorted(layout[name], key=lambda tensor: tensor.box.offset) for name in shapes}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stands for the part `box` of a tensor, without its leading dims of size 1: its last `dims` dims."""
+
+    tensor: str
+    box: Box
+    dims: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.sizes[len(self.box.sizes) - self.dims :]
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def contiguous(self) -> _Part:
+        return self
+
+    def squeeze(self, dim: int) -> _Part:
+        if dim or self.shape[0] != 1:
+            raise ValueError(f"files hold {self.tensor} without dim {dim}, which is not supported")
+        return replace(self, dims=self.dims - 1)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[_Part, ...]:
+        at, size = len(self.box.sizes) - self.dims + dim, -(-self.shape[dim] // chunks)
+        begin, end = self.box.offset[at], self.box.end[at]
+
+        def part(start: int) -> _Part:
+            offset, sizes = list(self.box.offset), list(self.box.sizes)
+            offset[at], sizes[at] = start, min(size, end - start)
+            return replace(self, box=Box(tuple(offset), tuple(sizes)))
+
+        return tuple(part(start) for start in range(begin, end, size))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is torch.chunk:
+            return args[0].chunk(*args[1:], **(kwargs or {}))
+        raise ValueError(f"files hold tensors that {function.__name__} makes of parameters, which is not supported")
 
 
 def is_adapter(name: str) -> bool:
@@ -59,11 +134,17 @@ def stored_tensors(whole: nn.Module) -> dict[str, Tensor]:
 def uncast_names(whole: PreTrainedModel) -> set[str]:
     """Return the tensors that keep their dtype in files of another: buffers, and what transformers has in float32."""
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in whole._keep_in_fp32_modules_strict or ()]
-    kept = {name for name, _ in whole.named_parameters() if any(pattern.search(name) for pattern in patterns)}
+    uncast = {name for name, _ in whole.named_parameters() if any(pattern.search(name) for pattern in patterns)}
     with torch.device("meta"):
         rounded = cast(Any, type(whole))._from_config(copy.deepcopy(whole.config), dtype=torch.bfloat16)
-    kept |= {name for name, parameter in rounded.named_parameters() if parameter.dtype == torch.float32}
-    return kept | {name for name, _ in persistent_buffers(whole)}
+    uncast |= {name for name, parameter in rounded.named_parameters() if parameter.dtype == torch.float32}
+    return uncast | {name for name, _ in persistent_buffers(whole)}
+
+
+def kept_names(model: nn.Module) -> dict[str, str]:
+    """Map each parameter name to the name it is stored under: its own, or for tied parameters the first one's."""
+    first: dict[nn.Parameter, str] = {}
+    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
@@ -74,22 +155,20 @@ def stored_names(model: nn.Module) -> dict[str, str]:
 def read_headers(folder: Path) -> dict[str, Any]:
     """Return safetensors' slice of every tensor of a checkpoint directory, reading only file headers.
 
-    A slice keeps its file open; indexing it reads the values, in the dtype of the file.
-
-    Raises:
-        ValueError: naming a file that is missing or cannot be read.
+    A slice keeps its file open; indexing it reads the values, in the dtype of the file. Raises ValueError, naming a
+    file that is missing or cannot be read.
     """
     files = [folder / SINGLE]
     if not files[0].is_file():
         files = [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
-    found: dict[str, Any] = {}
+    slices_of: dict[str, Any] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
-                found |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  (not a mapping)
+                slices_of |= {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  (not a mapping)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
-    return found
+    return slices_of
 
 
 def choose_tensors(
@@ -101,8 +180,7 @@ def choose_tensors(
         The tensors in files that make up each one, by the name it is stored under, and pairs of tensors that must be
         equal: a tied parameter saved under two names.
 
-    Raises:
-        ValueError: naming every missing or unexpected tensor, and every one of the wrong shape.
+    Raises ValueError, naming every missing or unexpected tensor, and every one of the wrong shape.
     """
     names: dict[str, list[str]] = defaultdict(list)
     for name, first in stored_names(whole).items():
@@ -113,7 +191,10 @@ def choose_tensors(
     copies: list[tuple[DiskTensor, DiskTensor]] = []
     for first, aliases in names.items():
         shape = tensors_of[first].shape
-        options = [[_same(name, shape)] if name in found else saved[name] for name in aliases]
+        whole_box = Box.whole(tuple(shape))
+        options = [
+            [DiskTensor(name, name, whole_box, tuple(shape))] if name in found else saved[name] for name in aliases
+        ]
         present = [tensors for tensors in options if all(tensor.name in found for tensor in tensors)]
         chosen[first] = tensors = (present or options)[0]
         copies.extend((tensors[0], other[0]) for other in present[1:])
@@ -145,10 +226,6 @@ def plan_files(tensors: Sequence[DiskTensor], itemsizes: Mapping[str, int], max_
 def file_names(number: int) -> list[str]:
     """Return transformers' names for the `number` files of a model."""
     return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
-
-
-def _same(name: str, shape: Sequence[int]) -> DiskTensor:
-    return DiskTensor(name, name, Box.whole(tuple(shape)), tuple(shape))
 
 
 def _violations(whole: PreTrainedModel, wanted: Sequence[DiskTensor], found: Mapping[str, Any]) -> str:

@@ -8,6 +8,22 @@ ep in that dim. Its attributes say how they are laid out:
     gate_up_proj_bias (E, 2I), or up_proj_bias (E, I); down_proj_bias (E, H)
 
 T tokens of this rank, K experts per token, H hidden size, I an expert's intermediate size, E experts.
+
+Auxiliary load-balancing loss of mixtures of experts, over tokens sharded over ranks and layers over stages.
+
+Switch Transformers (arXiv 2101.03961, section 2.2), as in transformers' `load_balancing_loss_func`: over all layers
+and tokens, with R = layers x tokens, E experts, counts c_e (how often the highest logits of a token include that of
+expert e) and probability sums p_e (of the routers' softmax),
+
+    loss = E * sum_e (c_e / R) * (p_e / R)
+
+A product of two sums is not a mean of the ranks' losses, nor of the micro-batches'. But only p carries a gradient, and
+p is a sum: with c and R of the whole step, the share of a rank's micro-batch is E * sum_e (c_e / R) * (p_e of its
+tokens / R). The shares sum to the loss and their gradients to its gradient, so no collective needs a backward.
+
+c of the step must be known before its first backward, so several micro-batches take a forward pass that only counts
+(`usp.train.engines.base`). Balancing each micro-batch on its own is cheaper and constrains the experts more:
+with few tokens it keeps them from specializing (arXiv 2501.11873).
 """
 
 from __future__ import annotations
@@ -20,15 +36,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from parallel import ParallelMesh, local_tensor
 from parallel.expert import grouped_linear, mix_experts
-from usp.model.rules import ep_violations
+from usp.model.facts import ep_violations
 
-from .models import model_facts
-from .structure.experts import expert_modules
+from .experts import expert_modules, has_balancing_loss, logits_index, router_modules
+from .models import experts_per_token, model_facts
 
 NAME = "expert_parallel"
 
@@ -39,10 +55,7 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
     Call it before FSDP; supports the meta device. Ranks that have the same tokens, as tp ranks without Megatron's
     sequence parallelism, route a part of them each and gather the results, which supports no gradients. The experts'
     gradients cover the tokens of the rank's ep group and must be summed over efsdp and dp_replicate, as FSDP over
-    `expert_modules` does.
-
-    Raises:
-        ValueError: naming all `ep_violations`.
+    `expert_modules` does. Raises ValueError, naming all `ep_violations`.
     """
     experts_mesh = mesh.expert_mesh("ep")
     violations = ep_violations(model_facts(model.config.model_type, model.config), experts_mesh.size())
@@ -56,8 +69,8 @@ def apply_ep(model: PreTrainedModel, mesh: ParallelMesh, tp_sequence_parallel: b
         if experts_mesh.size() == 1:
             continue
         for name, whole in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(whole.detach(), experts_mesh, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+            shard = distribute_tensor(whole.detach(), experts_mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
     if modules:
         model.set_experts_implementation(NAME)
 
@@ -123,3 +136,139 @@ def _divided(mix: Callable[..., Tensor], groups: Sequence[dist.ProcessGroup], *t
         dist.all_gather(gathered, mixed, group=group)
         mixed = torch.cat(gathered)
     return mixed[:total]
+
+
+def aux_loss_coefficient(config: PretrainedConfig, coefficient: float) -> float:
+    """Return the weight of the auxiliary loss: `coefficient`, or for -1 the configuration's; 0 for a model without one.
+    A model has one where transformers defines it: not DeepSeek-V3 and its like, which balance by other means."""
+    if not model_facts("", config).num_experts:
+        return 0.0  # hybrids without experts have a coefficient even so
+    if coefficient != -1:
+        return coefficient
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if has_balancing_loss(config) else 0.0
+
+
+class RouterBalance:
+    """Collector of the routers' statistics on a pipeline stage; computes the auxiliary loss on the last stage.
+
+        router.open(balance of the previous stage, or None)
+        hidden = model(...)
+        balance = router.close()                    # sent to the next stage with the hidden states
+        loss = loss + router.share(balance)         # on the last stage
+
+    model: the stage's layers, of a model for which transformers defines such a loss; may have no router.
+    coefficient: weight of the auxiliary loss: of the step, or with `by_micro_batch` of each micro-batch.
+    tp_sequence_parallel: tokens are sharded over tp as well. Shares stay replicated over tp.
+    by_micro_batch: each micro-batch has its own auxiliary loss, with its own counts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: ParallelMesh,
+        coefficient: float,
+        *,
+        tp_sequence_parallel: bool = False,
+        by_micro_batch: bool = False,
+    ) -> None:
+        self.by_micro_batch = by_micro_batch
+        self.num_experts = model_facts(model.config.model_type, model.config).num_experts
+        self.top_k = experts_per_token(model.config)
+        self.coefficient, self.device = coefficient, mesh.device_type
+        self.loss_group = mesh.group("loss")
+        self.tp_group = mesh.group("tp") if tp_sequence_parallel else None
+        self._step_counts: Tensor | None = None
+        self._routers, self._logits_index = router_modules(model), logits_index(model)
+        self._incoming: Tensor | None = None
+        self._seen: list[tuple[nn.Module, Tensor]] | None = None
+        self._real: Tensor | None = None
+        for router in self._routers:
+            router.register_forward_hook(self._record)
+
+    def open(self, incoming: Tensor | None = None, real: Tensor | None = None) -> None:
+        """Start a micro-batch's forward.
+
+        incoming: the result of `close` on the previous stage.
+        real: (B, S) bool, False for those of this rank's tokens that are padding and do not count; None: none is.
+        """
+        if real is not None and self.tp_group is not None:
+            real = real.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        self._incoming, self._seen, self._real = incoming, [], None if real is None else real.flatten()
+
+    def close(self) -> Tensor:
+        """End the forward; return (2, E) float32, counts and probability sums over the layers so far."""
+        assert self._seen is not None, "close() without open()"
+        seen, self._seen, self._real = self._seen, None, None
+        silent = len({id(router) for router in self._routers} - {id(router) for router, _ in seen})
+        cut_off = any(
+            not rows.requires_grad and any(parameter.requires_grad for parameter in router.parameters())
+            for router, rows in seen
+        )
+        if silent or (cut_off and torch.is_grad_enabled()):
+            raise RuntimeError(
+                f"of {len(self._routers)} routers {silent} did not run in this forward"
+                f"{', and some ran without autograd' if cut_off else ''}: the auxiliary loss would miss them"
+            )
+        total = self._incoming
+        if total is None:  # a leaf that requires grad: the pipeline returns a gradient for each of its inputs
+            total = torch.zeros(2, self.num_experts, device=self.device, requires_grad=True)
+        self._incoming = None
+        return total + (torch.stack([rows for _, rows in seen]).sum(dim=0) if seen else 0.0)
+
+    def set_step(self, balances: Sequence[Tensor]) -> None:
+        """Set the step's counts to those of these results of `close`, on the last stage. Collective over loss (and tp).
+        Of none: the step is one micro-batch, whose `share` counts."""
+        self._step_counts = self._over_ranks(torch.stack([b[0] for b in balances]).sum(0)) if balances else None
+
+    def share(self, balance: Tensor) -> Tensor:
+        """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp).
+
+        Over the loss axis, and the micro-batches of the step, the shares sum to the loss, and their gradients to its
+        gradient.
+        """
+        counts, probabilities = self._step_counts, balance[1]
+        if counts is None:
+            counts = self._over_ranks(balance[0].detach().clone())
+        rows = counts.double().sum() / self.top_k
+        share = self.coefficient * self.num_experts * torch.sum((counts / rows) * (probabilities / rows))
+        if self.tp_group is None:
+            return share
+        # The value covers all tp ranks, the gradient only this rank's tokens: it is summed over tp later.
+        total = share.detach().clone()
+        dist.all_reduce(total, group=self.tp_group)
+        return share + (total - share.detach())
+
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        for group in filter(None, (self.loss_group, self.tp_group)):
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    def _record(self, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        # Recomputation in the backward must save the same tensors as the forward, but is not counted again.
+        if self._seen is None and not torch.is_grad_enabled():
+            return  # a forward outside of `open` and `close`
+        probabilities = torch.softmax(local_tensor(output[self._logits_index]), dim=-1, dtype=torch.float32)
+        # As transformers does: a router that chooses by other scores is balanced by these all the same.
+        chosen = probabilities.topk(self.top_k, dim=-1).indices
+        if self._real is None:
+            sums = probabilities.sum(dim=0)
+        else:
+            chosen = chosen.where(self._real.unsqueeze(1), self.num_experts)
+            sums = _SumOfReal.apply(probabilities, self._real)
+        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts + 1)[:-1].to(torch.float32)
+        if self._seen is not None:
+            self._seen.append((router, torch.stack((counts, sums))))
+
+
+class _SumOfReal(torch.autograd.Function):
+    """Sum (T, E) over the tokens that `real` (T,) names. It keeps `real` aside from saved tensors, which a checkpointed
+    layer computes again after other micro-batches began."""
+
+    @staticmethod
+    def forward(ctx, x_TE: Tensor, real_T: Tensor) -> Tensor:
+        ctx.real = real_T
+        return x_TE.where(real_T.unsqueeze(1), 0).sum(dim=0)
+
+    @staticmethod
+    def backward(ctx, grad_E: Tensor):
+        return ctx.real.unsqueeze(1) * grad_E, None

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from parallel.reallocation.boxes import local_box, local_part
+from parallel.reallocation.boxes import Box, local_box, local_part
+from parallel.reallocation.param_layout import holdings
 
-from .disk import INDEX, uncast_names
-from .export_plan import Assembly, FilePlan, Held, holder_violations, plan_export
+from .disk import INDEX, DiskTensor, disk_layout, file_names, plan_files, stored_names, stored_tensors, uncast_names
 from .models import empty_model
 
 T = TypeVar("T")
@@ -33,6 +35,84 @@ T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9
 CONFIG = "config.json"
 PARTIAL, REPLACED = ".partial", ".replaced"  # suffixes of the directory being written, and of the one it replaces
+
+
+@dataclass(frozen=True)
+class Held:
+    """Part of a parameter held by a rank."""
+
+    box: Box
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Tensor on disk, the rank that writes it, and its parts: rank -> box of the parameter."""
+
+    tensor: DiskTensor
+    dtype: torch.dtype
+    writer: int
+    sources: dict[int, Box]
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    name: str
+    writer: int
+    tensors: list[Assembly]
+
+
+def part_violations(
+    shapes: Mapping[str, tuple[int, ...]], holders: Sequence[Mapping[str, Held]], known: Collection[str], model: str
+) -> list[str]:
+    """Return why the ranks' parts are not exactly parameters of these shapes, one message per violation.
+
+    known: names that may be there, those of `shapes` included.
+    """
+    covered: dict[str, set[Box]] = defaultdict(set)
+    kinds: dict[str, set[tuple[tuple[int, ...], torch.dtype]]] = defaultdict(set)
+    for held in holders:
+        for name, part in held.items():
+            covered[name].add(part.box)
+            kinds[name].add((part.shape, part.dtype))
+    violations = [f"rank {rank} has no weights" for rank, held in enumerate(holders) if not held]
+    violations += [f"{name} is not a parameter of {model}" for name in covered if name not in known]
+    for name, shape in shapes.items():
+        if len(kinds[name]) > 1 or any(held_shape != shape for held_shape, _ in kinds[name]):
+            there = " and ".join(sorted(f"{held_shape} {dtype}" for held_shape, dtype in kinds[name]))
+            violations.append(f"{name} is {there}, but must be {shape} of one dtype in {model}")
+        elif (elements := sum(box.numel for box in covered[name])) != Box.whole(shape).numel:
+            violations.append(f"ranks hold only {elements} of the {Box.whole(shape).numel} elements of {name}")
+    return violations
+
+
+def plan_tensors(
+    tensors: Sequence[DiskTensor],
+    holders: Sequence[Mapping[str, Held]],
+    max_shard_bytes: float,
+    names_of: Callable[[int], Sequence[str]],
+) -> list[list[FilePlan]]:
+    """Return the rounds, lists of files with different writers. names_of: the names of a number of files. Neighboring
+    files have neighboring writers, so that pipeline stages write most of their own layers."""
+    dtypes = {name: part.dtype for held in holders for name, part in held.items()}
+    boxes: dict[str, dict[int, Box]] = {}
+    for rank, held in enumerate(holders):
+        for name, part in held.items():
+            boxes.setdefault(name, {})[rank] = part.box
+    parts = {name: holdings(held.items()) for name, held in boxes.items()}
+    files = plan_files(tensors, {name: dtype.itemsize for name, dtype in dtypes.items()}, max_shard_bytes)
+    by_writer: list[list[FilePlan]] = [[] for _ in holders]
+    for number, (name, file) in enumerate(zip(names_of(len(files)), files, strict=True)):
+        writer = number * len(holders) // len(files)
+        assemblies = []
+        for tensor in file:
+            overlaps = [(part.ranks, tensor.box.overlap(part.box)) for part in parts[tensor.parameter]]
+            # Of ranks that hold the same box, the writer sends it if possible, else the first.
+            sources = {writer if writer in ranks else ranks[0]: box for ranks, box in overlaps if box}
+            assemblies.append(Assembly(tensor, dtypes[tensor.parameter], writer, sources))
+        by_writer[writer].append(FilePlan(name, writer, assemblies))
+    return [[file for file in files_of_round if file] for files_of_round in zip_longest(*by_writer)]
 
 
 @torch.no_grad()
@@ -68,11 +148,14 @@ def save_weights(
         RuntimeError: on every rank, if a rank cannot write.
     """
     whole = _exported_model(config, generation_config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}
+    model = f"the configured {config.model_type} model"
+    tensors = [*chain.from_iterable(disk_layout(whole, shapes).values())]
     write_folder(
         weights,
         folder,
-        check=lambda holders: holder_violations(whole, holders),
-        plan=lambda holders: plan_export(whole, holders, max_shard_bytes),
+        check=lambda holders: part_violations(shapes, holders, stored_names(whole), model),
+        plan=lambda holders: plan_tensors(tensors, holders, max_shard_bytes, file_names),
         describe=lambda rounds, partial: _describe(whole, rounds, partial),
         dtype=dtype,
         uncast=uncast_names(whole),
@@ -95,11 +178,10 @@ def write_folder(
 ) -> None:
     """Write a directory of safetensors files, whole or not at all. See `save_weights`, also for what is raised.
 
-    Args:
-        check: what is wrong with what all ranks hold; plan: the rounds, from the same.
-        describe: write the other files to this directory, on rank 0.
-        marker: the file by which an existing directory is known to be one that may be replaced.
-        uncast: names of weights that are not cast to `dtype`.
+    check: what is wrong with what all ranks hold; plan: the rounds, from the same.
+    describe: write the other files to this directory, on rank 0.
+    marker: the file by which an existing directory is known to be one that may be replaced.
+    uncast: names of weights that are not cast to `dtype`.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     partial = folder.with_name(folder.name + PARTIAL)
@@ -125,8 +207,8 @@ def _held(
     held, unknown = {}, []
     for name, weight in weights.items():
         try:
-            kept = weight.dtype if dtype is None or name in uncast else dtype
-            held[name] = Held(local_box(weight), tuple(weight.shape), kept)
+            stored = weight.dtype if dtype is None or name in uncast else dtype
+            held[name] = Held(local_box(weight), tuple(weight.shape), stored)
         except ValueError as error:
             unknown.append(f"{name}: {error}")
     return held, "; ".join(unknown)
@@ -195,7 +277,6 @@ def _assembled(assembly: Assembly, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _exported_model(config: PretrainedConfig, generation_config: GenerationConfig | None) -> PreTrainedModel:
-    """Return the whole model, empty, with the configurations to save."""
     config = copy.deepcopy(config)
     config.use_cache = True  # disabled while sequences are sharded
     whole = empty_model(config)
@@ -223,7 +304,6 @@ def _prepare(folder: Path, partial: Path, marker: str) -> str:
 
 
 def _describe(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], partial: Path) -> None:
-    """Write configurations and index."""
     files = [file for files in rounds for file in files]
     assemblies = [assembly for file in files for assembly in file.tensors]
     whole.config.dtype = str(assemblies[0].dtype).removeprefix("torch.")

@@ -24,30 +24,23 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
 from usp.sp.axes import SpAxes
-from usp.sp.batch import document_starts
+from usp.sp.sequence import document_starts
 from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
 
-from .mixers.sharded_mixers import apply_mixers, sharded_mixers
+from .mixers import apply_mixers, sharded_mixers
+from .probe import NEUTRAL, MaskKind, structure
 from .prune import OtherStagesLayer, backbone, model_parts
-from .structure.probe import NEUTRAL, LayerMask, MaskKind, structure
 
 NAME = "unified_sp"
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The mask of an attention module.
-
-    width: tokens of a sliding window, the query included, or of a chunk: tokens attend within their chunk, counted from
-    the document's first token.
-    """
+    """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
+    attend within their chunk, counted from the document's first token."""
 
     kind: MaskKind
     width: int = 0
-
-    @property
-    def window(self) -> tuple[int, int] | None:
-        return (self.width - 1, -1) if self.kind == "sliding" else None
 
 
 def apply_unified_sp(
@@ -79,7 +72,8 @@ def apply_unified_sp(
     model.unified_sp = attention
     guard = _ForwardGuard(attention, modules)
     for module in base.modules():
-        if _depends_on_length(module):
+        kinds = getattr(module, "rope_type", None)  # of a rotary embedding
+        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
             _turn_by_length(module, guard)
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
@@ -90,21 +84,16 @@ def apply_unified_sp(
     return model
 
 
-def run_cached(
-    model: PreTrainedModel, x: Tensor, position_ids: Tensor, kv_cache: Prefill | DecodeStep, *, first: bool
-) -> Tensor:
-    """Run a stage on prompts or on one token of each sequence, with a cache, after `apply_unified_sp`.
+def run_layers(model: PreTrainedModel, x: Tensor, *, first: bool, **inputs: Any) -> Tensor:
+    """Return the hidden states (B, S, H) of a stage below its head, after `apply_unified_sp`.
 
-    Args:
-        x: ids (B, S) on the first stage, else hidden states (B, S, H): of this rank's tokens of prompts, or S = 1.
-
-    Returns:
-        hidden states (B, S, H).
+    x: ids (B, S) on the first stage, else hidden states (B, S, H); of this rank's tokens. With a `kv_cache` these are
+        of prompts, or one token of each sequence.
     """
-    options: dict[str, Any] = {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
+    inputs |= {"input_ids" if first else "inputs_embeds": x, "use_cache": False}
     if hasattr(model.config, "output_router_logits"):
-        options["output_router_logits"] = False
-    return backbone(model)(**options, position_ids=position_ids, kv_cache=kv_cache).last_hidden_state
+        inputs["output_router_logits"] = False  # would keep all layers' logits; `RouterBalance` uses hooks
+    return backbone(model)(**inputs).last_hidden_state
 
 
 def rotary_switch(config: PretrainedConfig) -> int | None:
@@ -124,18 +113,18 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _own_config(model: PreTrainedModel) -> None:
     """Copy the model's configuration, which other models may share."""
-    shared, own = model.config, copy.deepcopy(model.config)
+    shared, copied = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
-            module.config = own  # type: ignore[assignment]
+            module.config = copied  # type: ignore[assignment]
 
 
 def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
     config, ulysses = model.config, axes.ulysses
-    found = structure(type(model), config)
-    violations = [f"model_type={config.model_type!r}: {problem}" for problem in found.problems]
-    if found.masks:
+    known = structure(type(model), config)
+    violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
+    if known.masks:
         violations += ulysses_violations(config.get_text_config().num_attention_heads, ulysses)
     if hasattr(model, NAME):
         violations.append("the model already has unified sequence parallel attention")
@@ -144,17 +133,12 @@ def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
         violations.append("output_attentions=True is not supported, there are no attention weights: set it to False")
     if violations:
         raise ValueError("; ".join(violations))
-    return {name: _mask_of(mask, config) for name, mask in found.masks.items()}
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    """Return whether a rotary embedding's frequencies depend on the longest position in a call."""
-    kinds = getattr(module, "rope_type", None)
-    return bool({"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]))
+    text = config.get_text_config()
+    return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
 
 
 def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
-    """Let a rotary embedding see the last position of the whole sequence besides its own tokens' positions.
+    """Let a rotary embedding whose frequencies depend on the longest position see the last one of the whole sequence.
 
     With a cache, each row is a sequence of its own length: of a prompt, up to the last token, which is decoded later.
     """
@@ -185,10 +169,6 @@ def _dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _mask_of(mask: LayerMask, config: PretrainedConfig) -> Mask:
-    return Mask(mask.kind, getattr(config.get_text_config(), mask.field) if mask.field else 0)
-
-
 class _ForwardGuard:
     """Forward hooks that reject arguments for which the result would differ from attention over the whole sequence."""
 
@@ -204,10 +184,7 @@ class _ForwardGuard:
                 f"base model, and unshard_sequence its hidden states"
             )
         if _named(module, args, kwargs).get("labels") is not None:
-            raise ValueError(
-                "labels would be shifted within each rank's shard of the sequence: pass labels to shard_batch, and "
-                "its shift_labels to usp.losses.causal_lm_loss"
-            )
+            raise ValueError("labels would be shifted within each rank's shard: pass labels to shard_batch")
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         named = _named(module, args, kwargs)
@@ -221,8 +198,8 @@ class _ForwardGuard:
         cu_seqlens = named.get("cu_seqlens")
         if not self.compared or cu_seqlens is not None or named.get("attention_mask") is not None:
             # If only some ranks raised, or packed documents differently, the others would hang.
-            found, axes = "; ".join(violations) or documents_of(cu_seqlens), self.attention.axes
-            agree(found, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
+            compared, axes = "; ".join(violations) or documents_of(cu_seqlens), self.attention.axes
+            agree(compared, axes.groups, "a forward's errors and cu_seqlens", axes.device_type)
             self.compared = True
         if violations:
             raise ValueError("; ".join(violations))
@@ -242,7 +219,7 @@ class _ForwardGuard:
         if kwargs.get("output_router_logits"):
             violations.append(
                 "output_router_logits=True computes the auxiliary loss over this rank's tokens only: set it to False "
-                "and add the share of usp.hf.balance.RouterBalance"
+                "and add the share of usp.hf.expert_parallel.RouterBalance"
             )
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
@@ -266,14 +243,11 @@ class _ForwardGuard:
         axes = self.attention.axes
         rows, seq_len = shape[0], shape[1] * self.attention.ranks
         self.seq_len = seq_len
-        own = axes.positions(axes.layout(self.attention.layout, seq_len))
-        expected = (own - document_starts(cu_seqlens, rows, seq_len)[:, own]).to(position_ids.device)
+        local = axes.positions(axes.layout(self.attention.layout, seq_len))
+        expected = (local - document_starts(cu_seqlens, rows, seq_len)[:, local]).to(position_ids.device)
         if position_ids.shape[-1] == expected.shape[-1] and bool((position_ids == expected).all()):
             return []
-        return [
-            f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch with this "
-            f"layout, and pass the cu_seqlens of packed documents"
-        ]
+        return [f"position_ids do not match layout={self.attention.layout!r} and cu_seqlens: use shard_batch"]
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         cache, self.cache = self.cache, None
@@ -286,7 +260,6 @@ class _ForwardGuard:
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a forward's positional and keyword arguments by name."""
     if not args:
         return kwargs
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
@@ -310,8 +283,8 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's `unified_sp`: (B, N, S, H) in, (B, S, N, H) out."""
-    given = [name for name, value in kwargs.items() if value is not None]
-    violations = [f"{name} is not supported by unified_sp" for name in given if name not in NEUTRAL]
+    present = [name for name, value in kwargs.items() if value is not None]
+    violations = [f"{name} is not supported by unified_sp" for name in present if name not in NEUTRAL]
     if attention_mask is not None:
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
@@ -327,22 +300,11 @@ def _attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
+    options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if isinstance(kv_cache, DecodeStep):
-        window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
-        options: Any = {"scale": scaling, "window": window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-        return kv_cache.attend(module.layer_idx, q, k, v, **options), None  # type: ignore[arg-type]
+        return kv_cache.attend(module.layer_idx, q, k, v, window=window, **options), None  # type: ignore[arg-type]
     if kv_cache is not None:
         kv_cache.store(module.layer_idx, k, v)  # type: ignore[arg-type]
-    out = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scaling,
-        window=mask.window,
-        softcap=softcap,
-        cu_seqlens=cu_seqlens,
-        sinks=s_aux,
-        chunk=mask.width if mask.kind == "chunked" else None,
-    )
-    return out, None
+    sides = None if window is None else (window - 1, -1)
+    return attention(q, k, v, causal=causal, window=sides, cu_seqlens=cu_seqlens, **options), None

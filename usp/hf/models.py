@@ -4,8 +4,7 @@ A model with a scalar head (critic, reward model), which outputs one value per t
 <Family>ForSequenceClassification with one label, as named by `architectures` in its configuration.
 
 Nothing is downloaded and no code from a checkpoint is executed: a model is a preset or a local directory, its class is
-one that transformers ships, and its weights are safetensors.
-"""
+one that transformers ships, and its weights are safetensors."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from usp.model.facts import NO_ATTENTION, ModelFacts
 from usp.presets import PRESETS
 from usp.run.failures import nearest
 
+from .disk import disk_layout, kept_names
+from .experts import expert_problems, has_balancing_loss
+from .probe import structure
 from .prune import backbone, model_parts
-from .structure.conversion import disk_layout
-from .structure.experts import expert_problems, has_balancing_loss
-from .structure.probe import structure
 
-# Families with formulas of activation memory (`usp.cost`).
+# Families with formulas of activation memory (`usp.predict`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 ModelConfig: TypeAlias = PretrainedConfig
@@ -57,11 +56,10 @@ def load_model_config(
 
     new_head: replace a causal LM's head by a scalar one, which `load_weights` initializes; if False, a directory must
         already have the requested head.
-    weights: whether a directory must have weights as well, rather than config.json alone.
+    weights: whether a directory must have weights as well, not only config.json.
 
-    Raises:
-        ValueError: if `model` is neither, has an unsupported model type, weight format or head, or, for a causal LM,
-            an unreadable generation configuration.
+    Raises ValueError if `model` is neither, has an unsupported model type, weight format or head, or, for a causal LM,
+    an unreadable generation configuration.
     """
     if model in PRESETS:
         config = AutoConfig.for_model(PRESETS[model].model_type, **PRESETS[model].options)
@@ -94,10 +92,10 @@ def training_problems(config: PretrainedConfig) -> str:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of this type"
     if config.get_text_config() is not config:
-        return "its text model is one of several parts: save and use that alone"
+        return "its text model is one of several parts: save only that and use it"
     model = empty_model(config, causal=True)
-    found = structure(type(model), model.config)
-    problems = list(found.problems)
+    known = structure(type(model), model.config)
+    problems = list(known.problems)
     try:
         parts = model_parts(model)
     except ValueError as error:
@@ -105,7 +103,7 @@ def training_problems(config: PretrainedConfig) -> str:
     else:
         staged = {parts.embedding, *parts.positions, parts.layers, parts.norm}
         children = backbone(model).named_children()
-        if not found.in_stages:
+        if not known.in_stages:
             problems.append("it changes hidden states outside of its layers and its norm")
         elif others := [name for name, part in children if name not in staged and any(part.named_parameters())]:
             problems.append(f"its {', '.join(others)} would be on no stage: only embedding, layers, norm and head are")
@@ -126,17 +124,12 @@ def formula_violation(name: str, config: PretrainedConfig) -> str | None:
     """Return why there are no formulas for the model called `name`; None if there are."""
     if config.model_type in FAMILIES:
         return None
-    return (
-        f"model={name} has model_type={config.model_type!r}, which train.py trains and this command does not know: use "
-        f"a model of {', '.join(FAMILIES)}"
-    )
+    return f"model={name} has model_type={config.model_type!r}, but formulas are only known for {', '.join(FAMILIES)}"
 
 
 def load_generation_config(folder: Path) -> GenerationConfig | None:
     """Load the generation configuration of a checkpoint directory; None if it has no generation_config.json.
-
-    Configurations that transformers only warns about are accepted. Raises ValueError for an unreadable one.
-    """
+    Configurations that transformers only warns about are accepted. Raises ValueError for an unreadable one."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return None
@@ -148,8 +141,8 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 
 def end_of_sequence_ids(model: str) -> tuple[int, ...]:
     """Return the ids that end a sequence by the generation_config.json of a model folder; none for a preset."""
-    found = None if model in PRESETS else load_generation_config(Path(model).expanduser())
-    ids = None if found is None else found.eos_token_id
+    config = None if model in PRESETS else load_generation_config(Path(model).expanduser())
+    ids = None if config is None else config.eos_token_id
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
@@ -160,10 +153,7 @@ def _with_head(model: str, config: PretrainedConfig, head: ModelHead, new_head: 
         raise ValueError(f"model={model} has num_labels={config.num_labels}, but a scalar head must have 1")
     if head == "scalar" and not is_scalar(config):
         if not new_head:
-            raise ValueError(
-                f"model={model} is a causal LM without a scalar head: request a new head, or use the directory of a "
-                f"model that has one"
-            )
+            raise ValueError(f"model={model} is a causal LM without a scalar head: request a new head")
         if violation := scalar_violation(config):
             raise ValueError(f"model={model} cannot have a scalar head: {violation}")
         return scalar_config(config)
@@ -184,13 +174,7 @@ def scalar_violation(config: PretrainedConfig) -> str | None:
 
 
 def scalar_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the same model with a scalar head instead of a causal LM's.
-
-    Raises:
-        ValueError: for a model type without one.
-    """
-    if violation := scalar_violation(config):
-        raise ValueError(violation)
+    """Return the configuration of the same model with a scalar head instead of a causal LM's."""
     config = copy.deepcopy(config)
     config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]).__name__]
     config.num_labels = 1
@@ -210,13 +194,11 @@ def with_context(config: PretrainedConfig, seq_len: int, scaling: str, pretraine
     linear and yarn are transformers' rope types; ntk changes only the base, so it extends a scaled model as well. The
     configuration states what was trained, so an exported model is loaded with it.
 
-    Args:
-        scaling: how rotary positions are scaled beyond the model's limit: none, linear, ntk or yarn.
-        pretrained: if False, the weights are random, and a longer context needs no scaling.
+    scaling: how rotary positions are scaled beyond the model's limit: none, linear, ntk or yarn.
+    pretrained: if False, the weights are random, and a longer context needs no scaling.
 
-    Raises:
-        ValueError: for a `seq_len` beyond the limit of a pretrained model without a scaling, a scaling that is not
-            needed, and one that cannot extend the model's own.
+    Raises ValueError for a `seq_len` beyond the limit of a pretrained model without a scaling, a scaling that is not
+    needed, and one that cannot extend the model's own.
     """
     limit = getattr(config, LIMIT, None) or seq_len
     longer = seq_len > limit
@@ -247,7 +229,6 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def _scale(config: PretrainedConfig, seq_len: int, limit: int, scaling: str) -> None:
-    """Change the rotary parameters of `config`, or where they differ by layer type those of full attention."""
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         raise ValueError(f"rope_scaling={scaling}: the model has no rotary positions; use seq_len={limit} or less")
@@ -276,9 +257,17 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
     window = getattr(config, "sliding_window", None) or 0
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [default_kind] * config.num_hidden_layers
-    num_experts = next((found for name in _NUM_EXPERTS if (found := getattr(config, name, None))), 0)
+    num_experts = next((number for name in _NUM_EXPERTS if (number := getattr(config, name, None))), 0)
     if not isinstance(num_experts, int):
         raise ValueError(f"num_experts={num_experts} differs between layers")
+    has_dense_mlps = (  # of a mixture of experts, which families say in different fields
+        getattr(config, "mlp_only_layers", None)
+        or getattr(config, "decoder_sparse_step", 1) > 1
+        or "dense" in (getattr(config, "mlp_layer_types", None) or ())
+        or any(getattr(config, name, None) for name in ("first_k_dense_replace", "num_dense_layers"))
+        or (getattr(config, "moe_layer_start_index", None) or 0) > 0
+        or (getattr(config, "moe_layer_interval", None) or 1) > 1
+    )
     return ModelFacts(
         name=model,
         num_heads=heads,
@@ -288,8 +277,11 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
         or getattr(config, "head_dim", None)
         or config.hidden_size // heads,
         vocab_size=config.vocab_size,
-        windows=tuple(_window_of(kind, window) for kind in kinds),
-        intermediate_size=_dense_width(config) if _has_dense_mlps(config) or not num_experts else 0,
+        windows=tuple(
+            NO_ATTENTION if kind in WITHOUT_ATTENTION else window if kind == "sliding_attention" else 0
+            for kind in kinds
+        ),
+        intermediate_size=_dense_width(config) if has_dense_mlps or not num_experts else 0,
         num_experts=num_experts,
         router_jitter=getattr(config, "router_jitter_noise", None) or 0.0,
         balancing_loss=has_balancing_loss(config),
@@ -300,19 +292,7 @@ def model_facts(model: str, config: PretrainedConfig) -> ModelFacts:
 
 def experts_per_token(config: PretrainedConfig) -> int:
     """Return how many experts a token is routed to; 0 for a dense model."""
-    return next((found for name in _EXPERTS_PER_TOKEN if (found := getattr(config, name, None))), 0)
-
-
-def _has_dense_mlps(config: PretrainedConfig) -> bool:
-    """Return whether some layers of a mixture of experts are dense, which families say in different fields."""
-    return bool(
-        getattr(config, "mlp_only_layers", None)
-        or getattr(config, "decoder_sparse_step", 1) > 1
-        or "dense" in (getattr(config, "mlp_layer_types", None) or ())
-        or any(getattr(config, name, None) for name in ("first_k_dense_replace", "num_dense_layers"))
-        or (getattr(config, "moe_layer_start_index", None) or 0) > 0
-        or (getattr(config, "moe_layer_interval", None) or 1) > 1
-    )
+    return next((number for name in _EXPERTS_PER_TOKEN if (number := getattr(config, name, None))), 0)
 
 
 def _dense_width(config: PretrainedConfig) -> int:
@@ -320,13 +300,6 @@ def _dense_width(config: PretrainedConfig) -> int:
     if hasattr(config, "n_inner"):  # of GPT-2 and its kin, None by default
         return config.n_inner or 4 * config.hidden_size
     return config.ffn_dim if hasattr(config, "ffn_dim") else config.intermediate_size
-
-
-def _window_of(kind: str, window: int) -> int:
-    """Return the entry of `ModelFacts.windows` for a layer type of transformers."""
-    if kind in WITHOUT_ATTENTION:
-        return NO_ATTENTION
-    return window if kind == "sliding_attention" else 0
 
 
 def empty_model(config: PretrainedConfig, causal: bool = False) -> PreTrainedModel:
@@ -346,18 +319,12 @@ def materialise(model: nn.Module, device: torch.device, parameters: torch.device
 
     parameters: their device, if it is not that of the buffers.
     """
-    kept = kept_names(model)
+    first_names = kept_names(model)
     model.to_empty(device=parameters or device)
     for module in model.modules() if parameters is not None else ():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-    for name, first in kept.items():
+    for name, first in first_names.items():
         if name != first:
             prefix, _, last = name.rpartition(".")
             model.get_submodule(prefix)._parameters[last] = model.get_parameter(first)
-
-
-def kept_names(model: nn.Module) -> dict[str, str]:
-    """Map each parameter name to the name it is stored under: its own, or for tied parameters the first one's."""
-    first: dict[nn.Parameter, str] = {}
-    return {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}

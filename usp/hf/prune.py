@@ -21,9 +21,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 class OtherStagesLayer(nn.Module):
     """Placeholder for a layer of another stage, without parameters; returns hidden states unchanged.
 
-    Args:
-        layer: whose place it takes; its attributes that are text, such as its kind, are kept.
-        outputs: how many values the layer returns in a tuple; 0 for hidden states alone.
+    layer: whose place it takes; its attributes that are text, such as its kind, are kept.
+    outputs: how many values the layer returns in a tuple; 0 if it returns only hidden states.
     """
 
     def __init__(self, layer: nn.Module, outputs: int = 0) -> None:
@@ -45,13 +44,7 @@ class FirstStagesPositions(nn.Module):
 @dataclass(frozen=True)
 class Parts:
     """The parts by which a model is divided into stages: names of modules in its backbone, and of its `head`.
-
-    Attributes:
-        embedding: of the ids.
-        positions: learned embeddings of positions, which are added to that of the ids.
-        layers: the list of layers.
-        norm: applied after the layers.
-    """
+    positions: learned embeddings of positions, which are added to that of the ids."""
 
     embedding: str
     positions: tuple[str, ...]
@@ -71,11 +64,8 @@ def backbone_name(model: PreTrainedModel) -> str:
 
 
 def model_parts(model: PreTrainedModel) -> Parts:
-    """Find the parts of a model with an output head, by what they are rather than by their names.
-
-    Raises:
-        ValueError: naming what the model lacks.
-    """
+    """Find the parts of a model with an output head, by what they are rather than by their names. Raises ValueError,
+    naming what the model lacks."""
     known = getattr(model, "parts", None)
     if isinstance(known, Parts):  # of a stage, which lacks some
         return known
@@ -88,8 +78,10 @@ def model_parts(model: PreTrainedModel) -> Parts:
             names["a list of layers"] = name
         elif "norm" in type(module).__name__.lower():
             names["a norm after its layers"] = name  # of several, the last; that it comes last, the probe verifies
+    scalar = isinstance(model, GenericForSequenceClassification)
+    output = cast(Any, model).score if scalar else model.get_output_embeddings()
     for name, module in model.named_children():
-        if module is _head(model):
+        if module is output and isinstance(module, nn.Linear):
             names["an output head"] = name
     wanted = ("an embedding of ids", "a list of layers", "a norm after its layers", "an output head")
     if missing := [name for name in wanted if name not in names]:
@@ -108,14 +100,10 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
 
     outputs: of its layers, as in `OtherStagesLayer`.
 
-    Raises:
-        ValueError: if `layers` are not consecutive layers of the model, if it shares other parameters between stages,
-            or has other parts than these.
+    Raises ValueError if the model shares other parameters between stages, or has other parts than these.
     """
     base, parts = backbone(model), model_parts(model)
     stack = getattr(base, parts.layers)
-    if not (0 <= layers.start < layers.stop <= len(stack) and layers.step == 1):
-        raise ValueError(f"{layers} must be consecutive ones of the model's {len(stack)} layers")
     aliases: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases[parameter].append(name)
@@ -131,30 +119,17 @@ def prune_to_stage(model: PreTrainedModel, layers: range, first: bool, last: boo
     if not last:
         setattr(base, parts.norm, nn.Identity())
         setattr(model, parts.head, None)
-    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    parted = [names for names in aliases.values() if names != ends and 0 < len(kept & {*names}) < len(names)]
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parted = [names for names in aliases.values() if names != ends and 0 < len(present & {*names}) < len(names)]
     if parted:
         shared = "; ".join(" and ".join(names) for names in parted)
         raise ValueError(f"{shared} of {type(model).__name__} are one parameter, but on different stages: use pp=1")
     model.parts = parts  # type: ignore[assignment]
     if first != last:
-        model.tied_ends = {name: ends[0] for name in ends if name in kept}  # type: ignore[assignment]
+        model.tied_ends = {name: ends[0] for name in ends if name in present}  # type: ignore[assignment]
 
 
 def tied_ends(model: nn.Module) -> dict[str, str]:
-    """Return {name: name under which it is stored} of a stage's parameter of which another stage has a copy.
-
-    That is the embedding of the first stage, or the head of the last, stored as that embedding.
-    """
+    """Return {name: name under which it is stored} of a stage's parameter that another stage has a copy of. That is the
+    embedding of the first stage, or the head of the last, stored as that embedding."""
     return getattr(model, "tied_ends", {})
-
-
-def head_name(model: PreTrainedModel) -> str:
-    """Return the name of the output head's module."""
-    return model_parts(model).head
-
-
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    scalar = isinstance(model, GenericForSequenceClassification)
-    head = cast(Any, model).score if scalar else model.get_output_embeddings()
-    return head if isinstance(head, nn.Linear) else None

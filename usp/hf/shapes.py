@@ -9,18 +9,16 @@ from transformers import PretrainedConfig
 
 from usp.model.facts import LayerShape, ModelFacts, ModelShape, ModuleNames, ParameterShape
 
+from .experts import expert_modules
 from .integrate import decoder_layers
 from .models import empty_model, experts_per_token
 from .prune import backbone, backbone_name, model_parts
-from .structure.experts import expert_modules
 from .tensor_parallel import tp_plan
 
 
 def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
     """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
-
-    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one.
-    """
+    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one."""
     model = empty_model(config)
     plan = [(re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style) for name, style in tp_plan(model).items()]
     experts = {id(p) for module in expert_modules(model) for p in module.parameters()}
@@ -28,13 +26,13 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
 
     def shapes(module: nn.Module, routed: bool = False) -> tuple[ParameterShape, ...]:
         """Return the shapes of the experts, or of all other parameters."""
-        found = []
+        of_kind = []
         for name, parameter in module.named_parameters():
             owner = f"{names[id(module)]}.{name}".rpartition(".")[0]
             style = next((style for pattern, style in plan if pattern.fullmatch(owner)), "replicated")
             if routed == (id(parameter) in experts):
-                found.append(ParameterShape(name, tuple(parameter.shape), "untouched" if routed else style))
-        return tuple(found)
+                of_kind.append(ParameterShape(name, tuple(parameter.shape), "untouched" if routed else style))
+        return tuple(of_kind)
 
     parts, base = model_parts(model), backbone_name(model)
     head = model.get_submodule(parts.head)

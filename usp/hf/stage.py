@@ -10,7 +10,7 @@ stage is both first and last.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from parallel import ParallelMesh
 from usp.losses.output_heads import Head, LastHidden
 from usp.losses.vocabulary import UNCHANGED, LogitTransform
 
-from .balance import RouterBalance
-from .prune import backbone, head_name
+from .expert_parallel import RouterBalance
+from .integrate import run_layers
+from .prune import backbone, model_parts
 
 _SLOPE, _FAR = 2.0**-20, 2.0**40  # exact in every dtype: where a softcap has not begun, and where it has ended
 _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
@@ -31,12 +32,11 @@ _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
 class CausalLMStage(nn.Module):
     """Stage of `model`, and the root module that the engine shards.
 
-    Args:
-        first: the stage takes ids.
-        last: the stage has the output head.
-        loss_chunk: number of tokens whose logits exist at a time.
-        balance: collects the routers' statistics if their auxiliary loss is part of the loss.
-        transform: from `logit_transform`, for models with one.
+    first: the stage takes ids.
+    last: the stage has the output head.
+    loss_chunk: number of tokens whose logits exist at a time.
+    balance: collects the routers' statistics if their auxiliary loss is part of the loss.
+    transform: from `logit_transform`, for models with one.
     """
 
     def __init__(
@@ -82,15 +82,12 @@ class CausalLMStage(nn.Module):
         """
         if self.balance is not None:
             self.balance.open(chosen, real)
-        options: dict[str, Any] = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
-        if hasattr(self.model.config, "output_router_logits"):
-            options["output_router_logits"] = False  # would keep all layers' logits; `balance` uses hooks
-        hidden = backbone(self.model)(**options, position_ids=position_ids, cu_seqlens=cu_seqlens).last_hidden_state
+        hidden = run_layers(self.model, x, first=self.first, position_ids=position_ids, cu_seqlens=cu_seqlens)
         if self.balance is not None:
             chosen = self.balance.close()
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
-        linear = cast(nn.Linear, getattr(self.model, head_name(self.model)))
+        linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
         last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
@@ -105,17 +102,15 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
 
     A scale of the head's input (MiniCPM 3) is one of its logits. Calls the model's own forward around a base model and
     a head that return known values. The configuration does not tell: of two families with `logits_scaling`, Granite
-    divides by it and HyperCLOVA X multiplies.
-
-    Raises:
-        ValueError: for any other transform, and if the head is not applied to the last hidden states.
+    divides by it and HyperCLOVA X multiplies. Raises ValueError for any other transform, and if the head is not applied
+    to the last hidden states.
     """
-    name = head_name(model)
+    name = model_parts(model).head
     head, base = cast(nn.Linear, getattr(model, name)), backbone(model)
     kind = type(model).__name__
-    given = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
+    known = torch.tensor([_SLOPE, _FAR, *_CHECKED], dtype=torch.float64)
     last = torch.linspace(-1.0, 1.0, head.in_features).view(1, 1, -1)
-    model._modules[name] = _Known(given, last, scalable=head.bias is None)
+    model._modules[name] = _Known(known, last, scalable=head.bias is None)
     base.forward = lambda *args, **kwargs: _LastHiddenOnly(last_hidden_state=last)
     try:
         logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.flatten().double()
@@ -126,7 +121,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
         del base.forward
     scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
     transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
-    expected = given.clone()
+    expected = known.clone()
     transform.apply_(expected)
     if not torch.allclose(logits, expected, rtol=1e-6, atol=1e-9):
         raise ValueError(

@@ -10,11 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
 from parallel.tensor import apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
-from usp.model.rules import tp_violations
+from usp.model.facts import tp_violations
 
 from .models import is_scalar, model_facts
+from .probe import structure
 from .prune import backbone, backbone_name, model_parts
-from .structure.probe import structure
 
 _TOKEN_DIM = -2  # of hidden states (batch, tokens, hidden), which some shared experts get as (tokens, hidden)
 _PARTIAL, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
@@ -31,14 +31,12 @@ def apply_tp(model: PreTrainedModel, mesh: ParallelMesh, sequence_parallel: bool
     the same values. All parameters except experts become DTensors over tp. Each tp rank takes the same tokens and
     returns the same hidden states. The output head is not called: the loss uses its weight, sharded by vocabulary rows.
 
-    Args:
-        sequence_parallel: between attention and MLP, hidden states are (B, S / tp, H), where S are the tokens of a
-            ring x ulysses rank. A pipeline stage other than the first takes them in this shape, and returns them in it
-            if its final norm is nn.Identity; the last stage's output is gathered.
-        trained: the model has a backward, in which tp ranks that route the same tokens would count them twice.
+    sequence_parallel: between attention and MLP, hidden states are (B, S / tp, H), where S are the tokens of a ring x
+        ulysses rank. A pipeline stage other than the first takes them in this shape, and returns them in it if its
+        final norm is nn.Identity; the last stage's output is gathered.
+    trained: the model has a backward, in which tp ranks that route the same tokens would count them twice.
 
-    Raises:
-        ValueError: naming all `tp_problems`.
+    Raises ValueError, naming all `tp_problems`.
     """
     if problems := tp_problems(model, mesh.size("tp"), sequence_parallel, trained):
         raise ValueError("; ".join(problems))
@@ -72,7 +70,6 @@ def tp_problems(model: PreTrainedModel, tp: int, sequence_parallel: bool, traine
 
 
 def _undivided_attention(model: PreTrainedModel) -> list[str]:
-    """Return the kinds of attention that the plan leaves whole on every rank."""
     divided = {name.rpartition(".")[0] for name in module_styles(model, tp_plan(model))}
     names = {f"{backbone_name(model)}.{name}" for name in structure(type(model), model.config).masks}
     attention = {name: module for name, module in model.named_modules() if name in names}

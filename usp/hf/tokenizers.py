@@ -1,30 +1,251 @@
-"""Local transformers tokenizers, and ByT5's tokenizer as the saved form of the byte tokenizer."""
+"""Local transformers tokenizers, ByT5's as the saved form of the byte tokenizer, and their chat templates.
+
+A chat becomes ids, and a mask of what the assistant writes. With generation marks in the template, both are those of
+`apply_chat_template`: a token is the assistant's if any of its characters is between the marks.
+
+Without marks, `find_spans` finds what the assistant writes by rendering the beginnings of a chat. The messages before
+one of the assistant's are rendered with what begins the next one (`add_generation_prompt`): if the whole chat begins
+with that, the message begins there. It ends where a chat of the messages up to it ends, if the whole chat begins with
+this too, except for special tokens at its end. Templates that write earlier messages in another way, such as without
+their reasoning, fail this test. Then a letter is added to the message: if the whole chat has that letter more, and is
+otherwise the same, the message ends there, with the special token that follows. Otherwise the chat is refused.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, ByT5Tokenizer, TokenizersBackend
+import numpy as np
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from usp.data.tokenizer import BYTES, ByteTokenizer, TextTokenizer, Tokenizer
+from usp.data.chats import Chat, Ids, Mask, Message
+from usp.data.tokenizer import BYTE_EOS, BYTES, ByteTokenizer, TextTokenizer, Tokenizer
 from usp.presets import PRESETS
 
-from .chat.template import ChatTemplate
-
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ASSISTANT = "assistant"
 AUTO = "auto"
 # A directory with one of these holds a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 BESIDE = "tokenizer"  # directory beside a model with the byte tokenizer
+SHOWN = 60  # characters in messages
+# A template is a program: messages that it does not expect may make any operation fail.
+FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+
+Span = tuple[int, int]  # characters
+Messages = Sequence[Message]
+Render = Callable[[Messages, bool], str]  # with or without the beginning of the assistant's next message
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of `tokenizer`, which messages call `name`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Everything that the ids of a chat depend on, besides the tokenizer."""
+        content = json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], sort_keys=True)
+        return f"template {hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+
+    def encode(self, chat: Chat) -> tuple[Ids, Mask]:
+        """Return the ids of a chat and which of them the assistant writes after the prompt, each (ids,). Raises
+        ValueError, naming the row, if the template refuses it, or if no token is the assistant's."""
+        if not (self.tokenizer.is_fast or isinstance(self.tokenizer, ByT5Tokenizer)):
+            raise ValueError(f"{chat.where}: chats need a tokenizer.json, which tokenizer={self.name} does not have")
+        text, spans = self._spans(chat)
+        ids, mask = self._tokens(text, spans)
+        if not mask[1:].any():
+            advice = "put {% generation %} and {% endgeneration %} around what the assistant writes in the template"
+            raise ValueError(
+                f"{chat.where}: by the chat template of tokenizer={self.name} no token of these {len(chat.messages)} "
+                f"messages is the assistant's, so nothing would be trained on: "
+                + (advice if any(m["role"] == ASSISTANT for m in chat.messages[chat.prompt :]) else "add its message")
+            )
+        return ids, mask
+
+    def prompt(self, chat: Chat) -> Ids:
+        """Return the ids of a chat up to where the assistant's next message begins, shape (ids,). Raises ValueError,
+        naming the row, if the template refuses it."""
+        text, _ = self._render(chat, chat.messages, begin=True)
+        return self._tokens(text, [])[0]
+
+    def _spans(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Return the text of a chat and the characters that the assistant writes after the prompt."""
+        marked = bool(MARK.search(self.tokenizer.get_chat_template(None, chat.tools)))
+        text, spans = self._render(chat, chat.messages, marks=marked)
+        if not marked:
+            special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+            special |= set(self.tokenizer.all_special_tokens)
+            try:
+                render = partial(self._render, chat)
+                spans = find_spans(lambda some, begin: render(some, begin)[0], chat.messages, special, chat.prompt)
+            except ValueError as error:
+                raise ValueError(f"{chat.where}: {str(error).removeprefix(f'{chat.where}: ')}") from error
+        elif chat.prompt:
+            prompts = (self._render(chat, chat.messages[: chat.prompt], begin)[0] for begin in (True, False))
+            length = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
+            if length is None:
+                raise ValueError(
+                    f"{chat.where}: the chat template of tokenizer={self.name} writes the prompt in another way when "
+                    f"the completion follows: give all of the chat under 'messages'"
+                )
+            spans = [(max(begin, length), end) for begin, end in spans if end > length]
+        return text, spans
+
+    def _render(
+        self, chat: Chat, messages: Sequence[Message], begin: bool = False, marks: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Return the text of messages of a chat, and the characters that are marked. begin: end with what begins the
+        assistant's next message."""
+        special: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        try:
+            rendered: Any = render_jinja_template(  # annotated as text
+                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+                list(chat.tools) if chat.tools else None,
+                chat_template=self.tokenizer.get_chat_template(None, chat.tools),
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=begin,
+                **special,
+            )
+        except FAILURES as error:
+            what = "messages"
+            if len(messages) < len(chat.messages):
+                what = f"first {len(messages)} messages, which show what the assistant writes without marks"
+            template = f"chat template of tokenizer={self.name}"
+            raise ValueError(f"{chat.where}: the {template} fails for the {what}: {error}") from error
+        texts, spans = rendered
+        return texts[0], spans[0] if marks else []
+
+    def _tokens(self, text: str, spans: list[Span]) -> tuple[Ids, Mask]:
+        if isinstance(self.tokenizer, ByT5Tokenizer):
+            return _bytes(text, spans)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids = np.asarray(encoded["input_ids"], np.int64)
+        mask = np.zeros(len(ids), np.bool_)
+        for begin, end in spans:
+            # Normalizers may drop characters, which then belong to no token.
+            places = (encoded.char_to_token(at) for at in range(begin, end))
+            first = next((place for place in places if place is not None), None)
+            places = (encoded.char_to_token(at) for at in range(end - 1, begin - 1, -1))
+            last = next((place for place in places if place is not None), None)
+            if first is not None and last is not None:
+                mask[first : last + 1] = True
+        return ids, mask
+
+
+def _bytes(text: str, spans: list[Span]) -> tuple[Ids, Mask]:
+    """Return the ids of ByT5 and their mask: a byte is a token, and so is the end of a sequence written out."""
+    inside = np.zeros(len(text), np.bool_)
+    for begin, end in spans:
+        inside[begin:end] = True
+    ids, masks, at = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], 0
+    for part in re.split("(</s>)", text):
+        if part == "</s>":
+            ids.append(np.array([BYTE_EOS]))
+            masks.append(inside[at : at + 1])
+        else:
+            ids.append(ByteTokenizer().encode(part))
+            lengths = [len(character.encode("utf-8", "replace")) for character in part]
+            masks.append(np.repeat(inside[at : at + len(part)], lengths))
+        at += len(part)
+    return np.concatenate(ids), np.concatenate(masks)
+
+
+def find_spans(render: Render, messages: Messages, special: Collection[str], first: int = 0) -> list[Span]:
+    """Return the characters of the rendered chat that the assistant writes in each of its messages.
+
+    A span ends with the last of the special tokens that end the message, without the whitespace behind it.
+
+    special: special tokens as text. first: number of the first message that is considered.
+
+    Raises ValueError for a message whose span cannot be found.
+    """
+    whole = render(messages, False)
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT and number >= first:
+            before = render(messages[:number], True)
+            if not whole.startswith(before):
+                same = _common(whole, before)
+                writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
+                raise _unknown(number, f"begins it with {before[-SHOWN:]!r}, but writes {writes!r}")
+            end = _end(whole, render(messages[: number + 1], False), special)
+            if end is None:
+                end = _end_by_letter(render, messages, number, whole, special)
+            if end is None or end < len(before):
+                raise _unknown(number, "writes it in another way when more messages follow")
+            spans.append((len(before), end))
+    return spans
+
+
+def _end(whole: str, ended: str, special: Collection[str]) -> int | None:
+    """Return where the last message of `ended` ends in `whole`, which may continue differently after it."""
+    endings: list[str] = []  # special tokens and whitespace at the end of `ended`
+    text = ended
+    while text:
+        whitespace = text[len(text.rstrip()) :]
+        ending = next((token for token in special if token and text.endswith(token)), whitespace)
+        if not ending:
+            break
+        endings.insert(0, ending)
+        text = text.removesuffix(ending)
+    if not whole.startswith(text):
+        return None
+    end = last = len(text)
+    for ending in endings:
+        if not whole.startswith(ending, end):
+            break
+        end += len(ending)
+        last = end if ending in special else last
+    return last if last > len(text) else end
+
+
+def _end_by_letter(render: Render, messages: Messages, number: int, whole: str, special: Collection[str]) -> int | None:
+    """Return where a message that holds only text ends in `whole`, by adding a letter to it."""
+    message = messages[number]
+    content = message.get("content")
+    if message.keys() - {"role", "content"} or not isinstance(content, str):
+        return None
+    for text in {content, content.rstrip()}:  # templates keep whitespace at the end, or drop it
+        letter = "y" if text.endswith("x") else "x"
+        longer = {**message, "content": text + letter}
+        changed = render([*messages[:number], longer, *messages[number + 1 :]], False)
+        end = _common(whole, changed)
+        token = next((token for token in special if token and whole.startswith(token, end)), None)
+        if changed == whole[:end] + letter + whole[end:] and token:
+            return end + len(token)
+    return None
+
+
+def _common(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _unknown(number: int, why: str) -> ValueError:
+    return ValueError(
+        f"the chat template does not mark what the assistant generates, and it does not show either: of message "
+        f"{number + 1} it {why}; put {{% generation %}} and {{% endgeneration %}} around what the assistant writes in "
+        f"the template, in a file that chat_template names"
+    )
 
 
 def tokenizer_of(tokenizer: str, model: str) -> str:
     """Return where the tokenizer is: `tokenizer`, or for `auto` bytes for a preset and otherwise the model's directory.
-
-    Raises:
-        ValueError: for `auto`, if the model's directory holds no tokenizer.
-    """
+    Raises ValueError for `auto`, if the model's directory holds no tokenizer."""
     if tokenizer != AUTO:
         return tokenizer
     folder = Path(model).expanduser()
@@ -33,22 +254,19 @@ def tokenizer_of(tokenizer: str, model: str) -> str:
     for candidate in (folder, folder.parent / BESIDE):
         if any((candidate / name).is_file() for name in FILES):
             return str(candidate)
-    raise ValueError(
-        f"model={model} holds no tokenizer: set tokenizer to the directory of the model's own, or to {BYTES}"
-    )
+    raise ValueError(f"model={model} holds no tokenizer: set tokenizer to the directory of one, or to {BYTES}")
 
 
 def load_tokenizer(tokenizer: str, bos: str = AUTO, parse_special: bool = False, chat_template: str = "") -> Tokenizer:
     """Return the byte tokenizer, or load one from the local directory `tokenizer`.
 
-    Args:
-        bos: "always" and "never" say whether documents begin with the tokenizer's BOS; "auto" does as the tokenizer.
-        parse_special: whether special tokens written out in a text become their ids; in chats they always do, because
-            templates write them out.
-        chat_template: file with a chat template, instead of the tokenizer's own.
+    bos: "always" and "never" say whether documents begin with the tokenizer's BOS; "auto" does as the tokenizer.
+    parse_special: whether special tokens written out in a text become their ids; in chats they always do, because
+        templates write them out.
+    chat_template: file with a chat template, instead of the tokenizer's own.
 
-    Raises:
-        ValueError: if it has no tokenizer, or for "always" no BOS, or if there is no file of that name.
+    Raises ValueError if the directory has no tokenizer, if `bos` is "always" and the tokenizer has none, or if
+    `chat_template` does not exist.
     """
     if tokenizer == BYTES:
         return _with_bos(ByteTokenizer(chats=_chats(ByT5Tokenizer(), chat_template, BYTES)), bos)

@@ -1,8 +1,10 @@
-"""Import of weights from a transformers safetensors directory; each rank reads only its boxes."""
+"""The weights of a model: random values that do not depend on the layout, and each rank's boxes from a model folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,102 @@ from transformers import PreTrainedModel
 
 from parallel.reallocation.boxes import local_box, local_part
 
-from .disk import base_parameters, choose_tensors, persistent_buffers, read_headers, stored_names
-from .initialise import fill_buffers, initialise
+from .disk import (
+    DiskTensor,
+    base_parameters,
+    choose_tensors,
+    kept_names,
+    persistent_buffers,
+    read_headers,
+    stored_names,
+)
 from .models import empty_model, load_generation_config
-from .prune import head_name
-from .structure.conversion import DiskTensor
+from .prune import model_parts
 
+_UNSET = -12345  # of integers, which have no nan
 _ROWS_AT_A_TIME = 4096
+
+
+@torch.no_grad()
+def initialise(model: PreTrainedModel, seed: int, only: str = "") -> None:
+    """Initialize parameters and buffers of a model or a pipeline stage, after `materialise`.
+
+    Parameters may be plain tensors or DTensors. Tied parameters get the values of the first of them. Global random
+    states are not changed. A rank draws every module of which it holds a part, so time does not decrease with the
+    number of ranks that share one.
+
+    only: name of the only module to initialize; "" for all.
+
+    Raises ValueError, naming a module that transformers does not initialize.
+    """
+    whole = empty_model(model.config)
+    first_names = kept_names(whole)
+    held: dict[str, list[Tensor]] = defaultdict(list)
+    for name, parameter in base_parameters(model):
+        held[first_names[name]].append(parameter)
+    for prefix, module in whole.named_modules():
+        names = [(name, f"{prefix}.{name}") for name, _ in module.named_parameters(recurse=False)]
+        targets = {name: held[full] for name, full in names if first_names[full] == full and full in held}
+        if not targets or only not in ("", prefix):
+            continue
+        values = _drawn(whole, prefix, seed)
+        for name, tied in targets.items():
+            for target in tied:
+                local_part(target).copy_(values[name][local_box(target).slices()])
+        del values
+        module.to_empty(device="meta", recurse=False)
+    fill_buffers(model, whole, persistent=True)
+
+
+@torch.no_grad()
+def fill_buffers(model: PreTrainedModel, whole: PreTrainedModel | None = None, persistent: bool = False) -> None:
+    """Compute buffers that no checkpoint contains, such as rotary frequencies.
+
+    whole: `empty_model` of the model's configuration, if the caller has one.
+    persistent: also give those that checkpoints contain their first values.
+
+    Raises ValueError, naming a module whose buffers transformers does not initialize.
+    """
+    whole = empty_model(model.config) if whole is None else whole
+    persistent_ids = {id(buffer) for _, buffer in persistent_buffers(model)}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if persistent or id(buffer) not in persistent_ids}
+    modules = {name.rpartition(".")[0] for name in buffers}
+    values = {f"{prefix}.{name}": value for prefix in modules for name, value in _drawn(whole, prefix, 0).items()}
+    for name, buffer in buffers.items():
+        buffer.copy_(values[name])
+
+
+def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
+    module = whole.get_submodule(prefix)
+    module.to_empty(device="cpu", recurse=False)
+    values = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    for value in values.values():
+        value.fill_(torch.nan if value.is_floating_point() else _UNSET)
+    digest = hashlib.blake2b(f"{seed} {prefix}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also seed accelerators, whose state is not restored here.
+        torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
+        for owner in _with_ancestors(prefix):
+            whole._init_weights(whole.get_submodule(owner))
+            uninitialized = [
+                name
+                for name, value in values.items()
+                if bool(value.sum().isnan() if value.is_floating_point() else (value == _UNSET).any())
+            ]
+            if not uninitialized:
+                return values
+    raise ValueError(
+        f"transformers does not initialize {', '.join(uninitialized)} of {prefix} ({type(module).__name__}): load "
+        f"weights from a directory, or use another model type"
+    )
+
+
+def _with_ancestors(name: str) -> Iterator[str]:
+    """Yield a module's name and those of the modules that contain it, some of which fill its buffers (Falcon-H1)."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 @torch.no_grad()
@@ -28,45 +119,44 @@ def load_weights(model: PreTrainedModel, folder: Path, head_seed: int | None = N
 
     Parameters may be plain tensors or DTensors, of any dtype. A rank reads the parts it holds, without communication.
     Buffers that no file holds are computed, and the model gets the directory's generation configuration, if any.
-    Adapters are left alone.
+    Adapters keep their values.
 
     head_seed: if given, the directory holds a causal LM, and the model's scalar head is drawn from this seed.
 
-    Raises:
-        ValueError: on every rank and before reading weights, naming unreadable files, and every tensor that is missing,
-            unexpected, or of the wrong shape.
+    Raises ValueError on every rank and before reading weights, naming unreadable files, and every tensor that is
+    missing, unexpected, or of the wrong shape.
     """
-    whole = empty_model(model.config, causal=head_seed is not None)
+    whole, head = empty_model(model.config, causal=head_seed is not None), model_parts(model).head
     stored = stored_names(whole)
-    found = read_headers(folder)
-    chosen, copies = choose_tensors(whole, found, folder)
+    slices_of = read_headers(folder)
+    chosen, copies = choose_tensors(whole, slices_of, folder)
     for first, copy in copies:
-        _check_equal(found, first, copy)
+        _check_equal(slices_of, first, copy)
     for name, parameter in chain(base_parameters(model), persistent_buffers(model)):
-        if head_seed is not None and name.startswith(f"{head_name(model)}."):
+        if head_seed is not None and name.startswith(f"{head}."):
             continue
         held, values = local_box(parameter), local_part(parameter)
         for tensor in chosen[stored[name]]:
             part = held.overlap(tensor.box)
             if part is not None:
-                loaded = _read(found, tensor, part.slices(tensor.box))
+                loaded = _read(slices_of, tensor, part.slices(tensor.box))
                 values[part.slices(held)] = loaded.view(part.sizes).to(values.dtype)
     if head_seed is None:
         fill_buffers(model)
     else:
-        initialise(model, head_seed, only=head_name(model))
+        initialise(model, head_seed, only=head)
     if model.can_generate():
         model.generation_config = load_generation_config(folder) or model.generation_config
 
 
-def _read(found: Mapping[str, Any], tensor: DiskTensor, slices: tuple[slice, ...]) -> Tensor:
-    return found[tensor.name][slices[len(slices) - len(tensor.shape) :]]
+def _read(slices_of: Mapping[str, Any], tensor: DiskTensor, slices: tuple[slice, ...]) -> Tensor:
+    return slices_of[tensor.name][slices[len(slices) - len(tensor.shape) :]]
 
 
-def _check_equal(found: Mapping[str, Any], first: DiskTensor, copy: DiskTensor) -> None:
+def _check_equal(slices_of: Mapping[str, Any], first: DiskTensor, copy: DiskTensor) -> None:
     for start in range(0, first.shape[0], _ROWS_AT_A_TIME):
         rows = (slice(start, start + _ROWS_AT_A_TIME),)
-        if not torch.equal(_read(found, first, rows), _read(found, copy, rows)):
+        if not torch.equal(_read(slices_of, first, rows), _read(slices_of, copy, rows)):
             raise ValueError(
                 f"{first.name} and {copy.name} differ, but config.json ties them (tie_word_embeddings=True): set it "
                 f"to false, or remove one of the two"

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from parallel import local_tensor
 
-from .cross_entropy import vocab_loss
-from .logprobs import vocab_logprobs
-from .vocabulary import UNCHANGED, LogitTransform, softmax_dtype
+from .vocabulary import UNCHANGED, LogitTransform, softmax_dtype, vocab_logprobs, vocab_loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,6 @@ class LastHidden:
         weight: of the output head: (vocabulary, H), possibly sharded over `group`, or (1, H) for a scalar head.
         chunk_tokens: number of tokens whose logits exist at a time.
         group: the tp axis; None without tensor parallelism.
-        transform: what the model does to the head's logits.
         bias: of the output head, sharded like `weight`; None without.
     """
 
@@ -76,7 +73,7 @@ Head: TypeAlias = Callable[[LastHidden, Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Mean cross-entropy over the targets in `shift_labels`, of which the step has `global_tokens` in total."""
+    """Mean cross-entropy over the targets in `shift_labels`; the whole step has `global_tokens` targets."""
 
     global_tokens: int
 

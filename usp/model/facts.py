@@ -1,19 +1,23 @@
-"""Numbers of a model: its configuration, the shapes of its parameters, and the FLOPs of a training step.
+"""A model in numbers: configuration, parameter shapes, training FLOPs, the degrees that it allows, and who holds what.
 
-FLOPs are model FLOPs: a multiply-add counts two, a mask only the pairs it shows, and recomputation nothing.
+FLOPs are model FLOPs: a multiply-add counts two, a mask only the pairs it shows, and recomputation nothing. Messages
+name parameters, never flags.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from attention import band_pairs
+from parallel import ParallelDims, ParamLayout, divisors, stage_layers
+from parallel.reallocation.described_layout import Described, described_layout
+from parallel.reallocation.param_layout import Kind
 
 NO_ATTENTION = -1
 
@@ -22,15 +26,14 @@ NO_ATTENTION = -1
 class ModelFacts:
     """Numbers of a causal language model that configuration checks and FLOP counts need.
 
-    Attributes:
-        windows: per layer, the sliding window in tokens, the query included; 0 for full attention, NO_ATTENTION for a
-            layer of another kind.
-        intermediate_size: of the dense MLPs; 0 where every layer has experts.
-        num_experts: per mixture-of-experts layer; 0 for a dense model.
-        router_jitter: width of the random factor on the router's input in training; 0 if disabled.
-        balancing_loss: whether transformers defines a load-balancing loss for its experts.
-        tied: whether the output head shares the embedding's weight.
-        v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
+    windows: per layer, the sliding window in tokens, the query included; 0 for full attention, NO_ATTENTION for a layer
+        of another kind.
+    intermediate_size: of the dense MLPs; 0 where every layer has experts.
+    num_experts: per mixture-of-experts layer; 0 for a dense model.
+    router_jitter: width of the random factor on the router's input in training; 0 if disabled.
+    balancing_loss: whether transformers defines a load-balancing loss for its experts.
+    tied: whether the output head shares the embedding's weight.
+    v_head_dim: of the values; 0 where it is `head_dim`, that of queries and keys.
     """
 
     name: str
@@ -56,9 +59,8 @@ class ModelFacts:
 class ParameterShape:
     """Shape of one parameter.
 
-    Attributes:
-        name: in transformers, relative to its layer or top-level module.
-        style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
+    name: in transformers, relative to its layer or top-level module.
+    style: of its module in the tensor-parallel plan (`parallel.tensor`); "replicated" if the plan omits it.
     """
 
     name: str
@@ -109,10 +111,8 @@ class ModuleNames:
 class ModelShape:
     """Parameter shapes of a causal language model.
 
-    Attributes:
-        layers: in order; equal layers may be the same object.
-        head: empty if tied to the embedding.
-        experts_per_token: 0 for a dense model.
+    layers: in order; equal layers may be the same object. head: empty if tied to the embedding. experts_per_token: 0
+    for a dense model.
     """
 
     facts: ModelFacts
@@ -169,10 +169,8 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Weights that multiply each token: all but the input embedding, including a tied output head.
-
-        Of a layer's experts, as many as a token is routed to.
-        """
+        """Weights that multiply each token: all but the input embedding, including a tied output head. Of a layer's
+        experts, as many as a token is routed to."""
         experts = sum(part.numel for layer in self.layers for part in layer.experts)
         idle = experts // max(1, self.facts.num_experts) * (self.facts.num_experts - self.experts_per_token)
         return self.numel - idle - (0 if self.facts.tied else sum(part.numel for part in self.embedding))
@@ -181,9 +179,7 @@ class ModelShape:
 def visible_pairs(cu_seqlens: torch.Tensor, window: int) -> int:
     """Count the (query, key) pairs that a causal mask shows in rows of packed documents.
 
-    Args:
-        cu_seqlens: (rows, documents + 1).
-        window: as in `ModelFacts.windows`.
+    cu_seqlens: (rows, documents + 1). window: as in `ModelFacts.windows`.
     """
     if window == NO_ATTENTION:
         return 0
@@ -208,3 +204,84 @@ def training_flops(
     attention = sum(per_pair * pairs[window] for window in facts.windows)
     products = (4 if adapter_parameters else 6) * matmul_parameters + 6 * adapter_parameters
     return products * tokens + attention
+
+
+def tp_violations(facts: ModelFacts, tp: int, tp_sequence_parallel: bool, trained: bool = True) -> list[str]:
+    """Return why the model cannot be divided over `tp` ranks, one message per violation."""
+    if tp == 1:
+        return ["tp_sequence_parallel=True shards tokens over tp ranks: use tp=2 or more"] * tp_sequence_parallel
+    divided = {
+        "vocab_size": facts.vocab_size,
+        "num_attention_heads": facts.num_heads,
+        "num_key_value_heads": facts.num_kv_heads,
+        "intermediate_size": facts.intermediate_size,
+    }
+    violations = [
+        f"tp={tp} must divide {name}={size} of {facts.name}: use tp={_listed(divisors(size, tp))}"
+        for name, size in divided.items()
+        if size % tp
+    ]
+    if facts.num_experts and trained and not tp_sequence_parallel:
+        need = "needs tp_sequence_parallel=True in training, so that each tp rank routes different tokens"
+        violations.append(f"tp={tp} with the mixture of experts {facts.name} {need}")
+    return violations
+
+
+def ep_violations(facts: ModelFacts, ep: int) -> list[str]:
+    """Return why the model's experts cannot be sharded over `ep` ranks, one message per violation."""
+    if not facts.num_experts:
+        return [f"ep={ep} shards experts, and {facts.name} has none: use ep=1"] if ep > 1 else []
+    violations = []
+    if facts.num_experts % ep:
+        fitting = _listed(divisors(facts.num_experts))
+        violations.append(f"ep={ep} must divide the {facts.num_experts} experts of {facts.name}: use ep={fitting}")
+    if facts.router_jitter:
+        noise = f"router_jitter_noise={facts.router_jitter} of {facts.name}"
+        violations.append(f"{noise} makes routing depend on the rank and the layout: set it to 0")
+    return violations
+
+
+def pp_violations(facts: ModelFacts, stages: int) -> list[str]:
+    """Return why the model cannot be cut into `stages` pipeline stages, one message per violation."""
+    if stages > len(facts.windows):
+        return [f"{stages} pipeline stages need as many layers, but {facts.name} has {len(facts.windows)}"]
+    return []
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def weight_layout(
+    model: ModelShape, dims: ParallelDims, ranks: Sequence[int], *, zero: int, dtype: torch.dtype
+) -> ParamLayout:
+    """Return the layout that the parameters of a model have on `ranks`, by the names that they are stored under.
+
+    dims: resolved. ranks: global ranks, in the order of the mesh. zero: ZeRO stage; 0 for weights that are not sharded
+    over data- and sequence-parallel ranks.
+
+    Raises ValueError if tp or ep does not divide a dim that it shards, and for more stages than layers.
+    """
+    described = {
+        name: Described(Kind(p.shape, dtype), places, None if experts or dims.tp == 1 else p.tp_dim, experts)
+        for name, p, places, experts in _placed(model, dims.pp)
+    }
+    return described_layout(described, dims, ranks, sharded=zero > 0)
+
+
+def _placed(model: ModelShape, pp: int) -> Iterator[tuple[str, ParameterShape, tuple[int, ...], bool]]:
+    """Yield (name, shape, the pipeline ranks that hold it, whether it is of experts) of each parameter. A rank holds
+    one stage, as under the schedule 1f1b."""
+    names, first, last = model.names, (0,), (pp - 1,)
+    ends = tuple(sorted({*first, *last})) if model.facts.tied else first
+    for parameters, module, places in (
+        (model.embedding, names.embedding, ends),
+        (model.norm, names.norm, last),
+        (model.head, names.head, last),
+    ):
+        yield from ((f"{module}.{p.name}", p, places, False) for p in parameters)
+    for stage, layers in enumerate(stage_layers(len(model.layers), pp)):
+        for index in layers:
+            layer = model.layers[index]
+            for parameters, experts in ((layer.parameters, False), (layer.experts, True)):
+                yield from ((f"{names.layers}.{index}.{p.name}", p, (stage,), experts) for p in parameters)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Copier(Protocol):
-    """Copies between the device and host memory; the device's compute goes on, until it is told to wait."""
+    """Copier between the device and host memory; the device's compute goes on, until it is told to wait."""
 
     def to_host(self, x: Tensor) -> tuple[Any, Any]:
         """Begin to copy `x`, which must be kept until the end; return (the copy, an event: its end)."""
@@ -31,7 +31,7 @@ class Copier(Protocol):
 
 
 class PinnedCopier:
-    """Copies of a GPU's tensors in pinned host memory, on a stream for each direction.
+    """Copier of a GPU's tensors to pinned host memory and back, on a stream for each direction.
 
     Must be used on the stream of the computation, as hooks of autograd are: that stream allocates the tensors that are
     copied in both directions.
@@ -48,15 +48,15 @@ class PinnedCopier:
         return copy, self.out.record_event()
 
     def to_device(self, copies: Sequence[Tensor], after: torch.cuda.Event) -> tuple[list[Tensor], torch.cuda.Event]:
-        found = [torch.empty_like(copy, device=self.device, pin_memory=False) for copy in copies]
+        tensors = [torch.empty_like(copy, device=self.device, pin_memory=False) for copy in copies]
         # The new memory may be that of tensors which the device still computes with.
         self.back.wait_stream(torch.cuda.current_stream(self.device))
         self.back.wait_event(after)
         with torch.cuda.stream(self.back):
-            for x, copy in zip(found, copies, strict=True):
+            for x, copy in zip(tensors, copies, strict=True):
                 x.copy_(copy, non_blocking=True)
                 x.record_stream(self.back)  # it may be freed unread, before any wait
-        return found, self.back.record_event()
+        return tensors, self.back.record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -83,9 +83,7 @@ def copier_for(device: torch.device) -> Copier:
 class Packed:
     """A tensor that a layer has saved, for as long as somebody may ask for it.
 
-    Attributes:
-        copy: on the host.
-        tensor: on the device; None if it is not there.
+    copy: on the host. tensor: on the device; None if it is not there.
     """
 
     def __init__(self, layer: LayerSaved, tensor: Tensor, copy: Any) -> None:
@@ -95,9 +93,8 @@ class Packed:
 class LayerSaved:
     """What one forward of a layer saves. `pack` and `unpack` are hooks of autograd and of `attention.KeepResults`.
 
-    Args:
-        device: of the tensors that are copied; others stay where they are.
-        previous: what the layer before has saved, whose backward is next; None for the first layer.
+    device: of the tensors that are copied; others stay where they are.
+    previous: what the layer before has saved, whose backward is next; None for the first layer.
     """
 
     def __init__(self, offload: Offload, device: torch.device, copier: Copier, previous: LayerSaved | None) -> None:
@@ -148,7 +145,7 @@ class LayerSaved:
 
 
 class Offload:
-    """Offloads what the checkpointed layers of one model save. Several forwards may precede their backwards."""
+    """Offloader of what the checkpointed layers of one model save. Several forwards may precede their backwards."""
 
     def __init__(self) -> None:
         self._copiers: dict[torch.device, Copier] = {}

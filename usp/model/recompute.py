@@ -1,15 +1,4 @@
-"""Activation checkpointing and tiled MLPs for decoder layers.
-
-    none                saves all activations
-    selective           saves the layer's input, and the results of attention and of matrix products; recomputes norms,
-                        rotations, activation functions and other element-wise operators
-    attention-saved     saves the layer's input, attention's results and what recurrent layers receive from other ranks;
-                        recomputes the rest
-    full                saves the layer's input; recomputes everything, including attention's communication
-
-Only a layer's `forward` is replaced: no module is wrapped, so parameters keep their names, and hooks (of FSDP2 or
-tensor parallelism) stay outside.
-"""
+"""Activation checkpointing, tiled MLPs, and torch.compile of decoder layers."""
 
 from __future__ import annotations
 
@@ -24,11 +13,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attention import Keep, KeepResults
-from usp.config import AC_MODES
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
 from .offload import Offload
+
+
+def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = ()) -> None:
+    """Compile decoder layers, in place, when they are first called. Call it before activation checkpointing and FSDP2.
+
+    backend: of torch.compile, such as inductor. eager: modules inside the layers that stay out of the graphs, because
+    what they compute depends on values (a routing of tokens), or because they communicate.
+    """
+    for module in eager:
+        module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
+    layers = [layer for layer in layers if _has_parameters(layer)]
+    # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
+    limit = torch._dynamo.config.recompile_limit * len(layers)
+    for layer in layers:
+        layer.forward = _compiled(layer.forward, backend, limit)
+
+
+def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable[..., Any]:
+    options: Any = {"backend": backend, "recompile_limit": limit}
+    compiled = torch.compile(forward, **options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        documents = kwargs.get("cu_seqlens")
+        if documents is not None:  # another number of them shall not need another graph
+            torch._dynamo.maybe_mark_dynamic(documents, documents.dim() - 1)
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 class Keeping(Protocol):
@@ -64,33 +80,17 @@ def apply_activation_checkpointing(
     Several forwards may precede their backwards. A backward may be split in two (inputs, then weights); each part
     recomputes. Forward hooks inside a layer run again in its backward.
 
-    Args:
-        attention: the attention layer that all `layers` share; required by `selective` and `attention-saved`.
-        offload: store saved tensors in host memory; see `usp.model.offload`.
-        order: what recurrent layers and convolutions run through, if `layers` have any.
-
-    Raises:
-        ValueError: for an unknown mode, missing `attention`, offloading without checkpointing, tiled MLPs whose
-            products would be saved, or layers that are already checkpointed.
+    attention: the attention layer that all `layers` share; required by `selective` and `attention-saved`.
+    offload: store saved tensors in host memory; see `usp.model.offload`.
+    order: what recurrent layers and convolutions run through, if `layers` have any.
     """
+    if mode == "none":
+        return
     layers = [layer for layer in layers if _has_parameters(layer)]
-    violations = []
-    if mode not in AC_MODES:
-        violations.append(f"mode={mode!r} must be one of {', '.join(AC_MODES)}")
-    if mode in ("selective", "attention-saved") and attention is None:
-        violations.append(f"mode={mode!r} needs attention, the layer that all layers share")
-    if mode == "selective" and any(getattr(getattr(layer, "mlp", None), "tiled", False) for layer in layers):
-        violations.append("mode='selective' saves the products of the MLPs, which are tiled: use 'attention-saved'")
-    if mode == "none" and offload:
-        violations.append("offload=True requires activation checkpointing, but mode='none' disables it: use 'full'")
-    if any(getattr(layer.forward, "recomputes", False) for layer in layers):
-        violations.append("a layer's forward is already replaced: apply activation checkpointing only once")
-    if violations:
-        raise ValueError("; ".join(violations))
-    saved = {"selective": (attention, order, Products()), "attention-saved": (attention, order)}.get(mode, ())
+    saved = {"full": (), "attention-saved": (attention, order), "selective": (attention, order, Products())}[mode]
     kept: list[Keeping] = [part for part in saved if part is not None]
     away = Offload() if offload else None
-    for layer in layers if mode != "none" else ():
+    for layer in layers:
         layer.forward = _checkpointed(layer.forward, kept, away, first=layer is layers[0])
 
 
@@ -108,7 +108,6 @@ def _checkpointed(
         with saved_tensors_hooks(saved.pack, saved.unpack) if saved else nullcontext():
             return checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=passes, **kwargs)
 
-    run.recomputes = True  # type: ignore[attr-defined]
     return run
 
 
@@ -144,7 +143,7 @@ _PRODUCTS = {torch.ops.aten.mm: _LINEAR, torch.ops.aten.addmm: _LINEAR, torch.op
 
 
 class _Products(TorchDispatchMode):
-    """Passes products to `keep` below autograd, so that their backward is that of a layer that saves everything."""
+    """Dispatch mode that passes products to `keep` below autograd: their backward is as if everything were saved."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
@@ -164,30 +163,17 @@ class _Products(TorchDispatchMode):
 
 def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str = "") -> None:
     """Run each layer's `mlp` on tiles of `tile_tokens` tokens per row, in place, so that only one tile's intermediate
-    activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2.
-    With a `backend` of torch.compile, the computation of a tile is a graph; `compile_layers` must leave `mlp` eager.
+    activations exist (as in Arctic Long Sequence Training, arXiv 2506.13996, section 3.1.2). Call it before FSDP2. With
+    a `backend` of torch.compile, the computation of a tile is a graph; `compile_layers` must leave `mlp` eager.
 
     Each tile is recomputed in the backward. Inside a checkpointed layer, the MLP's forward runs three times, and still
-    only one tile's intermediates exist.
-
-    Raises:
-        ValueError: for tiles without tokens, and layers without an `mlp`, with experts, or already tiled.
+    only one tile's intermediates exist. Raises ValueError for layers without an `mlp`.
     """
     mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
-    violations = []
-    if tile_tokens < 1:
-        violations.append(f"tile_tokens={tile_tokens} must be at least 1")
     if None in mlps:
-        violations.append("every layer must have its feed-forward block in `mlp`")
-    if any(hasattr(mlp, "experts") for mlp in mlps):
-        violations.append("experts do not support tiling, they route all tokens of a rank together: disable it")
-    if any(mlp is not None and "forward" in vars(mlp) for mlp in mlps):
-        violations.append("an MLP's forward is already replaced: apply tiling only once")
-    if violations:
-        raise ValueError("; ".join(violations))
+        raise ValueError("tiled MLPs: every layer must have its feed-forward block in `mlp`")
     for mlp in mlps:
-        forward = torch.compile(mlp.forward, backend=backend) if backend else mlp.forward
-        mlp.forward, mlp.tiled = _tiled(forward, tile_tokens), True
+        mlp.forward = _tiled(torch.compile(mlp.forward, backend=backend) if backend else mlp.forward, tile_tokens)
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[Tensor], Tensor]:
@@ -199,5 +185,4 @@ def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[T
 
 
 def _has_parameters(layer: nn.Module) -> bool:
-    """Return whether the layer belongs to this pipeline stage."""
     return next(layer.parameters(), None) is not None

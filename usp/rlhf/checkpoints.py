@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from usp.config import ALL_LINEAR, flag
-from usp.data.files import STDLIB
+from usp.config import ALL_LINEAR
+from usp.data.sources import STDLIB
+from usp.fields import flag
 from usp.presets import PRESETS
-from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.plan_text import from_mapping
+from usp.rlhf.plan.plan import ExecutionPlan, from_mapping
 from usp.train.checkpoints import lora_violations, steps_violations
 
 from .config import RlhfConfig
@@ -24,7 +24,7 @@ _FIXED_SFT = {"steps": "sft_steps", "learning_rate": "sft_learning_rate"} | {nam
 
 @dataclass(frozen=True)
 class RlhfState:
-    """A run after a step.
+    """A run after a step; as a mapping, the `extra` of `Checkpointer.save`.
 
     Attributes:
         step: number of completed steps.
@@ -43,10 +43,6 @@ class RlhfState:
     evaluations: Mapping[str, Any] = field(default_factory=dict)
     in_flight: Mapping[str, Any] = field(default_factory=dict)
     running: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_extra(self) -> dict[str, Any]:
-        """Convert to the `extra` of `Checkpointer.save`."""
-        return asdict(self)
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:

@@ -1,57 +1,82 @@
-"""The configuration of an RLHF run, with the flags of rlhf.py; `usp.config` has those that train.py shares."""
+"""The configuration of an RLHF run, with the flags of rlhf.py, and the rules on several of them.
+
+`usp.config` has the flags that train.py shares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated
 
 from tyro.conf import arg
 
-from usp.config import (
-    MODEL_HELP,
-    LoraConfig,
-    MemoryConfig,
-    ParallelConfig,
-    RouterConfig,
-    RunConfig,
-    ScheduleConfig,
+from usp.config import UNPREDICTED, CommonConfig, Norm
+from usp.data.sources import STDLIB
+from usp.fields import (
+    RATE,
+    AtLeast0,
+    AtLeast1,
+    Fraction,
+    NotNegative,
+    Rule,
+    among,
+    at_least,
+    flag,
     one_of,
+    parse_options,
+    value_violations,
 )
-from usp.run.failures import nearest
+from usp.rlhf.plan.plan import TOKENS_PER_RANK
+from usp.train.validate import common_violations
 
+from .algorithms.algorithm import Algorithm
 from .algorithms.registry import ALGORITHMS
 
 DEFAULT_SFT_STEPS = 100
 REWARD_FAILURES = ("stop", "zero", "drop")
 LONG_PROMPTS = ("refuse", "drop")
 SEARCH = "search"  # --plan
-SEARCH_FLAGS = ("hardware", "search_budget")
-REWARD_FLAGS = ("reward_function", "reward_retries", "reward_failure")
+# As `usp.config.UNPREDICTED`; prompts and answers have lengths, which the data and the tokenizer determine.
+RLHF_UNPREDICTED = (UNPREDICTED - {"data", "tokenizer", "chat_template", "plan"}) | {
+    *("search_budget", "replan", "wrong_answers", "reward_retries", "reward_failure", "temperature", "top_k", "top_p"),
+    *("stop_ids", "stop", "eval_prompts", "eval_samples", "eval_temperature", "eval_pass_score", "keep_best"),
+    *("critic_learning_rate", "sft_learning_rate"),
+}
+
+EvalTemperature = Annotated[
+    float, Rule(lambda value: value == -1 or 0 <= value < math.inf, "at least 0, or -1 for the default")
+]
 
 
 @dataclass(frozen=True)
 class _Rlhf:
-    """The fields that only rlhf.py has."""
+    """The fields that the supervised steps before an RLHF run have no use for."""
 
-    algorithm: Annotated[str, one_of((*ALGORITHMS, "PATH.py:NAME"))] = "grpo"
-    """Training algorithm; PATH.py:NAME: an Algorithm in a file, see docs/algorithms.md."""
+    algorithm: Annotated[str, arg(metavar="{" + ",".join((*ALGORITHMS, "PATH.py:NAME")) + "}")] = "grpo"
+    """Training algorithm. PATH.py:NAME: an Algorithm in a file, see docs/algorithms.md."""
     plan: Annotated[str, arg(metavar="NAME|PATH")] = "flattening"
     """Ranks and layout of each model call: heuristic, flattening, interleaving, separation, or a YAML file. search: the
-    plan of the shortest predicted step; a resumed run keeps the one that it found, if it has as many ranks."""
+    plan with the shortest predicted step; a resumed run keeps its plan if the number of ranks is the same."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
     """Hardware for --plan search and --replan: detected, a known node type, or a file of `python -m usp calibrate`."""
-    search_budget: float = 60.0
-    """Seconds of --plan search, which --seed seeds. With fewer than predictions and named plans take, only these are
-    compared."""
+    search_budget: NotNegative = 60.0
+    """Seconds of --plan search, which --seed seeds. If this is less than predictions and named plans take, only the
+    named plans are compared."""
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
     """Algorithm options, e.g. kl=0.1,mini_batches=2. An unknown name lists all options with their defaults."""
-    ep: int = 1
-    """Expert-parallel degree of every call, generation included; divides dp_shard x ring x ulysses x tp."""
     rollout: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(default: as training)")] = ""
     """Parallel degrees of generation and inference with --plan separation, e.g. tp=2,ulysses=2."""
+    replan: Annotated[str, arg(metavar="every=N,gain=5%", help_behavior_hint="(optional)")] = ""
+    """Correct the predictions of --plan search by measured steps, search again every N steps (default 10), and change
+    the plan between two steps if another one saves at least `gain` (5%) of a step, and over the remaining steps more
+    than the change takes. A search takes at most budget=5 seconds."""
+    staleness: Annotated[int, one_of((0, 1))] = 0
+    """1: generate and score the samples of a step while the previous step trains, with the weights from before it.
+    Needs a plan with different ranks for both, such as separation."""
 
-    model: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train (the actor). {MODEL_HELP}")] = "tiny"
     reward_model: Annotated[str, arg(metavar="PATH", help_behavior_hint="(optional)")] = ""
     """Directory of a trained reward model. If unset, --reward-function scores the responses."""
     critic: Annotated[str, arg(metavar="PATH", help_behavior_hint="(default: the reward model, else the actor)")] = ""
@@ -60,98 +85,102 @@ class _Rlhf:
     """Reference model of the KL penalty, and of DPO."""
     models: Annotated[str, arg(metavar="NAME=PATH,...", help_behavior_hint="(optional)")] = ""
     """Models of an algorithm's further roles: causal LMs, or reward models."""
+
+    group_size: AtLeast0 = 0
+    """Responses sampled per prompt. 0: the algorithm's default."""
+    max_new_tokens: AtLeast1 = 8
+    """Maximum response length in tokens."""
+    temperature: Annotated[float, at_least(0)] = 1.0
+    """Sampling temperature, also applied to the log-probabilities in training."""
+    top_k: AtLeast0 = 0
+    """Sample from the k most likely tokens. 0: from all."""
+    top_p: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 1.0
+    """Sample from the smallest set of tokens whose total probability reaches p. 1: from all."""
+    stop_ids: Annotated[str, arg(metavar="ID,...", help_behavior_hint="(optional)")] = ""
+    """Token ids that end a response, besides those of the tokenizer and of the model's generation_config.json."""
+    stop: Annotated[str, arg(metavar="TEXT|JSON", help_behavior_hint="(optional)")] = ""
+    """Text that ends a response, or a JSON list of such texts. The token that completes it is the last one."""
+    slots: AtLeast1 = 64
+    """Maximum sequences decoded concurrently per rank; the rest are queued."""
+
+    sft_steps: Annotated[int, at_least(-1, f"at least 0, or -1: {DEFAULT_SFT_STEPS} for random weights")] = -1
+    """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
+    critic_learning_rate: Annotated[
+        float, RATE, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
+    """Peak learning rate of the critic."""
+    sft_learning_rate: Annotated[
+        float, RATE, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
+    ] = 0.0
+    """Peak learning rate of the supervised steps."""
+    warmup_steps: Annotated[
+        int,
+        at_least(-1, "at least 0, or -1 for the algorithm's"),
+        arg(help_behavior_hint="(default: 20 for grpo and its variants, else 5)"),
+    ] = -1
+    """Steps of linear learning rate warmup. The supervised steps have the warmup of sft."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The function that scores responses."""
+
     reward_function: Annotated[str, arg(metavar="match|PATH.py:NAME")] = "match"
     """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
-
-    reward_retries: int = 2
-    """Further calls of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
+    reward_retries: AtLeast0 = 2
+    """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
     reward_failure: Annotated[str, one_of(REWARD_FAILURES)] = "stop"
-    """If it still fails. stop: end the run with a checkpoint. zero: the score is 0. drop: leave the sample out."""
+    """If every retry fails. stop: end the run with a checkpoint. zero: the score is 0. drop: leave the sample out."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluations on held-out prompts."""
+
+    eval_every: AtLeast0 = 0
+    """Steps between evaluations on held-out prompts; the last step is evaluated too. 0: no evaluation."""
+    eval_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
+    """JSONL file of prompts to evaluate on. Without it, --eval-prompts are held out of --data."""
+    eval_samples: AtLeast1 = 1
+    """Responses per evaluated prompt, for pass@k up to this k."""
+    eval_temperature: EvalTemperature = -1.0
+    """Sampling temperature of evaluations; 0 is greedy. -1: 0 for one response per prompt, else --temperature."""
+    eval_pass_score: Annotated[float, Rule(math.isfinite, "finite")] = 1.0
+    """Least score with which an evaluated response passes."""
+    keep_best: bool = False
+    """Keep the checkpoint with the highest mean score in an evaluation, and write its model to RUN/best."""
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The fields that the supervised steps share, besides those of train.py."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """JSONL file of prompts with answers, or of preference pairs. stdlib: built-in task over Python's own sources."""
     long_prompts: Annotated[str, one_of(LONG_PROMPTS)] = "refuse"
     """Lines of --data that do not fit the model's context. refuse: an error. drop: left out, and counted."""
-    prompt_tokens: int = 1024
+    prompt_tokens: AtLeast1 = 1024
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
-    wrong_answers: float = 0.0
+    wrong_answers: Fraction = 0.0
     """Fraction of wrong answers among the built-in demonstrations (sft only)."""
-    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
-    """Directory of a local transformers tokenizer. bytes: one token per byte, as in ByT5. auto: the model directory's
-    own, or bytes for a preset."""
-    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
-    """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
-
-    replan: Annotated[str, arg(metavar="every=N,gain=5%", help_behavior_hint="(optional)")] = ""
-    """Correct the predictions of --plan search by what steps take, search again every N steps (10 without), and change
-    the plan between two steps where another one saves at least `gain` (5%) of a step, and over the steps that remain
-    more than the change takes. A search takes at most budget=5 seconds."""
-
-    staleness: Annotated[int, one_of(("0", "1"))] = 0
-    """1: generate and score the samples of a step while the step before trains, with the weights from before it. Needs
-    a plan with different ranks for both, such as separation."""
-
-    prompts: int = 0
+    eval_prompts: AtLeast0 = 0
+    """Number of prompts to evaluate on, never trained on; of --eval-data the first ones. 0: all of --eval-data."""
+    prompts: AtLeast0 = 0
     """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""
-    group_size: int = 0
-    """Responses sampled per prompt. 0: the algorithm's default."""
-    max_new_tokens: int = 8
-    """Maximum response length in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature, also applied to the log-probabilities in training."""
-    top_k: int = 0
-    """Sample from the k most likely tokens; 0 disables."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose total probability reaches p; 1 disables."""
-    stop_ids: Annotated[str, arg(metavar="ID,...", help_behavior_hint="(optional)")] = ""
-    """Token ids that end a response, besides those of the tokenizer and of the model's generation_config.json."""
-    stop: Annotated[str, arg(metavar="TEXT|JSON", help_behavior_hint="(optional)")] = ""
-    """Text that ends a response, or a JSON list of such: the first token after which the response contains one is its
-    last."""
-    slots: int = 64
-    """Maximum sequences decoded concurrently per rank; the rest are queued."""
-    micro_batch_tokens: int = -1
+    micro_batch_tokens: Annotated[
+        int, at_least(-1, f"at least 1, 0 for no limit, or -1: {TOKENS_PER_RANK} per sequence-parallel rank")
+    ] = -1
     """Maximum tokens per micro-batch of a data-parallel rank, unless one sequence is longer. -1: 16,384 for each of its
     sequence-parallel ranks. 0: no limit."""
-
-    eval_every: int = 0
-    """Steps between evaluations on held-out prompts; the last step is evaluated too. 0: no evaluation."""
-    eval_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
-    """JSONL file of prompts to evaluate on. Without it, --eval-prompts are held out of --data."""
-    eval_prompts: int = 0
-    """Number of prompts to evaluate on, never trained on; of --eval-data the first ones. 0: all of --eval-data."""
-    eval_samples: int = 1
-    """Responses per evaluated prompt, for pass@k up to this k."""
-    eval_temperature: float = -1.0
-    """Sampling temperature of evaluations; 0 is greedy. -1: 0 for one response per prompt, else --temperature."""
-    eval_pass_score: float = 1.0
-    """Least score with which an evaluated response passes."""
-    keep_best: bool = False
-    """Keep the checkpoint with the highest mean score in an evaluation, and write its model to RUN/best."""
-
-    sft_steps: int = -1
-    """Supervised steps on the correct answers before the first training step. -1: 100 for presets, else 0."""
-    steps: int = 150
-    """Training steps, after the supervised ones."""
     learning_rate: Annotated[
-        float, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
+        float, RATE, arg(help_behavior_hint="(default: the algorithm's, for a preset or for a directory)")
     ] = 0.0
     """Peak learning rate of AdamW."""
-    critic_learning_rate: Annotated[
-        float, arg(help_behavior_hint="(default: 1e-3 for a preset, 1e-5 for a directory)")
-    ] = 0.0
-    """Peak learning rate of the critic."""
-    sft_learning_rate: Annotated[
-        float, arg(help_behavior_hint="(default: 2e-3 for a preset, 1e-5 for a directory)")
-    ] = 0.0
-    """Peak learning rate of the supervised steps."""
-    warmup_steps: Annotated[int, arg(help_behavior_hint="(default: 20 for grpo and its variants, else 5)")] = -1
-    """Steps of linear learning rate warmup; the supervised steps before have those of sft."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW weight decay, applied to matrices only."""
-    max_grad_norm: float = 1.0
-    """Maximum global gradient norm; inf disables clipping."""
-    seed: int = 0
+    max_grad_norm: Norm = 1.0
+    """Maximum global gradient norm. inf: no clipping."""
+    seed: AtLeast0 = 0
     """Seed of the initial weights, the order of the data, and sampling."""
     offload: bool = False
     """Offload the weights of untrained models to host memory between calls."""
@@ -160,7 +189,15 @@ class _Rlhf:
 
 
 @dataclass(frozen=True)
-class RlhfConfig(RunConfig, MemoryConfig, RouterConfig, ScheduleConfig, _Rlhf, LoraConfig, ParallelConfig):
+class SftConfig(CommonConfig, _Training):
+    """The fields that the supervised steps before an RLHF run take from its configuration."""
+
+    steps: AtLeast1 = 150
+    """Training steps, after the supervised ones."""
+
+
+@dataclass(frozen=True)
+class RlhfConfig(SftConfig, EvaluationConfig, RewardConfig, _Rlhf):
     """Train a language model with PPO, GRPO and related algorithms, or on demonstrations and preference pairs. Every
     model call has its own ranks and parallel layout.
 
@@ -170,45 +207,115 @@ class RlhfConfig(RunConfig, MemoryConfig, RouterConfig, ScheduleConfig, _Rlhf, L
     """
 
 
-def parse_options(text: str, kind: type, source: str, without: Collection[str] = ()) -> dict[str, Any]:
-    """Parse NAME=VALUE,... into fields of the dataclass `kind`, each converted to the type of its default.
+@dataclass(frozen=True)
+class ReplanOptions:
+    """When to search for another plan, and which gain is worth a change.
 
-    Args:
-        source: the flag that `text` comes from, for messages.
-        without: fields that cannot be set.
-
-    Raises:
-        ValueError: naming every part that is wrong.
+    Attributes:
+        every: steps between two searches.
+        gain: the least part of a step's time that another plan must save.
+        budget: seconds of a search, in which no rank trains.
     """
-    hints = get_type_hints(kind)
-    known = {field.name: default_of(kind, field.name) for field in fields(kind) if field.name not in without}
-    values: dict[str, Any] = {}
-    problems = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (side.strip() for side in part.partition("="))
-        name = name.replace("-", "_")
-        if name not in known:
-            options = ", ".join(f"{option}={default}" for option, default in known.items())
-            problems.append(f"unknown {name!r}{nearest(name, known)}, must be one of {options}")
-            continue
-        try:
-            values[name] = _converted(value, type(known[name]))
-        except ValueError:
-            problems.append(f"{name} = {value!r} must be {getattr(hints[name], '__name__', hints[name])}")
-    if problems:
-        raise ValueError(f"{source} = {text}: {'; '.join(problems)}")
-    return values
+
+    every: int = 10
+    gain: float = 0.05
+    budget: float = 5.0
+
+    @staticmethod
+    def parse(text: str) -> ReplanOptions:
+        """Parse every=N,gain=5%,budget=SECONDS; the gain may be a fraction, too.
+
+        Raises ValueError naming every part that is wrong.
+        """
+        as_fraction = re.sub(r"([\d.]+)%", lambda match: repr(float(match[1]) / 100), text)
+        options = ReplanOptions(**parse_options(as_fraction, ReplanOptions, "--replan"))
+        rules = {
+            f"every={options.every} must be at least 1": options.every >= 1,
+            f"gain={options.gain} must be from 0 to 100%": 0 <= options.gain < 1,
+            f"budget={options.budget} must be above 0": 0 < options.budget < math.inf,
+        }
+        if problems := [message for message, holds in rules.items() if not holds]:
+            raise ValueError(f"--replan = {text}: {'; '.join(problems)}")
+        return options
 
 
-def default_of(kind: type, name: str) -> Any:
-    """Return the default of a dataclass field."""
-    field = next(field for field in fields(kind) if field.name == name)
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
+    """Yield one message per violation."""
+    yield from value_violations(config, algorithm=among(tuple(algorithms))).values()
+    yield from common_violations(config)
+    algorithm = algorithms.get(config.algorithm)
+    samples = algorithm is None or algorithm.data == "prompts"
+    yield from _data_violations(config, algorithms)
+    yield from _search_violations(config)
+    yield from _evaluation_violations(config, samples)
+    yield from _replan_violations(config, samples)
+    if (config.stop or config.stop_ids) and not samples:
+        yield f"--stop and --stop-ids end generated responses, and {config.algorithm} generates none: remove them"
+    if config.staleness and not samples:
+        yield f"--staleness = {config.staleness} is for generated responses, and {config.algorithm} has none: remove it"
+    if config.lora_rank and algorithm and algorithm.model_role != "actor":
+        yield (
+            f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
+            f"scalar head, and heads get no adapters: remove it"
+        )
 
 
-def _converted(value: str, kind: type) -> Any:
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            raise ValueError
-        return value.lower() == "true"
-    return kind(value)
+def _data_violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
+    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
+    if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
+        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
+        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
+    if config.data == STDLIB and config.long_prompts != RlhfConfig.long_prompts:
+        yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
+
+
+def _search_violations(config: RlhfConfig) -> Iterator[str]:
+    if config.plan != SEARCH:
+        if config.hardware != RlhfConfig.hardware and not config.replan:
+            yield f"--hardware = {config.hardware} is only used by --plan {SEARCH} and --replan: give one, or remove it"
+        if config.search_budget != RlhfConfig.search_budget:
+            yield f"--search-budget = {config.search_budget} is only used by --plan {SEARCH}: give both or neither"
+        return
+    for name in ("offload", "offload_optimizer"):
+        if getattr(config, name):
+            yield f"{flag(name)} is chosen by --plan {SEARCH}: remove it"
+    if config.lora_rank:
+        yield (
+            f"--plan {SEARCH} does not predict steps of adapters (--lora-rank = {config.lora_rank}): give a named plan "
+            f"or a YAML file"
+        )
+
+
+def _evaluation_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+    if not config.eval_every:
+        for field in fields(EvaluationConfig):
+            if getattr(config, field.name) != field.default:
+                yield f"{flag(field.name)} is an option of evaluations, but --eval-every is 0: set it, or remove this"
+        return
+    if not samples:
+        yield f"--eval-every = {config.eval_every} samples responses, which {config.algorithm} does not: remove it"
+    if not config.eval_data and not config.eval_prompts:
+        yield f"--eval-every = {config.eval_every} needs prompts: give --eval-data, or --eval-prompts to hold out"
+    if config.eval_data == STDLIB:
+        yield f"--eval-data = {STDLIB} must be a .jsonl file: --eval-prompts holds prompts out of the built-in ones"
+    if config.eval_samples > 1 and config.eval_temperature == 0:
+        yield f"--eval-samples = {config.eval_samples} with --eval-temperature = 0 are equal responses: change one"
+    if config.keep_best and not config.checkpoint_every:
+        yield "--keep-best keeps a checkpoint, but --checkpoint-every is 0: set it, or remove --keep-best"
+
+
+def _replan_violations(config: RlhfConfig, samples: bool) -> Iterator[str]:
+    if not config.replan:
+        return
+    try:
+        options = ReplanOptions.parse(config.replan)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not samples:
+        yield f"--replan = {config.replan} follows the lengths of responses, and {config.algorithm} generates none"
+    if options.every >= config.steps:
+        yield f"--replan = {config.replan} searches after step {options.every} of --steps = {config.steps}: too late"
+    for name, calls in (("lora_rank", "calls with adapters"), ("ep", "calls with expert parallelism")):
+        if getattr(config, name) != getattr(RlhfConfig, name):
+            yield f"--replan = {config.replan} has no predictions of {calls}: remove it, or {flag(name)}"

@@ -1,7 +1,7 @@
 """Evaluation during training: responses to held-out prompts, scored as in training, with the weights of the moment.
 
 The calls of training that lead to a score run again, on the same ranks and weight copies, with their own sampling.
-Every evaluation has the same prompts and noise, so evaluations differ by the weights alone.
+Every evaluation has the same prompts and noise, so evaluations differ only by the weights.
 """
 
 from __future__ import annotations
@@ -15,33 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from usp.rlhf.data.datasets import Example
-from usp.rlhf.data.fingerprint import fingerprint
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.graph.calls import Compute, Generate, ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.runtime.executor import Executor
-from usp.train.evaluate import Evaluations
+from usp.train.step import Evaluations
 
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
+from .datasets import Example, prompt_samples
+from .graph import Compute, DataflowGraph, Generate, ModelCall
+from .samples import Samples, derived_seed, fingerprint
 
 SCORE = "score"
 COLLECTED = (SCORE, "finished", "tokens", "prompt_length", "logprobs")
 
 
 class Evaluator:
-    """Evaluates the current weights of an executor. Every rank calls every method, in the same order.
+    """Evaluator of the current weights of an executor. Every rank calls every method, in the same order.
 
-    Args:
-        executor: of the run, with its `graph` and `plan`.
-        prompts: to evaluate on; every rank has all of them.
-        progress: as for `Executor`.
-
-    Attributes:
-        past: the evaluations so far.
+    prompts: to evaluate on; every rank has all of them.
     """
 
     def __init__(
@@ -53,10 +44,17 @@ class Evaluator:
         prompts: Sequence[Example],
         progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        graph, plan = evaluation_step(graph, plan, prompts, sampling(config))
-        self._config, self._given = config, given_prompts(prompts, graph.given)
-        self._executor = executor.another(graph, plan, collect=COLLECTED, progress=progress)
-        self.past = Evaluations(identity(config, graph, prompts), name="scores")
+        self._config, self._training, self._graph, self._prompts = config, executor, graph, prompts
+        self._progress = progress
+        evaluated = self.change_plan(plan)
+        self._given = prompt_samples(prompts, range(len(prompts)), evaluated.given)
+        self.past = Evaluations(identity(config, evaluated, prompts), name="scores")
+
+    def change_plan(self, plan: ExecutionPlan) -> DataflowGraph:
+        """Evaluate under the plan that the executor now runs, and return the graph of an evaluation. Collective."""
+        graph, plan = evaluation_step(self._graph, plan, self._prompts, sampling(self._config))
+        self._executor = self._training.another(graph, plan, collect=COLLECTED, progress=self._progress)
+        return graph
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
@@ -102,10 +100,10 @@ def evaluation_step(
     calls = tuple(_evaluated(call, prompts, changed) for call in graph.calls if call.name in needed)
     roles = {call.role for call in calls}
     elsewhere = tuple(train for role in graph.trained_roles if role in roles and (train := graph.train_call(role)))
-    given = tuple(key for key in graph.given if any(key in call.inputs for call in calls))
+    read = tuple(key for key in graph.given if any(key in call.inputs for call in calls))
     layouts = {call.name: plan[call.name] for call in (*calls, *elsewhere)}
     name = f"{plan.name}, evaluation"
-    return DataflowGraph(calls, given, elsewhere), ExecutionPlan(name, layouts, plan.offload & roles)
+    return DataflowGraph(calls, read, elsewhere), ExecutionPlan(name, layouts, plan.offload & roles)
 
 
 def _evaluated(call: ModelCall, prompts: Sequence[Example], changed: Mapping[str, Any]) -> ModelCall:
@@ -118,15 +116,6 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], changed: Mapping[str
     return call
 
 
-def given_prompts(prompts: Sequence[Example], keys: Sequence[str]) -> Samples:
-    """Return the samples that an evaluation begins with."""
-    values = {
-        "prompt_ids": [torch.from_numpy(example.prompt) for example in prompts],
-        "prompt_index": [torch.tensor(index) for index in range(len(prompts))],
-    }
-    return Samples(tuple(range(len(prompts))), {key: values[key] for key in keys})
-
-
 def identity(config: RlhfConfig, graph: DataflowGraph, prompts: Sequence[Example]) -> str:
     """Return what scores that can be compared have in common: prompts, sampling and its seed."""
     work = [asdict(call.work) for call in graph.calls if isinstance(call.work, Generate)]
@@ -134,7 +123,7 @@ def identity(config: RlhfConfig, graph: DataflowGraph, prompts: Sequence[Example
 
 
 def evaluation_metrics(samples: Samples, per_prompt: int, pass_score: float) -> dict[str, float]:
-    """Return the metrics of all responses to all prompts, of which consecutive ones are to the same prompt.
+    """Return the metrics of all responses to all prompts; `per_prompt` consecutive ones are to the same prompt.
 
     eval/score: mean, without responses that the reward function failed for, which do not pass. eval/pass@k: see
     `pass_at_k`, for powers of two up to per_prompt, and for per_prompt itself; a response passes with a score of at

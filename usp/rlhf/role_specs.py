@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from usp.config import flag
-from usp.data.tokenizer import Tokenizer
-from usp.hf.balance import aux_loss_coefficient
-from usp.hf.integrate import rotary_switch
+from usp.fields import flag, shared_values
+from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.models import ModelHead, empty_model, load_model_config, model_facts, scalar_violation
 from usp.hf.tensor_parallel import tp_problems
-from usp.model.rules import ep_violations, pp_violations
+from usp.model.facts import ep_violations, pp_violations
 from usp.presets import PRESETS
-from usp.rlhf.generation.support import generation_problems
-from usp.rlhf.graph.dataflow import ROLES, DataflowGraph
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.roles.role_spec import RoleSpec
-from usp.sp.kernel_choice import PACKED, choose_kernel
+from usp.rlhf.roles.role import RoleSpec
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
 from usp.train.validate import balance_violations, with_flags
 
 from .algorithms.algorithm import Algorithm
 from .config import RlhfConfig
+from .graph import ROLES, DataflowGraph
 
 
 def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> dict[str, RoleSpec]:
@@ -36,8 +31,7 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
     no linear that gets an adapter. There is no critic if it would be the actor with a scalar head, and transformers has
     none; see `missing_models`. Models of --models have a scalar head if they are reward models.
 
-    Raises:
-        ValueError: naming what cannot be loaded, and what cannot have adapters.
+    Raises ValueError naming what cannot be loaded, and what cannot have adapters.
     """
 
     def spec(role: str, fields: tuple[str, ...], head: ModelHead, learning_rate: float) -> RoleSpec:
@@ -51,26 +45,18 @@ def role_specs(config: RlhfConfig, algorithm: Algorithm, dtype: torch.dtype) -> 
             model = load_model_config(source, head, new_head)
         except ValueError as error:
             raise ValueError(str(error).replace(f"model={source}", shown, 1)) from error
-        has_experts = model_facts(source, model).num_experts > 0  # hybrids have a coefficient even without
-        return RoleSpec(
-            role,
-            source,
-            model,
-            new_head=new_head,
-            seed=config.seed,
-            dtype=dtype,
-            optimizer=AdamW(config.weight_decay, betas=(0.9, 0.95)),
-            learning_rate=learning_rate,
-            max_grad_norm=config.max_grad_norm,
-            kernel=config.attention_kernel,
-            loss_chunk=config.loss_chunk,
-            balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
-            router_balance=config.router_balance,
-        )
+        different = {
+            "dtype": dtype,
+            "optimizer": AdamW(config.weight_decay, betas=(0.9, 0.95)),
+            "learning_rate": learning_rate,
+            "kernel": config.attention_kernel,
+            "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),
+        }
+        return RoleSpec(role, source, model, new_head, **shared_values(config, RoleSpec) | different)
 
     actor = spec("actor", ("model",), "lm", config.learning_rate)
-    if found := list(lora_problems(config, actor.config)):
-        raise ValueError("; ".join(found))
+    if problems := list(lora_problems(config, actor.config)):
+        raise ValueError("; ".join(problems))
     roles = {"actor": replace(actor, lora=lora_of(config, actor.config))}
     roles["ref"] = spec("ref", ("ref", "model"), "lm", config.learning_rate)
     reward = "model" if algorithm.model_role == "reward" else "reward_model"
@@ -114,23 +100,14 @@ def missing_models(specs: dict[str, RoleSpec], graph: DataflowGraph) -> Iterator
         )
 
 
-def generation_violations(specs: dict[str, RoleSpec]) -> list[str]:
-    """Return why the actor cannot generate."""
-    actor = specs["actor"]
-    problems, kind = generation_problems(actor.config), actor.config.model_type
-    return [f"--model = {actor.source} has model_type={kind!r}, which cannot generate: {problems}"] if problems else []
-
-
 def layout_violations(graph: DataflowGraph, plan: ExecutionPlan, specs: dict[str, RoleSpec]) -> Iterator[str]:
     """Yield why the model of a call cannot have the layout that the plan gives it."""
-    seen: set[str] = set()
+    calls: dict[str, str] = {}  # the first call with each violation
     for call in graph.calls:
-        if call.role not in specs:
-            continue
-        for text in call_violations(plan[call.name], specs[call.role], trained=call.kind == "train_step"):
-            if text not in seen:
-                seen.add(text)
-                yield f"{call.name}: {text}"
+        if call.role in specs:
+            for text in call_violations(plan[call.name], specs[call.role], trained=call.kind == "train_step"):
+                calls.setdefault(text, call.name)
+    yield from (f"{name}: {text}" for text, name in calls.items())
 
 
 def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Iterator[str]:
@@ -146,12 +123,6 @@ def call_violations(layout: CallLayout, spec: RoleSpec, *, trained: bool) -> Ite
         yield f"mlp_tile={layout.mlp_tile} tiles dense MLPs, and those of {spec.source} are experts: remove it"
 
 
-def context(spec: RoleSpec, sampled: bool) -> int:
-    """Return the maximum tokens of a role's sequences; sampled: they are generated."""
-    switch = rotary_switch(spec.config) if sampled else None
-    return min(spec.config.max_position_embeddings, switch or sys.maxsize)
-
-
 def _is_reward_model(directory: str) -> bool:
     try:
         load_model_config(directory, "scalar")
@@ -160,27 +131,11 @@ def _is_reward_model(directory: str) -> bool:
     return True
 
 
-def kernel_choice(config: RlhfConfig, actor: RoleSpec, device: torch.device) -> str:
-    """Return the line that names the attention kernel. Raises ValueError if the requested one is not supported."""
-    facts = model_facts(actor.source, actor.config)
-    return choose_kernel(config.attention_kernel, PACKED, device, actor.dtype, facts.head_dim, facts.value_dim)[1]
-
-
-def vocabulary_violations(specs: dict[str, RoleSpec], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield which models have a smaller vocabulary than the tokenizer."""
-    for role, spec in specs.items():
-        if tokenizer.vocab_size > spec.config.vocab_size:
-            yield (
-                f"--tokenizer = {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of the "
-                f"{role} {spec.source} has {spec.config.vocab_size}: use the model's own tokenizer"
-            )
-
-
 def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[str, RoleSpec]) -> Iterator[str]:
     """Yield why no trained model, or not each with experts, can have the load-balancing loss that flags ask for."""
     facts = [model_facts(specs[role].source, specs[role].config) for role in graph.trained_roles]
-    for one in [found for found in facts if found.num_experts] or facts[:1]:
-        yield from map(with_flags, balance_violations(config, one))
+    for model in [each for each in facts if each.num_experts] or facts[:1]:
+        yield from map(with_flags, balance_violations(config, model))
 
 
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:

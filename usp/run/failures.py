@@ -1,27 +1,9 @@
-"""How a failed run ends: one readable message, and an exit code.
-
-    ConfigurationError   raised on every rank before communication     message, no traceback   exit code 2
-    TrainingDiverged     raised on every rank at the same step         message, no traceback   exit code 1
-    RanksDisagree        raised on every rank at the same point        message, no traceback   exit code 1
-    UserCodeFailed       raised on one rank or, alike, on every rank   message, no traceback   exit code 1
-    CheckpointFailed     raised on every rank after the last step      message, no traceback   exit code 1
-    lost connection      another rank failed, and reports why          one line                exit code 1
-    any other error      on one rank or on all                         traceback and rank      exit code 1
-    Ctrl-C               every rank gets the signal                    one line                exit code 130
-    Stopped              every rank agreed to stop, and saved          one line                exit code 143, 138
-    hang                 usp.run.watchdog ends every rank              one message             exit code 124
-    orphaned             usp.run.orphans ends the ranks of a host      one line                exit code 1
-
-These are the codes of a process. torchrun exits with 1 whatever its ranks' codes are; its summary shows them.
-Only the first rank to fail reports; a counter in torchrun's store, which outlives the ranks, decides which one that is.
-The others wait until it has reported, because torchrun kills all ranks when one exits. Without a store rank 0 reports
-at once, and the others only if nothing ends them while they wait. A rank that lost a connection always waits, because
-the failed rank or the launcher knows the cause; it exits at once if the launcher has asked it to stop.
-"""
+"""Error types, their messages and exit codes; objects from a user's Python file."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import signal
 import sys
@@ -30,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -67,10 +49,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class Problems(list[str]):
-    """Problems of a configuration, collected to be reported in one message.
-
-    errors: types that `attempt` expects; any other error is not a problem of the configuration and passes through.
-    """
+    """Problems of a configuration, collected to be reported in one message. errors: types that `attempt` expects; any
+    other error is not a problem of the configuration and passes through."""
 
     def __init__(self, found: Iterable[str] = (), errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> None:
         super().__init__(found)
@@ -103,10 +83,8 @@ class CheckpointFailed(RuntimeError):
 
 
 class Stopped(Exception):
-    """Stop requested by a signal; raised on every rank after the same step.
-
-    checkpoint: the newest. failure: why that is not of this step; empty if it is.
-    """
+    """Stop requested by a signal; raised on every rank after the same step. checkpoint: the newest. failure: why that
+    is not of this step; empty if it is."""
 
     def __init__(self, signal_number: int, step: int, checkpoint: Path | None, failure: str = "") -> None:
         name = signal.Signals(signal_number).name
@@ -205,3 +183,24 @@ def _first_to_end(store: dist.Store | None, launch: Launch) -> bool | None:
         return unknown if store is None else store.add(f"ended/{launch.attempt}", 1) == 1
     except dist.DistError:
         return unknown
+
+
+def load_from_file(name: str, what: str) -> Any:
+    """Return the object that PATH.py:NAME names; `what` it is, for messages. Raises ValueError for another name, a file
+    that cannot be imported, or a missing object."""
+    path, _, object_name = name.rpartition(":")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{name} must be PATH.py:NAME with an existing file")
+    spec = importlib.util.spec_from_file_location(f"{file.resolve()}", file)  # a name that no import can shadow
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise ValueError(f"{name}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, object_name):
+        raise ValueError(f"{name}: {file} has no {what} {object_name}{nearest(object_name, vars(module))}")
+    return getattr(module, object_name)

@@ -1,21 +1,19 @@
-"""Launched processes: rank, device and process group.
-
-    Launch.from_environment -> meet -> choose_device -> all_ready -> process_group -> outlast -> leave
-
-torchrun keeps a key-value store for as long as it runs: it outlives the ranks and their restarts.
-"""
+"""The life of a rank: torchrun's environment, device, process group, stop requests, and the end with its launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch
@@ -23,8 +21,41 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ECHO_SECONDS = 2.0  # a scheduler and torchrun may both send one for the same request
 STORE_SECONDS = 30.0  # a store that does not answer within this is gone
 LONG_PHASE = 3  # a phase that the watchdog calls long may take this many times hang_timeout
+TICK_SECONDS = 0.2
+ORPHANED = 1  # exit code, which nobody reads
+
+
+@dataclass
+class StopRequest:
+    """Request to stop this process: number and time of the first signal, 0 before."""
+
+    signal_number: int = 0
+    since: float = 0.0
+
+    @property
+    def requested(self) -> bool:
+        return self.signal_number != 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals while the block runs, then restore the previous handlers. Main thread only."""
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested and now - self.since > ECHO_SECONDS:
+            os._exit(128 + signal_number)
+        if not self.requested:
+            self.signal_number, self.since = signal_number, now
 
 
 @dataclass(frozen=True)
@@ -55,7 +86,7 @@ class Launch:
         launched = "RANK" in environ and "WORLD_SIZE" in environ
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
         agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        asked = int(environ.get("OMP_NUM_THREADS", 0) or 0)
+        threads = int(environ.get("OMP_NUM_THREADS", 0) or 0)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // local_world_size)
         return Launch(
@@ -63,7 +94,7 @@ class Launch:
             world_size=int(environ["WORLD_SIZE"]) if launched else 1,
             local_rank=int(environ.get("LOCAL_RANK", 0)) if launched else 0,
             local_world_size=local_world_size,
-            threads=share if asked == 0 or (launched and asked == 1) else asked,
+            threads=share if threads == 0 or (launched and threads == 1) else threads,
             rendezvous=launched,
             agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
@@ -71,10 +102,8 @@ class Launch:
         )
 
     def store(self) -> dist.Store | None:
-        """Connect to torchrun's store, with a key prefix of this launch; None without one.
-
-        Raises torch.distributed.DistError if it cannot be reached.
-        """
+        """Connect to torchrun's store, with a key prefix of this launch; None without one. Raises
+        torch.distributed.DistError if it cannot be reached."""
         if self.agent_store is None:
             return None
         host, port = self.agent_store
@@ -84,8 +113,7 @@ class Launch:
     def from_first(self, key: str, find: Callable[[], T]) -> T:
         """Return what `find` returns on rank 0, through torchrun's store; without a store every rank calls it.
 
-        Args:
-            find: its result is plain values, and its errors are among these: if it raises, all ranks end.
+        find: its result is plain values, and its errors are among these: if it raises, all ranks end.
         """
         store = self.store() if self.world_size > 1 else None
         if store is None:
@@ -95,8 +123,8 @@ class Launch:
             store.set(key, json.dumps(find()))
         while not store.check([key]):  # if rank 0 ends, so does this process
             time.sleep(0.05)
-        found: T = json.loads(store.get(key))
-        return found
+        value: T = json.loads(store.get(key))
+        return value
 
     def remember(self, key: str, value: str) -> None:
         """Store `value` for all ranks of this launch, across restarts; no effect without a store."""
@@ -141,9 +169,7 @@ def meet(launch: Launch) -> Launch:
 
 def all_ready(launch: Launch) -> None:
     """Block until every rank has called it, however long some take to prepare; no effect without torchrun's store.
-
-    Hosts tokenize data of their own accord, and creating a process group would run out of time meanwhile.
-    """
+    Hosts tokenize data of their own accord, and creating a process group would run out of time meanwhile."""
     store = launch.store()
     if store is None:
         return
@@ -161,10 +187,8 @@ def stay_on_loopback(launch: Launch, environ: MutableMapping[str, str]) -> None:
 
 
 def choose_device(device: str, launch: Launch) -> torch.device:
-    """Return this process's device; `auto` is CUDA if available.
-
-    Raises ValueError if the device is CUDA and this host has fewer GPUs than processes.
-    """
+    """Return this process's device; `auto` is CUDA if available. Raises ValueError if the device is CUDA and this host
+    has fewer GPUs than processes."""
     gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not gpus):
         return torch.device("cpu")
@@ -230,11 +254,26 @@ def _longer_than(hang_timeout: float) -> timedelta | None:
 
 
 def _group_store(launch: Launch) -> dist.Store | None:
-    """Return the store of the process group; None leaves it to the environment.
-
-    Each attempt gets its own key prefix in torchrun's store, or torch would find the addresses of killed ranks.
-    """
+    """Return the store of the process group; None leaves it to the environment. Each attempt gets its own key prefix in
+    torchrun's store, or torch would find the addresses of killed ranks."""
     store = launch.store()
     if store is not None:
         return dist.PrefixStore(f"start/{launch.attempt}", store)
     return None if launch.rendezvous else dist.HashStore()
+
+
+def end_with_launcher(launch: Launch) -> None:
+    """Watch torchrun, the parent of this process, from a thread; when it is gone, say so and end the process. No effect
+    without torchrun: a process that a shell starts in the background may outlive the shell."""
+    if launch.run_id:
+        threading.Thread(target=_watch, args=(os.getppid(), launch), name="launcher", daemon=True).start()
+
+
+def _watch(launcher: int, launch: Launch) -> None:
+    while os.getppid() == launcher:
+        time.sleep(TICK_SECONDS)
+    if launch.local_rank == 0:
+        with suppress(OSError):  # the reader is gone, too
+            message = f"error: torchrun (process {launcher}) is gone: ending its ranks on this host; progress since "
+            print(message + "the last checkpoint is lost", file=sys.stderr, flush=True)
+    os._exit(ORPHANED)

@@ -103,19 +103,18 @@ class StepRecord:
             evaluated += f"\n  eval loss by position: {'  '.join(ranges)}"
         waited = f"  waited {self.data_seconds:.2f} s for data" if self.data_seconds > WAITING * self.seconds else ""
         fsdp = "" if self.fsdp_sent_bytes is None else f" + {size(self.fsdp_sent_bytes)} FSDP (predicted)"
+        sent = f"  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}"
         return (
             f"loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"{count(self.tokens_per_second)} tokens/s{mfu}  "
-            f"memory {size(self.memory_bytes)}  sent/rank {size(self.attention_sent_bytes)} attention{fsdp}  "
+            f"memory {size(self.memory_bytes)}{sent if self.attention_sent_bytes or self.fsdp_sent_bytes else ''}  "
             f"epoch {self.epoch:.2f}{waited}{evaluated}"
         )
 
 
 class RunLog:
-    """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block.
-
-    after: step of the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`.
-    """
+    """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block. after: step of
+    the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`."""
 
     def __init__(
         self, folder: Path, *, steps: int, log_every: int, out: TextIO, after: int = 0, wandb: Any = None
@@ -193,37 +192,35 @@ class TensorBoard:
 
 def keep_records(file: Path, after: int) -> None:
     """Drop the records of steps later than `after` from a metrics file, and a truncated last line."""
-    kept: list[bytes] = []
+    earlier: list[bytes] = []
     for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         try:
             step = json.loads(line)["step"]
         except ValueError:
             break
         if step <= after and line.endswith(b"\n"):
-            kept.append(line)
+            earlier.append(line)
     new = file.with_suffix(".new")
     try:
-        new.write_bytes(b"".join(kept))
+        new.write_bytes(b"".join(earlier))
         new.replace(file)  # atomic: a run killed here keeps the old records
-    except OSError:  # a full disk; steps are in order, so that what is kept is the beginning
+    except OSError:  # a full disk; steps are in order, so that what stays is the beginning
         with suppress(OSError):
             new.unlink()
-            os.truncate(file, sum(map(len, kept)))
+            os.truncate(file, sum(map(len, earlier)))
 
 
 def wandb_problem(project: str) -> str | None:
     """Return why `project` cannot be logged to; None if it can, or is empty."""
-    found = importlib.util.find_spec("wandb") if project else None
-    if not project or (found is not None and found.origin):  # a directory named wandb has no origin
+    spec = importlib.util.find_spec("wandb") if project else None
+    if not project or (spec is not None and spec.origin):  # a directory named wandb has no origin
         return None
     return f"wandb_project={project} needs the package wandb, which is not installed: pip install wandb, or unset it"
 
 
 def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Open the Weights & Biases run of `folder` in `project`, or resume it; None without a project.
-
-    Its files are in `folder`; WANDB_MODE=offline keeps them there. wandb ignores steps that are already logged.
-    """
+    """Open the Weights & Biases run of `folder` in `project`, or resume it; None without a project. Its files are in
+    `folder`; WANDB_MODE=offline keeps them there. wandb ignores steps that are already logged."""
     if not project:
         return None
     import wandb
@@ -252,6 +249,11 @@ def size(number_of_bytes: float) -> str:
 def count(number: float) -> str:
     """Format a count: 12345 is `12.3k`."""
     return _scaled(number, 1000, ("", "k", "M", "G"))
+
+
+def seconds(value: float) -> str:
+    """Format seconds: 0.0123 is `12.3 ms`."""
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def short(number: int) -> str:

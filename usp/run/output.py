@@ -1,15 +1,22 @@
-"""What a run says and logs while the disk fails: warnings, and files of lines that a full disk does not stop."""
+"""Files that several runs and a full disk may touch: lines, warnings, and the lock of a folder."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import secrets
+import socket
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel import format_ranks
 
 WAITING_BYTES = 2**24  # of lines that a file waits with, at most
+LOCK = "run.lock"
+WAIT_SECONDS = 5.0  # for the ranks of a killed launcher to end
 
 
 def warn(message: str) -> None:
@@ -19,10 +26,8 @@ def warn(message: str) -> None:
 
 
 class LineFile:
-    """A file to which the lines of a step are appended, all or none of them.
-
-    Lines that cannot be written do not stop the run: they wait, up to a limit, and are written before later ones.
-    """
+    """A file to which the lines of a step are appended, all or none of them. Lines that cannot be written do not stop
+    the run: they wait, up to a limit, and are written before later ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,3 +62,55 @@ class LineFile:
                 with suppress(OSError):
                     file.truncate(end)  # without a part of a line, later lines can be read
                 raise OSError(f"only {written} of {len(data)} bytes were written")
+
+
+class FolderInUse(ValueError):
+    """Another process writes to the folder; the message names it."""
+
+
+@contextmanager
+def locked(folder: Path, seconds: float = WAIT_SECONDS) -> Iterator[str]:
+    """Create `folder` and hold its lock during the block; yield what the lock's file says, another text every time.
+
+    Where the file system has no locks, warn and go on. Raises FolderInUse if another process still holds the lock after
+    so many seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        _lock(file.fileno(), folder, seconds)
+        text = f"{this_process()}\n{secrets.token_hex(8)}\n"
+        file.truncate(0)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        yield text
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def holder(folder: Path) -> str:
+    """Return which process holds the lock of `folder`, such as `process 7 on a`; empty if none does."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ((folder / LOCK).read_text().splitlines() or ["another process"])[0]
+    except OSError:  # there is no lock, or the file system has none
+        return ""
+    return ""
+
+
+def _lock(file: int, folder: Path, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                writer = holder(folder) or "another process"
+                raise FolderInUse(f"{folder} is in use: {writer} writes to it; choose another folder") from None
+            time.sleep(0.1)
+        except OSError as error:
+            return warn(f"{folder / LOCK} cannot be locked ({error}): nothing keeps another run out of this folder")

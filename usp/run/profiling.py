@@ -15,11 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 def parse_steps(text: str, steps: int) -> range:
-    """Parse the steps to profile: "3" is step 3, "5:8" is steps 5 to 8 inclusive, "" is none.
-
-    Raises:
-        ValueError: for any other text, and for steps past `steps`, the last of the run.
-    """
+    """Parse the steps to profile: "3" is step 3, "5:8" is steps 5 to 8 inclusive, "" is none. Raises ValueError for any
+    other text, and for steps past `steps`, the last of the run."""
     if not text:
         return range(0)
     parts = text.split(":")
@@ -29,9 +26,7 @@ def parse_steps(text: str, steps: int) -> range:
             if last > steps:
                 raise ValueError(f"profile={text} names step {last}, but the run ends at step {steps}")
             return range(first, last + 1)
-    raise ValueError(
-        f"profile={text!r} must be a step, such as 3, or a range of steps, such as 5:8 (both included), counted from 1"
-    )
+    raise ValueError(f"profile={text!r} must be a step, such as 3, or a range of steps, such as 5:8, from 1")
 
 
 class StepProfiler:

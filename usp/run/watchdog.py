@@ -1,43 +1,98 @@
-"""A watchdog on every rank: aborts a run that hangs, and reports which rank hangs and where the others wait for it.
-
-    progress(step, phase)         called by the trainer at every step and phase
-        | not called for `hang_timeout` seconds on some rank
-    alarm                         set in torchrun's store; every live watchdog answers where its process is
-        | all have answered, or ANSWER_SECONDS have passed
-    one message                   from the first to claim it: where ranks wait, which are elsewhere, which are silent
-        |
-    exit code 124 on every rank   torchrun restarts the ranks (--max-restarts)
-
-The timeout applies to a phase (loading data, a step, a checkpoint). A `long` phase (the first step compiles; a
-checkpoint writes to a slow disk) gets LONG_PHASE times as much. Time in which the process was stopped does not count.
-The watchdog is a thread because a rank that hangs is stuck inside a library.
-"""
+"""The watchdog: ends a hung run and names the ranks and the collective in which they wait."""
 
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from parallel import format_ranks
 
 from .failures import HUNG, reachable_store, tell_launcher, wait_for_key
 from .launch import LONG_PHASE, Launch
-from .stacks import whereabouts
 
+ROOT = Path(__file__).parents[2]
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+IDLE = ("threading.py", "concurrent/futures/_base.py", "torch/autograd/graph.py")  # a thread in these waits for another
+CALLERS = 3
 TICK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 
 
+class Whereabouts(NamedTuple):
+    """Location of a process. collective: the one it waits in, or empty. at: its innermost calls outside of torch."""
+
+    collective: str
+    at: str
+
+
+def whereabouts(frames: Mapping[int, FrameType], main: int) -> Whereabouts:
+    """Locate the process whose threads are at `frames` (sys._current_frames) and whose main thread is `main`. If the
+    main thread waits for another one, that one counts: a backward on CUDA runs in a separate thread."""
+    place = _of_thread(frames[main])
+    if not place.collective and _short(frames[main].f_code.co_filename).endswith(IDLE):
+        others = (_of_thread(frame) for thread, frame in frames.items() if thread != main)
+        place = next((other for other in others if other.collective), place)
+    if place.collective:
+        return place
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # of torch's flight recorder
+    return Whereabouts(unfinished_on_gpu(dump(True, False) if dump is not None else b""), place.at)
+
+
+def unfinished_on_gpu(record: bytes) -> str:
+    """Describe the oldest unfinished NCCL collective of a flight record; empty if there is none."""
+    entries = json.loads(record).get("entries", []) if record else []
+    for entry in entries:
+        if entry["profiling_name"].startswith("nccl:") and entry["state"] != "completed" and not entry["retired"]:
+            return f"{entry['profiling_name']} of {entry['input_sizes']} in group {entry['process_group'][-1]}"
+    return ""
+
+
+def _of_thread(frame: FrameType) -> Whereabouts:
+    calls = list(_calls(frame))
+    collective = ""
+    outside = len(calls)
+    for index, (file, _, function) in enumerate(calls):
+        if not file.startswith("torch/"):
+            outside = index
+            break
+        if file in COLLECTIVES and not function.startswith("_"):
+            collective = function  # ends as the outermost one: what our code called
+    if not collective and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        collective = "wait"  # torch.distributed's Work.wait has no Python frame
+    callers = calls[outside : outside + CALLERS] or calls[:CALLERS]
+    return Whereabouts(collective, " < ".join(f"{file}:{line} {function}" for file, line, function in callers))
+
+
+def _calls(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """Yield (short file name, line, function) of the calls, innermost first."""
+    while frame is not None:
+        yield _short(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _short(file: str) -> str:
+    """Shorten `file` to its path in site-packages or in this project, else to its last two parts."""
+    path = Path(file)
+    if "site-packages/" in path.as_posix():
+        return path.as_posix().rpartition("site-packages/")[2]
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else "/".join(path.parts[-2:])
+
+
 @dataclass(frozen=True)
 class Answer:
-    """Location of one rank: step, phase, and what `usp.run.stacks` finds."""
+    """Location of one rank: step, phase, and what `usp.run.watchdog` finds."""
 
     step: int
     phase: str
@@ -47,16 +102,10 @@ class Answer:
 
 class Watchdog:
     """Watchdog of this process inside a `with` block. `seconds`: longest time without progress; 0 disables it.
-
-    error_file: file that torchrun's summary reads. leave: ends the process with an exit code.
-    """
+    error_file: file that torchrun's summary reads. leave: ends the process with an exit code."""
 
     def __init__(
-        self,
-        launch: Launch,
-        seconds: float,
-        error_file: str | None = None,
-        leave: Callable[[int], object] = os._exit,
+        self, launch: Launch, seconds: float, error_file: str | None = None, leave: Callable[[int], object] = os._exit
     ) -> None:
         self._launch, self._seconds, self._error_file, self._leave = launch, seconds, error_file, leave
         self._main = threading.get_ident()
@@ -115,14 +164,14 @@ class Watchdog:
 
     def _answers(self, store: dist.Store, key: str) -> dict[int, Answer]:
         """Return the answers by rank, once all ranks have answered or ANSWER_SECONDS have passed."""
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         end = time.monotonic() + ANSWER_SECONDS
-        while len(found) < self._launch.world_size and time.monotonic() < end:
+        while len(answers) < self._launch.world_size and time.monotonic() < end:
             for rank in range(self._launch.world_size):
-                if rank not in found and store.check([f"{key}/{rank}"]):
-                    found[rank] = Answer(**json.loads(store.get(f"{key}/{rank}")))
+                if rank not in answers and store.check([f"{key}/{rank}"]):
+                    answers[rank] = Answer(**json.loads(store.get(f"{key}/{rank}")))
             time.sleep(0.05)
-        return found
+        return answers
 
     def _print(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
@@ -131,10 +180,8 @@ class Watchdog:
 
 
 def describe(answers: Mapping[int, Answer], world_size: int, seconds: float, others: bool = True) -> str:
-    """Return the message about a hang: where ranks wait, which are silent, and which to look at first.
-
-    Of `world_size` ranks, those without an answer are silent. others: whether the other ranks were asked.
-    """
+    """Return the message about a hang: where ranks wait, which are silent, and which to look at first. Of `world_size`
+    ranks, those without an answer are silent. others: whether the other ranks were asked."""
     lines = [f"error: no progress for {seconds:g} seconds (--hang-timeout): aborting the run"]
     places: dict[tuple[str, str, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):

@@ -1,14 +1,17 @@
-"""Ring and ulysses axes of a ParallelMesh or a torch DeviceMesh."""
+"""The ring and ulysses axes of any mesh, and messages between any two ranks of their grid."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attention import SequenceLayout
+from attention import Channel, SequenceLayout
+from attention.comm import Pending
 from parallel import ParallelMesh, agree
 
 
@@ -22,12 +25,8 @@ class SpAxes:
 
     @staticmethod
     def of(mesh: ParallelMesh | DeviceMesh) -> SpAxes:
-        """Read the axes named ring and ulysses; if a torch DeviceMesh lacks one, its degree is 1.
-
-        Raises:
-            TypeError: for any other type of mesh.
-            ValueError: for a DeviceMesh with neither axis.
-        """
+        """Read the axes named ring and ulysses; if a torch DeviceMesh lacks one, its degree is 1. Raises TypeError for
+        any other type of mesh, and ValueError for a DeviceMesh with neither axis."""
         if isinstance(mesh, ParallelMesh):
             return SpAxes(_group(mesh.device_mesh("ring")), _group(mesh.device_mesh("ulysses")), mesh.device_type)
         if not isinstance(mesh, DeviceMesh):
@@ -77,3 +76,32 @@ class SpAxes:
 
 def _group(axis: DeviceMesh) -> dist.ProcessGroup | None:
     return axis.get_group() if axis.size() > 1 else None
+
+
+class GridChannel(Channel):
+    """A channel over the whole grid, in which rank ring_rank * ulysses + ulysses_rank has that number. members: the
+    rank in the process group of each rank of the grid."""
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int]) -> None:
+        super().__init__(group)
+        self.members = tuple(members)
+        self.rank = self.members.index(self.rank)
+
+    def post(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Pending:
+        return super().post(*([(self.members[peer], x) for peer, x in part] for part in (sends, receives)))
+
+    @staticmethod
+    def of(mesh: ParallelMesh | DeviceMesh) -> GridChannel:
+        """Return the channel of a mesh with the axes of `SpAxes`. Collective for a torch DeviceMesh of both axes."""
+        if isinstance(mesh, ParallelMesh):
+            names = tuple(axis for axis in mesh.dims.degrees() if axis in ("ring", "ulysses"))
+            grid, group = mesh.device_mesh(*names), mesh.group("sp")
+        else:
+            names = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("ring", "ulysses"))
+            grid = mesh[names]
+            group = (grid if len(names) == 1 else grid._flatten("sp")).get_group()
+        if grid.size() == 1:
+            return GridChannel(None, (0,))
+        ranks = grid.mesh.t() if names == ("ulysses", "ring") else grid.mesh
+        in_group = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+        return GridChannel(group, [in_group[rank] for rank in torch.flatten(ranks).tolist()])

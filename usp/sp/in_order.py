@@ -1,55 +1,194 @@
-"""Layers that work in sequence order, a convolution and a recurrence, on a sharded sequence."""
+"""Layers that work in sequence order, a convolution and a recurrence, on a sequence sharded in any layout.
+
+Each span fetches the last tokens before it (a halo). The striped layout, whose spans are single tokens, moves its
+tokens to the contiguous one and back, with one message between each pair of ranks.
+
+What these layers keep of each sequence while it is generated is in `KVCache.states`:
+
+    prefill    the state after the last token of each prompt; the padding behind it is a document of its own
+    decode     one token of each sequence, from that state to the next
+
+A convolution keeps its last K - 1 inputs, on every rank. A recurrence keeps its state sharded by head: all ranks know
+the token that is decoded, each computes its own heads, and they exchange the outputs.
+
+T tokens of this rank (its rows one after another), C channels, K taps, B slots, R rows of a prefill, H heads (or
+channels) of a state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
-from attention import LAYOUTS, AttentionSpec, Keep, compute_now
+from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout, compute_now
 from parallel import ParallelMesh
 
-from .axes import SpAxes
-from .grid_channel import GridChannel
-from .halo import HaloProgram, convolve
-from .reshard import Reshard, ReshardPlan
-from .scan import Recurrence, ScanProgram, scan
+from .axes import GridChannel, SpAxes
+from .scan import Recurrence, ScanProgram, scan, scan_with_states
 from .sp_attention import documents_of
-from .spans import HaloPlan, SpanPlan
+from .spans import HaloPlan, Segment, SentBytes, SpanPlan
 
 
-class LayerCall(Protocol):
-    """One call of a layer: what convolves and scans its tokens over the whole sequence."""
+@dataclass(frozen=True)
+class HaloProgram:
+    """A `HaloPlan` as index tensors on a device.
 
-    def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor: ...
+    gather: (padded tokens,) index into a zero, this rank's tokens and the received ones. own: (T,) where this rank's
+    tokens stand in the padded sequence. sends: by rank, the indices of the tokens that it needs.
+    """
 
-    def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor: ...
+    plan: HaloPlan
+    gather: Tensor
+    own: Tensor
+    sends: dict[int, Tensor]
+
+    @staticmethod
+    def lower(plan: HaloPlan, device: torch.device) -> HaloProgram:
+        gather, own = plan.padded_index()
+        sends = {peer: torch.tensor(indices, device=device) for peer, indices in plan.sends.items()}
+        return HaloProgram(plan, gather.to(device), own.to(device), sends)
+
+
+class WithHalo(torch.autograd.Function):
+    """`apply(x_TC, program, channel, keep)` -> (1 + T + received, C): a zero, this rank's tokens, and received ones.
+    The backward returns the gradients of received tokens to their ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, program: HaloProgram, channel: Channel, keep: Keep) -> Tensor:
+        ctx.program, ctx.channel, ctx.tokens = program, channel, x.shape[0]
+        received = keep(("halo", x.shape), lambda: _fetch(x, program, channel))
+        return torch.cat((x.new_zeros(1, x.shape[1]), x, *received))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        program, channel = ctx.program, ctx.channel
+        counts = program.plan.receives
+        grad_x, *returned = grad[1:].contiguous().split((ctx.tokens, *counts.values()))
+        received = {peer: grad.new_empty(len(indices), grad.shape[1]) for peer, indices in program.sends.items()}
+        with record_function("halo gradients"):
+            channel.post(list(zip(counts, returned, strict=True)), list(received.items())).wait()
+        for peer, indices in program.sends.items():
+            grad_x.index_add_(0, indices, received[peer])
+        return grad_x, None, None, None
+
+
+def _fetch(x: Tensor, program: HaloProgram, channel: Channel) -> tuple[Tensor, ...]:
+    received = {peer: x.new_empty(count, x.shape[1]) for peer, count in program.plan.receives.items()}
+    sent = {peer: x.index_select(0, indices) for peer, indices in program.sends.items()}
+    with record_function("halo"):
+        channel.post(list(sent.items()), list(received.items())).wait()
+    return tuple(received.values())
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """One rank's part of moving tokens from layout `source` to layout `destination` over the same grid. rank: this rank
+    in the grid, ring_rank * ulysses + ulysses_rank."""
+
+    source: SequenceLayout
+    destination: SequenceLayout
+    rank: int
+
+    @cached_property
+    def inverse(self) -> ReshardPlan:
+        return ReshardPlan(self.destination, self.source, self.rank)
+
+    @cached_property
+    def sends(self) -> tuple[Tensor, ...]:
+        """The indices of this rank's tokens for each rank, in order of position."""
+        return _shared(self.source, self.destination, self.rank)
+
+    @cached_property
+    def receives(self) -> tuple[Tensor, ...]:
+        """Where the tokens of each rank go among this rank's, in order of position."""
+        return _shared(self.destination, self.source, self.rank)
+
+    def wire_bytes(self, rows: int, width: int, dtype: torch.dtype) -> SentBytes:
+        """Predict the bytes that this rank sends for (rows, local_len, width) and its gradient."""
+        sent, received = (
+            sum(len(index) for peer, index in enumerate(indices) if peer != self.rank)
+            for indices in (self.sends, self.receives)
+        )
+        per_token = rows * width * dtype.itemsize
+        return SentBytes(sent * per_token, received * per_token)
+
+
+def _positions(layout: SequenceLayout, rank: int) -> Tensor:
+    return layout.positions(*divmod(rank, layout.ulysses))
+
+
+def _shared(own: SequenceLayout, others: SequenceLayout, rank: int) -> tuple[Tensor, ...]:
+    """Return, for each rank, which of `rank`'s tokens under `own` it holds under `others`, in order of position."""
+    holder = torch.empty(own.seq_len, dtype=torch.int64)
+    for peer in range(own.ring * own.ulysses):
+        holder[_positions(others, peer)] = peer
+    positions = _positions(own, rank)
+    order = positions.argsort()
+    owners = holder[positions[order]]
+    return tuple(order[owners == peer] for peer in range(own.ring * own.ulysses))
+
+
+class Reshard(torch.autograd.Function):
+    """`apply(x, plan, channel, keep)`: (rows, tokens, width) in the source layout -> the same in the destination's."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, plan: ReshardPlan, channel: Channel, keep: Keep) -> Tensor:
+        ctx.inverse, ctx.channel = plan.inverse, channel
+        (moved,) = keep(("reshard", x.shape), lambda: (_move(x, plan, channel),))
+        return moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _move(grad, ctx.inverse, ctx.channel), None, None, None
+
+
+def _move(x: Tensor, plan: ReshardPlan, channel: Channel) -> Tensor:
+    rows, _, width = x.shape
+    out = x.new_empty(rows, plan.destination.local_len, width)
+    parts = [x[:, index.to(x.device)] for index in plan.sends]
+    received = [x.new_empty(rows, len(index), width) for index in plan.receives]
+    received[plan.rank] = parts[plan.rank]
+    sends, receives = (
+        [(peer, part) for peer, part in enumerate(side) if peer != plan.rank and part.numel()]
+        for side in (parts, received)
+    )
+    with record_function("reshard"):
+        channel.post(sends, receives).wait()
+    for index, part in zip(plan.receives, received, strict=True):
+        out[:, index.to(x.device)] = part
+    return out
 
 
 @dataclass(frozen=True)
 class OrderedCall:
-    """One call of a layer on this rank's tokens, which are consecutive within each span.
-
-    Attributes:
-        plan: the spans and documents of the call.
-    """
+    """One call of a layer on this rank's tokens, which are consecutive within each span."""
 
     plan: SpanPlan
     order: SequenceOrder
 
     def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a causal depthwise convolution, (rows, channels, tokens) to the same. Collective.
+        """Apply a causal depthwise convolution, (rows, channels, tokens) to the same, to each document by itself.
+        Collective.
 
-        Args:
-            convolution: of (1, channels, tokens), with zeros before the first token, and `taps` taps.
+        convolution: of (1, channels, tokens), with zeros before the first token, and `taps` taps.
         """
-        program = self.order.halo(HaloPlan(self.plan, taps), x.device)
-        out = convolve(x.transpose(1, 2).flatten(0, 1), program, self.order.channel, convolution, self.order.keep)
+        program, order = self.order.halo(HaloPlan(self.plan, taps), x.device), self.order
+        with_halo = WithHalo.apply(x.transpose(1, 2).flatten(0, 1), program, order.channel, order.keep)
+        padded = with_halo.index_select(0, program.gather)
+        out = convolution(padded.t().unsqueeze(0)).squeeze(0).t().index_select(0, program.own)
         return out.unflatten(0, (self.plan.rows, -1)).transpose(1, 2)
 
     def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
@@ -60,7 +199,7 @@ class OrderedCall:
 
 
 class SequenceOrder:
-    """Runs layers that work in sequence order over a ring x ulysses mesh, for any sequence layout.
+    """Runner of layers that work in sequence order over a ring x ulysses mesh, for any sequence layout.
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
@@ -78,7 +217,7 @@ class SequenceOrder:
         # Calls repeat from layer to layer and, without documents, from step to step.
         self.halo = lru_cache(maxsize=16)(HaloProgram.lower)
         self.states = lru_cache(maxsize=16)(ScanProgram.lower)
-        self._moves = lru_cache(maxsize=16)(self._moves_uncached)
+        self.moves = lru_cache(maxsize=16)(self._moves)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceOrder:
         """Share the process groups, which cannot be copied."""
@@ -94,34 +233,28 @@ class SequenceOrder:
             self.keep = outside
 
     def plan(self, rows: int, seq_len: int, cu_seqlens: Tensor | None = None) -> SpanPlan:
-        """Plan a layer's call on `rows` rows of `seq_len` global tokens.
-
-        Raises:
-            ValueError: if the layout cannot divide the sequence, or the documents do not fit it.
-        """
+        """Plan a layer's call on `rows` rows of `seq_len` global tokens. Raises ValueError if the layout cannot divide
+        the sequence, or the documents do not fit it."""
         documents = documents_of(cu_seqlens)
         if violation := AttentionSpec(documents=documents).document_violation(rows, seq_len):
             raise ValueError(violation)
         kind = "contiguous" if self.layout == "striped" else self.layout
         return SpanPlan(self.axes.layout(kind, seq_len), documents, rows, self.channel.rank)
 
-    def moves(self, seq_len: int) -> ReshardPlan | None:
+    def _moves(self, seq_len: int) -> ReshardPlan | None:
         """Return how tokens reach the layout in which they are in order; None if they are."""
-        return self._moves(seq_len) if self.layout == "striped" and self.axes.ring > 1 else None
-
-    def _moves_uncached(self, seq_len: int) -> ReshardPlan:
+        if self.layout != "striped" or self.axes.ring == 1:
+            return None
         striped, contiguous = (self.axes.layout(kind, seq_len) for kind in ("striped", "contiguous"))
         return ReshardPlan(striped, contiguous, self.channel.rank)
 
     def run(self, x: Tensor, cu_seqlens: Tensor | None, layer: Callable[[Tensor, OrderedCall], Tensor]) -> Tensor:
         """Run a layer of (rows, tokens, width) on this rank's tokens, in an order that it can work in. Collective.
 
-        Args:
-            cu_seqlens: global boundaries of packed documents, as for `UnifiedSPAttention`.
-            layer: gets the tokens and what convolves and scans them over the whole sequence.
+        cu_seqlens: global boundaries of packed documents, as for `UnifiedSPAttention`.
+        layer: gets the tokens and what convolves and scans them over the whole sequence.
 
-        Raises:
-            ValueError: as `plan`, before any communication.
+        Raises ValueError as `plan`, before any communication.
         """
         seq_len = x.shape[1] * self.axes.ring * self.axes.ulysses
         call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens), self)
@@ -130,3 +263,91 @@ class SequenceOrder:
             return layer(x, call)
         out = layer(Reshard.apply(x, moves, self.channel, self.keep), call)
         return Reshard.apply(out, moves.inverse, self.channel, self.keep)
+
+
+def prompt_documents(prefill: Prefill, padded: int) -> Tensor:
+    """Return the boundaries (R, 3) of each row's prompt and padding, `padded` tokens over all ranks."""
+    lengths = prefill.row_lengths.cpu()
+    return torch.stack((torch.zeros_like(lengths), lengths, torch.full_like(lengths, padded)), dim=1)
+
+
+def own_heads(heads: int, group: dist.ProcessGroup | None) -> slice:
+    """Return the heads of a state that this rank of the group keeps; the first ranks have one more if uneven."""
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    each, more = divmod(heads, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+@dataclass(frozen=True)
+class PrefillCall(OrderedCall):
+    """A layer's call on prompts, which keeps their states."""
+
+    prefill: Prefill
+    layer: str
+    _names: Iterator[int] = field(default_factory=count)
+
+    def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
+        own = self.plan.layout.positions(*divmod(self.plan.rank, self.plan.layout.ulysses)).to(x.device)
+        last_RK = self.prefill.row_lengths.unsqueeze(1) + torch.arange(1 - taps, 0, device=x.device)
+        found_RK, index_RK = (own == last_RK.unsqueeze(2)).byte().max(-1)
+        inputs_RCK = x.gather(2, index_RK.unsqueeze(1).expand(-1, x.shape[1], -1))
+        self._keep(inputs_RCK.where(found_RK.unsqueeze(1) > 0, 0), slice(None))
+        return super().convolve(x, taps, convolution)
+
+    def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
+        plan, channel = self.plan, self.order.channel
+        lengths = self.prefill.row_lengths.tolist()
+        last = [number for number, piece in enumerate(plan.segments) if self._end(piece) == lengths[piece.row]]
+        program = self.order.states(plan, inputs[0].device)
+        out, states = scan_with_states([x.flatten(0, 1) for x in inputs], program, channel, recurrence, tuple(last))
+        states_RH = states.new_zeros(plan.rows, *recurrence.state)
+        states_RH[[plan.segments[number].row for number in last]] = states
+        self._keep(states_RH, own_heads(recurrence.state[0], channel.group))
+        return out.unflatten(0, (plan.rows, -1))
+
+    def _end(self, segment: Segment) -> int:
+        span = self.plan.spans[segment.span]
+        return span.start + segment.start - segment.row * self.plan.layout.local_len - span.offset + segment.length
+
+    def _keep(self, states_RH: Tensor, own: slice) -> None:
+        """Store the states that the ranks have, each for its part of the rows and zeros elsewhere."""
+        states_RH, cache = states_RH.contiguous(), self.prefill.cache
+        if self.order.channel.group is not None:
+            dist.all_reduce(states_RH, group=self.order.channel.group)
+        states_RH = states_RH[:, own]
+        state = cache.state((self.layer, next(self._names)), tuple(states_RH.shape[1:]), states_RH.dtype)
+        state[self.prefill.slots] = states_RH[self.prefill.rows]
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """A layer's call on one token of each sequence, the same on all ranks that share them."""
+
+    step: DecodeStep
+    layer: str
+    _names: Iterator[int] = field(default_factory=count)
+
+    def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the convolution's output (B, C, 1) for the token x (B, C, 1)."""
+        state = self._state((x.shape[1], taps - 1), x.dtype)
+        window = torch.cat((state, x), dim=2)
+        state.copy_(window[:, :, 1:])
+        return convolution(window)[:, :, -1:]
+
+    def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
+        """Return the recurrence's output (B, 1, ...) for the token's inputs (B, 1, ...). Collective."""
+        heads, *rest = recurrence.state
+        own = own_heads(heads, self.step.group)
+        state = self._state((own.stop - own.start, *rest), torch.float32)
+        out_BH, after = recurrence.step([x.squeeze(1) for x in inputs], state, own)
+        state.copy_(after)
+        if self.step.group is not None:
+            whole = out_BH.new_zeros(out_BH.shape[0], heads, *out_BH.shape[2:])
+            whole[:, own] = out_BH  # a sum with zeros is exact, and heads need not divide evenly
+            dist.all_reduce(whole, group=self.step.group)
+            out_BH = whole
+        return out_BH.unsqueeze(1)
+
+    def _state(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.step.cache.state((self.layer, next(self._names)), shape, dtype)

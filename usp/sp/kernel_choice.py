@@ -28,8 +28,7 @@ def choose_kernel(
     `auto` and `flash` take the fastest that can, by the rates of this kind of GPU (`parallel/cluster/nodes`); devices
     without a node have a fixed order. layout: of the sequence, None for a long one on a single rank.
 
-    Raises:
-        ValueError: as `select_kernel`.
+    Raises ValueError as `select_kernel`.
     """
     call = spec, device, dtype, head_dim, v_head_dim
     here = node_on(torch.cuda.get_device_name(device)) if device.type == "cuda" and torch.cuda.is_available() else None
@@ -48,13 +47,8 @@ def kernel_on(
     v_head_dim: int,
     layout: SequenceLayout,
 ) -> Kernel:
-    """Return the kernel that `choose_kernel` would take on `hardware`, with the packages that are installed here.
-
-    A package that `name` asks for need not be installed.
-
-    Raises:
-        ValueError: as `select_kernel`.
-    """
+    """Return the kernel that `choose_kernel` would take on `hardware`, with the packages that are installed here. A
+    package that `name` asks for need not be installed. Raises ValueError as `select_kernel`."""
     device = Device("cpu" if hardware.device == "CPU" else "cuda", hardware.compute_capability)
     cost = partial(_relative_seconds, hardware, spec, layout)
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim, cost=cost, planned=True)[0]

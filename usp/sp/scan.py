@@ -98,7 +98,6 @@ class Hop:
     """A message from one span to the next.
 
     Attributes:
-        source, destination: ranks.
         final: this rank's place of the message's states among the final ones of its spans, (start, stop).
         through: (index in the message, number among this rank's passed segments, number among its incoming states)
             of the rows whose final state depends on the incoming one.
@@ -117,12 +116,10 @@ class ScanProgram:
     """A `SpanPlan` as index tensors on a device and this rank's messages in sequence order.
 
     Attributes:
-        plan: what it was lowered from.
         buckets: all segments, those of similar length together.
         finals: segments whose final state is handed on, by span and row.
         passed: those among them that have an incoming state as well.
         incoming: segments with an incoming state, by span and row.
-        hops: the messages that this rank sends or receives.
     """
 
     plan: SpanPlan
@@ -181,8 +178,8 @@ def _hops(
         final, through, into = (0, 0), [], (0, 0)
         if source == plan.rank:
             final, sent = (sent, sent + len(rows)), sent + len(rows)
-            own = [handed_on[number, row] for row in rows]
-            through = [(at, factor[one], place[one]) for at, one in enumerate(own) if one in factor]
+            segments = [handed_on[number, row] for row in rows]
+            through = [(at, factor[n], place[n]) for at, n in enumerate(segments) if n in factor]
         if destination == plan.rank:
             into, received = (received, received + len(rows)), received + len(rows)
         hops.append(Hop(source, destination, final, tuple(through), into))
@@ -198,7 +195,7 @@ def scan(
 ) -> Tensor:
     """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
 
-    Equal to the recurrence over each document alone, forward and backward.
+    Equal to the recurrence over each document by itself, forward and backward.
 
     Args:
         inputs: (T, ...) each.
@@ -263,9 +260,9 @@ def _pick(x: Tensor, bucket: Bucket) -> Tensor:
 
 def _scatter(buckets: Sequence[Bucket], outs: Sequence[Tensor]) -> Tensor:
     """Return the outputs of all buckets in the order of this rank's tokens."""
-    found = torch.cat([out.flatten(0, 1)[bucket.outputs] for bucket, out in zip(buckets, outs, strict=True)])
+    joined = torch.cat([out.flatten(0, 1)[bucket.outputs] for bucket, out in zip(buckets, outs, strict=True)])
     order = torch.cat([bucket.tokens for bucket in buckets])
-    return found.index_select(0, order.argsort())
+    return joined.index_select(0, order.argsort())
 
 
 def _rows(program: ScanProgram, parts: Sequence[Tensor | None], chosen: tuple[int, ...]) -> Tensor | None:
@@ -274,8 +271,8 @@ def _rows(program: ScanProgram, parts: Sequence[Tensor | None], chosen: tuple[in
         return None
     held = [(bucket, part) for bucket, part in zip(program.buckets, parts, strict=True) if part is not None]
     numbers = [number for bucket, _ in held for number in bucket.segments]
-    found = torch.cat([part for _, part in held])
-    return found.index_select(0, _places(numbers, chosen, found.device))
+    joined = torch.cat([part for _, part in held])
+    return joined.index_select(0, _places(numbers, chosen, joined.device))
 
 
 def _places(numbers: Sequence[int], chosen: Sequence[int], device: torch.device) -> Tensor:

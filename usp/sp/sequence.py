@@ -1,6 +1,8 @@
-"""Sharding of global sequences, and its inverse."""
+"""Sharding sequences and batches: values, positions, shifted labels and documents."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -8,9 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from attention import AttentionSpec
 from parallel import ParallelMesh
 
 from .axes import SpAxes
+from .sp_attention import documents_of
+
+IGNORED_LABEL = -100  # the convention of transformers and torch
 
 
 def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
@@ -27,10 +33,8 @@ def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zi
 
 
 def unshard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective.
-
-    The gradient is that of the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard.
-    """
+    """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective. The gradient is that of
+    the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard."""
     axes = SpAxes.of(mesh)
     if axes.ring * axes.ulysses == 1:
         return x
@@ -62,3 +66,87 @@ class _Gather(torch.autograd.Function):
                 grad = torch.empty_like(parts[0])
                 dist.reduce_scatter(grad, parts, group=group)
         return grad, None
+
+
+def shard_batch(
+    batch: Mapping[str, Tensor], mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag"
+) -> dict[str, Tensor]:
+    """Return this rank's shard of a batch that all sequence-parallel ranks hold; no communication.
+
+    Args:
+        batch: `input_ids` (B, S) of global length S; optionally `labels` (B, S), unshifted as in transformers, -100 for
+            tokens without a target; optionally `cu_seqlens`, the boundaries of packed documents, integers of shape
+            (documents + 1,) for all rows or (B, documents + 1) padded by repeating the last.
+
+    Returns:
+        `input_ids`, `position_ids` (counted from each document's start), `shift_labels` if there are labels (token
+        t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and `cu_seqlens`
+        unchanged, on the CPU. Pass them to the model as keyword arguments, `shift_labels` to the loss.
+
+    Raises:
+        ValueError: for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
+            `cu_seqlens`.
+    """
+    _check(batch)
+    ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")
+    rows, seq_len = ids.shape
+    axes = SpAxes.of(mesh)
+    local = axes.positions(axes.layout(layout, seq_len)).to(ids.device)
+    starts = document_starts(cu_seqlens, rows, seq_len)
+    sharded = {"input_ids": ids[:, local], "position_ids": local - starts.to(ids.device)[:, local]}
+    if "labels" in batch:
+        sharded["shift_labels"] = _shifted(batch["labels"], starts, cu_seqlens)[:, local]
+    if cu_seqlens is not None:
+        sharded["cu_seqlens"] = cu_seqlens.cpu()
+    return sharded
+
+
+def split_rows(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Split the batch by rows into `parts` equal micro-batches."""
+    pieces = {key: value.chunk(parts) for key, value in batch.items()}
+    return [{key: chunks[part] for key, chunks in pieces.items()} for part in range(parts)]
+
+
+def document_starts(cu_seqlens: Tensor | None, rows: int, seq_len: int) -> Tensor:
+    """Return (rows, seq_len): where each token's document starts; after the last boundary, that boundary."""
+    spec = AttentionSpec(documents=documents_of(cu_seqlens))
+    violation = spec.document_violation(rows, seq_len)
+    if violation:
+        raise ValueError(violation)
+    starts = torch.zeros(rows, seq_len, dtype=torch.int64)
+    for row in range(rows):
+        boundaries = torch.tensor(spec.row_documents(row, seq_len))
+        starts[row] = boundaries[torch.searchsorted(boundaries, torch.arange(seq_len), right=True) - 1]
+    return starts
+
+
+def _shifted(labels: Tensor, starts: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return each token's target: the next label if the next token is in the same document, else -100."""
+    shifted = torch.full_like(labels, IGNORED_LABEL)
+    same = starts[:, 1:] == starts[:, :-1]
+    if cu_seqlens is not None:  # after the last boundary there is only padding
+        ends = cu_seqlens.cpu().reshape(-1, cu_seqlens.shape[-1])[:, -1:]
+        same = same & (torch.arange(1, labels.shape[1]) < ends)
+    shifted[:, :-1] = torch.where(same.to(labels.device), labels[:, 1:], IGNORED_LABEL)
+    return shifted
+
+
+def _check(batch: Mapping[str, Tensor]) -> None:
+    violations = []
+    if "input_ids" not in batch:
+        violations.append("input_ids is missing")
+    elif batch["input_ids"].dim() != 2:
+        violations.append(f"input_ids {tuple(batch['input_ids'].shape)} must be (batch, tokens)")
+    elif "labels" in batch and batch["labels"].shape != batch["input_ids"].shape:
+        violations.append(
+            f"labels {tuple(batch['labels'].shape)} must have the shape of input_ids "
+            f"{tuple(batch['input_ids'].shape)}: they are shifted here, before the sequence is sharded"
+        )
+    for key in sorted(set(batch) - {"input_ids", "labels", "cu_seqlens"}):
+        hint = {
+            "attention_mask": ": drop padding and pack documents, with their boundaries in cu_seqlens",
+            "position_ids": ": they are computed from cu_seqlens",
+        }.get(key, ": shard it with shard_sequence")
+        violations.append(f"{key} is not a key of shard_batch{hint}")
+    if violations:
+        raise ValueError("; ".join(violations))

@@ -1,4 +1,9 @@
-"""`UnifiedSPAttention`, the attention layer of a ring x ulysses mesh.
+"""`UnifiedSPAttention`, the attention layer of a ring x ulysses mesh, and its operator in graphs of torch.compile.
+
+    graph   ... -> q, k, v -> usp::attention -> out -> ...          usp::attention_backward in the backward graph
+
+A compiler sees only its shapes. The kernels, the messages between ranks and the plan of a call, which depends on the
+values of `cu_seqlens`, remain eager code, so that different documents need no other graph.
 
 B batch, S a rank's tokens of each row (seq / (ring * ulysses)), N and K query and KV heads, H head dim, V head dim of
 the values.
@@ -17,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._library.opaque_object import register_opaque_type
+from torch._opaque_base import OpaqueBase
 from torch.distributed.device_mesh import DeviceMesh
 
 from attention import (
@@ -40,7 +47,6 @@ from parallel import ParallelMesh
 
 from .axes import SpAxes
 from .kernel_choice import choose_kernel
-from .operator import Handle, attend
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ class UnifiedSPAttention(nn.Module):
 
     Ulysses exchanges tokens for heads over the ulysses axis, ring attention passes keys and values around the ring axis
     (USP, arXiv 2405.07719). Results match a single process for every supported mask, head count and degree; anything
-    else raises an error. Under torch.compile, a call is one operator of the graph (`usp.sp.operator`).
+    else raises an error. Under torch.compile, a call is one operator of the graph.
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
@@ -127,44 +133,6 @@ class UnifiedSPAttention(nn.Module):
         call = self._call(q, k, v, sinks, *options)
         return unified_attention(q, k, v, **call, sinks=sinks, keep=self._keep)
 
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> list[Tensor]:
-        """Compute the operator of `forward` in a compiled graph: the results of `unified_forward`."""
-        if violations := ulysses_violations(q.shape[2], self.axes.ulysses):
-            raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
-        results = unified_forward(q, k, v, **self._call(q, k, v, sinks, *options), sinks=sinks, keep=self._keep)
-        # The graph may write over what the operator returns.
-        return [x.clone() for x in results] if isinstance(self._keep, KeepResults) else results
-
-    def gradients(
-        self,
-        dout: Tensor,
-        saved: list[Tensor],
-        head_dim: int,
-        kv_heads: int,
-        sinks: Tensor | None,
-        cu_seqlens: Tensor | None,
-        prefix: Tensor | None,
-        *options: Any,
-    ) -> list[Tensor]:
-        """Compute the operator of its backward: the results of `unified_backward`."""
-        batch, tokens, num_heads, v_head_dim = dout.shape
-        seq_len, heads = tokens * self.ranks, HeadPlan(num_heads, kv_heads, self.axes.ulysses)
-        spec = _spec(seq_len, cu_seqlens, prefix, *options)
-        plan, program = self._prepare(spec, heads, batch, seq_len, head_dim, v_head_dim, dout.dtype, dout.device)
-        channels = {"ulysses": self._ulysses, "ring": self._ring}
-        return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
-
-    def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and dtypes of the results of `compute`."""
-        # Plans divide heads, so that their numbers must not be symbolic.
-        heads, rank = HeadPlan(int(q.shape[2]), int(k.shape[2]), self.axes.ulysses), self.axes.ulysses_rank
-        own, tokens = heads.q_width(rank), q.shape[0] * q.shape[1] * self.axes.ulysses
-        found = [((*q.shape[:3], v.shape[3]), q.dtype), ((tokens, own), accumulate_dtype(q.dtype))]
-        if self.axes.ulysses > 1:
-            found.append(((tokens, heads.elements(rank, q.shape[3], v.shape[3])), q.dtype))
-            found.append(((tokens, own, v.shape[3]), q.dtype))
-        return found
-
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
         return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
@@ -193,11 +161,9 @@ class UnifiedSPAttention(nn.Module):
         prefix: Tensor | None = None,
         v_head_dim: int | None = None,
     ) -> WireBytes:
-        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`).
-
-        `v_head_dim` is that of v, None for `head_dim`.
-        """
-        documents, prefixes = documents_of(cu_seqlens), _prefixes_of(prefix)
+        """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`). `v_head_dim`
+        is that of v, None for `head_dim`."""
+        documents, prefixes = documents_of(cu_seqlens), _rows_of(prefix, "prefix", "documents")
         spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
@@ -215,20 +181,11 @@ class UnifiedSPAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"ring={self.axes.ring}, ulysses={self.axes.ulysses}, layout={self.layout!r}, kernel={self.kernel!r}"
 
-    def _call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        cu_seqlens: Tensor | None,
-        prefix: Tensor | None,
-        *options: Any,
-    ) -> dict[str, Any]:
-        """Check a call and count it; return its plan, its program, and the channels."""
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> dict[str, Any]:
+        """Check a call and count it; return its plan, its program, and the channels. options: those of `_spec`."""
         _check_tensors(q, k, v, sinks)
         heads, seq_len = HeadPlan(q.shape[2], k.shape[2], self.axes.ulysses), q.shape[1] * self.ranks
-        spec = _spec(seq_len, cu_seqlens, prefix, *options)
+        spec = _spec(seq_len, *options)
         self.calls += 1
         call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
         plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
@@ -263,6 +220,116 @@ class UnifiedSPAttention(nn.Module):
         if line not in self._logged and (not dist.is_initialized() or dist.get_rank() == 0):
             self._logged.add(line)
             logger.log(level, line)
+
+
+class Handle(OpaqueBase):
+    """An attention layer as an argument of the operators: graphs take it as an input, so layers share a graph.
+
+    A handle lives as long as its layer: graphs have no reference to it.
+
+    shape_facts: what the shapes of the results depend on besides the tensors'. Layers that differ in them share no
+    graphs.
+    """
+
+    def __init__(self, layer: UnifiedSPAttention, shape_facts: tuple[int, ...]) -> None:
+        self.layer, self.shape_facts = layer, shape_facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a part of the key under which inductor stores graphs; it is never loaded."""
+        return Handle, (None, self.shape_facts)
+
+
+register_opaque_type(Handle, typ="reference", guard_fn=lambda handle: [handle.shape_facts])
+
+
+@torch.library.custom_op("usp::attention", mutates_args=())
+def attend(
+    handle: Handle,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    prefix: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: list[int],
+    softcap: float | None,
+    chunk: int,
+) -> list[Tensor]:
+    """Return attention's output (B, S, N, V), and what `attend_backward` needs besides the arguments."""
+    layer = handle.layer
+    if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
+        raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
+    call = layer._call(q, k, v, sinks, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
+    results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer._keep)
+    # The graph may write over what the operator returns.
+    return [x.clone() for x in results] if isinstance(layer._keep, KeepResults) else results
+
+
+@attend.register_fake
+def _(handle, q, k, v, *options):
+    axes = getattr(handle, "real_obj", handle).layer.axes  # a handle is wrapped while a graph is traced
+    # Plans divide heads, so that their numbers must not be symbolic.
+    heads, rank = HeadPlan(int(q.shape[2]), int(k.shape[2]), axes.ulysses), axes.ulysses_rank
+    tokens, width, v_head_dim = q.shape[0] * q.shape[1] * axes.ulysses, heads.q_width(rank), v.shape[3]
+    results = [q.new_empty(*q.shape[:3], v_head_dim), q.new_empty(tokens, width, dtype=accumulate_dtype(q.dtype))]
+    if axes.ulysses > 1:
+        results.append(q.new_empty(tokens, heads.elements(rank, q.shape[3], v_head_dim)))
+        results.append(q.new_empty(tokens, width, v_head_dim))
+    return results
+
+
+@torch.library.custom_op("usp::attention_backward", mutates_args=())
+def attend_backward(
+    handle: Handle,
+    dout: Tensor,
+    saved: list[Tensor],
+    head_dim: int,
+    kv_heads: int,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    prefix: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: list[int],
+    softcap: float | None,
+    chunk: int,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v and, if given, sinks; `saved` as in `attention.unified_backward`."""
+    layer = handle.layer
+    batch, tokens, num_heads, v_head_dim = dout.shape
+    seq_len, heads = tokens * layer.ranks, HeadPlan(num_heads, kv_heads, layer.axes.ulysses)
+    spec = _spec(seq_len, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
+    plan, program = layer._prepare(spec, heads, batch, seq_len, head_dim, v_head_dim, dout.dtype, dout.device)
+    channels = {"ulysses": layer._ulysses, "ring": layer._ring}
+    return unified_backward(dout, saved, head_dim, plan=plan, program=program, **channels, sinks=sinks)
+
+
+@attend_backward.register_fake
+def _(handle, dout, saved, head_dim, kv_heads, sinks, *options):
+    rows, tokens, heads, v_head_dim = dout.shape
+    shapes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim)]
+    grads = [dout.new_empty(rows, tokens, *shape) for shape in shapes]
+    return grads if sinks is None else [*grads, torch.empty_like(sinks)]
+
+
+def _save(ctx, inputs, output):
+    handle, q, k, v, sinks, cu_seqlens, prefix, *ctx.options = inputs
+    ctx.handle, ctx.sizes = handle, (q.shape[-1], k.shape[2])
+    out, lse, *exchanged = output
+    saved = (lse, *exchanged) if exchanged else (out, lse, q, k, v)
+    ctx.save_for_backward(sinks, cu_seqlens, prefix, *saved)
+
+
+def _backward(ctx, grads):
+    sinks, cu_seqlens, prefix, *saved = ctx.saved_tensors
+    tensors = (sinks, cu_seqlens, prefix)
+    dq, dk, dv, *dsinks = attend_backward(ctx.handle, grads[0], saved, *ctx.sizes, *tensors, *ctx.options)
+    return None, dq, dk, dv, *(dsinks or [None]), *[None] * 7
+
+
+attend.register_autograd(_backward, setup_context=_save)
 
 
 def ulysses_violations(num_heads: int, ulysses: int) -> list[str]:
@@ -305,7 +372,7 @@ def _spec(
     softcap: float | None,
     chunk: int,
 ) -> AttentionSpec:
-    documents, prefixes = documents_of(cu_seqlens), _prefixes_of(prefix)
+    documents, prefixes = documents_of(cu_seqlens), _rows_of(prefix, "prefix", "documents")
     spec = AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, prefixes)
     if not chunk:
         return spec
@@ -317,7 +384,6 @@ def _spec(
 
 
 def _window(window: tuple[int, int] | None) -> tuple[int, int]:
-    """Return `AttentionSpec.window` for a window; raises ValueError for an invalid one."""
     if window is None:
         return (-1, -1)
     if not (isinstance(window, Sequence) and len(window) == 2 and all(type(side) is int for side in window)):
@@ -328,11 +394,6 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
 def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
     """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
     return _rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
-
-
-def _prefixes_of(prefix: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
-    """Return `AttentionSpec.prefixes` for a `prefix` tensor; raises ValueError for an invalid one."""
-    return _rows_of(prefix, "prefix", "documents")
 
 
 def _rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:

@@ -58,10 +58,8 @@ class Segment:
     """The part of one document that a rank holds in one span of one row.
 
     Attributes:
-        row: row of the batch.
         span: number of the span in sequence order.
         start: index of the first token among the rank's tokens, row after row.
-        length: number of tokens.
         before: tokens of the document in earlier spans.
         continues: the document goes on in the next span.
     """
@@ -82,7 +80,7 @@ def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
     """
     if layout.kind == "striped" and layout.ring > 1:
         raise ValueError("layout='striped' has no spans of consecutive tokens: reshard to contiguous first")
-    found = []
+    spans = []
     for ring_rank in range(layout.ring):
         offset = 0  # in the ring rank's order
         for span in layout.ring_spans(ring_rank):
@@ -90,10 +88,10 @@ def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
             while done < span.length:
                 ulysses_rank, local = divmod(offset + done, layout.local_len)
                 length = min(span.length - done, layout.local_len - local)
-                found.append(HeldSpan(ring_rank * layout.ulysses + ulysses_rank, span.start + done, length, local))
+                spans.append(HeldSpan(ring_rank * layout.ulysses + ulysses_rank, span.start + done, length, local))
                 done += length
             offset += span.length
-    return tuple(sorted(found, key=lambda span: span.start))
+    return tuple(sorted(spans, key=lambda span: span.start))
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ class SpanPlan:
         layout: contiguous or zigzag.
         documents: boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
             Tokens after a row's last boundary form a document of their own.
-        rows: rows of the batch.
         rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
     """
 
@@ -128,12 +125,12 @@ class SpanPlan:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's segments, in the order of its tokens."""
-        own = [(number, span) for number, span in enumerate(self.spans) if span.rank == self.rank]
-        own.sort(key=lambda numbered: numbered[1].offset)
+        local = [(number, span) for number, span in enumerate(self.spans) if span.rank == self.rank]
+        local.sort(key=lambda numbered: numbered[1].offset)
         return tuple(
             segment
             for row in range(self.rows)
-            for number, span in own
+            for number, span in local
             for segment in self._segments_of(row, number, span)
         )
 
@@ -153,7 +150,7 @@ class SpanPlan:
 
     @cached_property
     def crossings(self) -> tuple[tuple[int, ...], ...]:
-        """The rows of which a document goes on from each span to the next; the last span's are empty."""
+        """The rows with a document that goes on from each span to the next; the last span's are empty."""
         ends = [span.end for span in self.spans[:-1]]
         return (*(tuple(row for row in range(self.rows) if not self._starts(row, end)) for end in ends), ())
 
@@ -173,7 +170,6 @@ class HaloPlan:
     """The tokens that this rank's segments need from before their spans, for a convolution of `kernel` taps.
 
     Attributes:
-        spans: the tokens, segments and documents.
         kernel: taps of the causal convolution; an output reads its own token and `kernel - 1` before it.
     """
 
@@ -186,7 +182,7 @@ class HaloPlan:
 
         Sorted by span, row and position. Both ends of a message filter this list, so they agree on its order.
         """
-        plan, found = self.spans, []
+        plan, halo = self.spans, []
         tokens, starts = plan.layout.local_len, [span.start for span in plan.spans]
         for number, span in enumerate(plan.spans):
             for row in range(plan.rows):
@@ -195,26 +191,26 @@ class HaloPlan:
                 for position in range(max(document, span.start - self.kernel + 1), span.start):
                     holder = plan.spans[bisect_right(starts, position) - 1]
                     index = row * tokens + holder.offset + position - holder.start
-                    found.append((span.rank, number, row, holder.rank, index))
-        return tuple(found)
+                    halo.append((span.rank, number, row, holder.rank, index))
+        return tuple(halo)
 
     @cached_property
     def sends(self) -> dict[int, list[int]]:
         """The indices of this rank's tokens that each other rank needs."""
-        found: dict[int, list[int]] = {}
+        indices: dict[int, list[int]] = {}
         for destination, _, _, source, index in self.needs:
             if source == self.spans.rank != destination:
-                found.setdefault(destination, []).append(index)
-        return found
+                indices.setdefault(destination, []).append(index)
+        return indices
 
     @cached_property
     def receives(self) -> dict[int, int]:
         """How many tokens come from each other rank. They are concatenated in this order."""
-        found: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for destination, _, _, source, _ in self.needs:
             if destination == self.spans.rank != source:
-                found[source] = found.get(source, 0) + 1
-        return found
+                counts[source] = counts.get(source, 0) + 1
+        return counts
 
     def padded_index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which token stands where in the padded sequence, and where this rank's tokens stand in it.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,30 +19,27 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
 from usp.config import RunConfig, TrainConfig
-from usp.hf.balance import RouterBalance, aux_loss_coefficient
-from usp.hf.expert_parallel import apply_ep
-from usp.hf.initialise import fill_buffers, initialise
+from usp.fields import shared_values
+from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
+from usp.hf.experts import expert_modules
 from usp.hf.integrate import apply_unified_sp, decoder_layers
-from usp.hf.lora.adapters import Lora, apply_lora, initialise_adapters
-from usp.hf.mixers.sharded_mixers import sharded_mixers
+from usp.hf.lora import Lora, apply_lora, initialise_adapters
+from usp.hf.mixers import sharded_mixers
 from usp.hf.models import ModelConfig, empty_model, is_scalar, load_generation_config, materialise, model_facts
+from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage, logit_transform
-from usp.hf.structure.experts import expert_modules
-from usp.hf.structure.probe import structure
 from usp.hf.tensor_parallel import apply_tp
-from usp.hf.weights import load_weights
+from usp.hf.weights import fill_buffers, initialise, load_weights
 from usp.losses.vocabulary import UNCHANGED
-from usp.model.compilation import compile_layers
-from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
+from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp, compile_layers
 from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .engines.base import AdamW, Engine
+from .engines.base import AdamW, Engine, PipelineRunner
 from .engines.deepspeed import DeepSpeedEngine
-from .engines.fsdp2 import Fsdp2Engine
-from .engines.muon import Muon
+from .engines.fsdp2 import Fsdp2Engine, Muon
 from .resolve import lora_of
 
 
@@ -50,14 +47,13 @@ from .resolve import lora_of
 class EngineRecipe:
     """How the stages of a model and their engine are built, apart from the degrees of the mesh.
 
-    Attributes:
-        dtype: of forward and backward.
-        zero: ZeRO stage; None leaves the stages unsharded.
-        optimizer: None for a model that is not trained.
-        balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
-        weights_dtype: of the parameters. Adapters that are trained are float32.
-        lora: the adapters that are trained instead of these parameters.
-        compile: torch.compile's backend for the layers; empty for eager layers.
+    dtype: of forward and backward.
+    zero: ZeRO stage; None leaves the stages unsharded.
+    optimizer: None for a model that is not trained.
+    balance: weight of the routers' load-balancing loss: of the step, or the mean over `micro_batches`.
+    weights_dtype: of the parameters. Adapters that are trained are float32.
+    lora: the adapters that are trained instead of these parameters.
+    compile: torch.compile's backend for the layers; empty for eager layers.
 
     The others are TrainConfig's fields of these names (kernel: attention_kernel).
     """
@@ -86,24 +82,19 @@ class EngineRecipe:
     @staticmethod
     def of(config: TrainConfig, model: ModelConfig) -> EngineRecipe:
         """Return the recipe of a training run; `config` is resolved, and has no `auto` left."""
-        names = ["zero", "engine", "pp_schedule", "sp_layout", "tp_sequence_parallel", "ac", "ac_offload", "mlp_tile"]
-        names += ["optim_offload"]
         lora, dtype = lora_of(config, model), getattr(torch, config.dtype)
-        has_experts = model_facts(config.model, model).num_experts > 0  # hybrids have a coefficient even without
-        return EngineRecipe(
-            model=model,
-            dtype=dtype,
-            optimizer=_optimizer(config),
-            kernel=config.attention_kernel,
-            loss_chunk=config.loss_chunk,
-            balance=aux_loss_coefficient(model, config.router_aux_loss_coef) if has_experts else 0.0,
-            router_balance=config.router_balance,
-            micro_batches=config.micro_batches,
-            weights_dtype=dtype if lora else torch.float32,  # frozen weights need no float32 copy
-            lora=lora,
-            compile="inductor" if config.compile else "",
-            **{name: getattr(config, name) for name in names},
-        )
+        rule = partial(Muon, momentum=config.muon_momentum) if config.optimizer == "muon" else AdamW
+        different: dict[str, Any] = {
+            "model": model,
+            "dtype": dtype,
+            "optimizer": rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps),
+            "kernel": config.attention_kernel,
+            "balance": aux_loss_coefficient(model, config.router_aux_loss_coef),
+            "weights_dtype": dtype if lora else torch.float32,  # frozen weights need no float32 copy
+            "lora": lora,
+            "compile": "inductor" if config.compile else "",
+        }
+        return EngineRecipe(**shared_values(config, EngineRecipe) | different)
 
 
 def build_engine(
@@ -111,10 +102,8 @@ def build_engine(
 ) -> Engine:
     """Build this rank's stages, give them memory on `device` and values with `fill`, and the engine over them.
 
-    Collective. See `first_weights` and `resumed_weights` for `fill`.
-
-    Raises:
-        ValueError: for a model that cannot be divided as asked.
+    Collective. See `first_weights` and `resumed_weights` for `fill`. Raises ValueError for a model that cannot be
+    divided as asked.
     """
     stages = build_stages(recipe, mesh)
     for stage in stages:
@@ -135,11 +124,8 @@ def build_engine(
 
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
-    """Build this rank's stages on the meta device, sharded over data-parallel ranks where FSDP2 does that.
-
-    Raises:
-        ValueError: for a model that cannot be divided as asked.
-    """
+    """Build this rank's stages on the meta device, sharded over data-parallel ranks where FSDP2 does that. Raises
+    ValueError for a model that cannot be divided as asked."""
     stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
@@ -161,8 +147,6 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
     assert recipe.optimizer is not None and recipe.zero is not None
     pipeline = None
     if mesh.size("pp") > 1:
-        from .engines.pipeline_runner import PipelineRunner  # takes seconds to import
-
         pipeline = PipelineRunner(
             stages,
             mesh,
@@ -180,10 +164,8 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
     """Build an engine for other degrees of dp_shard, ring and ulysses around the weights of `engine`, which it uses up.
 
     The parts of weights and optimizer states that a rank holds depend only on the product of these degrees, so every
-    rank keeps its own, and nothing is sent. Collective, as `build_engine`.
-
-    Raises:
-        ValueError: for a model that cannot be divided as asked.
+    rank keeps its own, and nothing is sent. Collective, as `build_engine`. Raises ValueError for a model that cannot be
+    divided as asked.
     """
     stages = build_stages(recipe, mesh)
     for stage, old in zip(stages, engine.stages, strict=True):
@@ -227,11 +209,6 @@ def export_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
     return computed if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 
 
-def _optimizer(config: TrainConfig) -> AdamW:
-    rule = partial(Muon, momentum=config.muon_momentum) if config.optimizer == "muon" else AdamW
-    return rule(config.weight_decay, (config.adam_beta1, config.adam_beta2), config.adam_eps)
-
-
 def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> CausalLMStage:
     model = empty_model(recipe.model)
     transform = UNCHANGED if is_scalar(recipe.model) else logit_transform(model)
@@ -239,10 +216,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     first, last = index == 0, index == len(layers) - 1
     found = structure(type(model), model.config)
     if len(layers) > 1 and not found.in_stages:
-        raise ValueError(
-            f"{type(model).__name__} changes hidden states outside of its layers, so that it cannot be divided into "
-            f"pipeline stages: use pp=1"
-        )
+        raise ValueError(f"{type(model).__name__} changes hidden states outside of its layers: use pp=1")
     if found.mixers and mesh.size("tp") > 1:
         raise ValueError(
             f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "
@@ -266,17 +240,16 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     apply_activation_checkpointing(decoder_layers(model), recipe.ac, attention, recipe.ac_offload, order)
     balance = None
     if recipe.balance:
-        alone = recipe.router_balance == "micro-batch"
-        coefficient = recipe.balance / (recipe.micro_batches if alone else 1)
+        separate = recipe.router_balance == "micro-batch"
+        coefficient = recipe.balance / (recipe.micro_batches if separate else 1)
         shared = recipe.tp_sequence_parallel
-        balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=shared, by_micro_batch=alone)
+        balance = RouterBalance(model, mesh, coefficient, tp_sequence_parallel=shared, by_micro_batch=separate)
     return CausalLMStage(
         model, mesh, first=first, last=last, loss_chunk=recipe.loss_chunk, balance=balance, transform=transform
     )
 
 
 def _eager_modules(model: nn.Module, recipe: EngineRecipe) -> Iterator[nn.Module]:
-    """Yield the modules that compilation leaves eager."""
     experts, mixers = set(expert_modules(model)), sharded_mixers(model)
     for name, module in model.named_modules():
         # The block around experts holds their router too, whose hooks collect statistics.

@@ -1,50 +1,75 @@
-"""The state of a training run besides its tensors, and the checks before a run is resumed.
+"""Where a run begins, the state that it continues from, and its claim on a folder.
 
 The learning rate is a function of step and configuration, so it needs no state. Nothing in a training step draws a
 random number (attention dropout is refused) and every rank has the same seed, so one state of the random generators,
 rank 0's, fits every layout.
+
+One run writes to a folder, all ranks see it, and the checkpoint to continue is whole:
+
+    create and lock it (rank 0) -> every rank reads the lock -> find the start again (rank 0) -> verify its checkpoint
+
+What `prepare` found before the ranks communicated may have changed until the folder is locked; the start that is found
+under the lock counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import re
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from usp.config import LoraConfig, TrainConfig, flag
+from parallel import DamagedCheckpoint, latest, read_extra, set_aside, verify
+from usp.config import LoraConfig, RunConfig, TrainConfig
+from usp.fields import flag
+from usp.run.failures import ConfigurationError, listed
+from usp.run.launch import Launch
+from usp.run.metrics import METRICS_FILE
+from usp.run.output import LOCK, holder, locked, this_process, warn
+from usp.run.watchdog import named
+
+T = TypeVar("T")
+P = TypeVar("P", bound=Any)  # a dataclass with the fields `start` and `saved`
 
 # Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
-    "_name_or_path",
-    "_attn_implementation",
-    "_experts_implementation",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
+    *("_name_or_path", "_attn_implementation", "_experts_implementation", "transformers_version"),
+    *("dtype", "torch_dtype", "use_cache"),
 }
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")  # what an adapter is
 _NOT_THE_RUN = {"output", "resume"}
+AUTO = "auto"
+CHECKPOINTS, MODEL, ADAPTER, BEST = "checkpoints", "model", "adapter", "best"  # folders of a run
+RUNS = Path("runs")  # of runs without --output
+FOLDER_KEY = "run-folder"
+SEEN_SECONDS = 5.0  # for a network file system to show on one host what another one has written
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state of a run after a step.
 
-    Attributes:
-        step: optimizer steps done.
-        tokens: tokens read so far, over all ranks.
-        stream: `BatchStream.state_dict()`.
-        random: `random_state()`.
-        config: the resolved configuration, from `asdict`.
-        model: the model's configuration, from transformers' `to_dict`.
-        evaluations: `Evaluations.to_extra()`; empty without held-out data.
+    step: optimizer steps done.
+    tokens: tokens read so far, over all ranks.
+    stream: `BatchStream.state_dict()`.
+    random: `random_state()`.
+    config: the resolved configuration, from `asdict`.
+    model: the model's configuration, from transformers' `to_dict`.
+    evaluations: `Evaluations.to_extra()`; empty without held-out data.
     """
 
     step: int
@@ -78,23 +103,46 @@ def resume_violations(
     Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
     `BatchStream.load_state_dict` checks them.
     """
-    found = []
+    problems = []
     here, there = _as_json(model), _as_json(saved.model)
     keys = sorted((here.keys() | there.keys()) - _NOT_THE_MODEL)
     if differing := [key for key in keys if here.get(key) != there.get(key)]:
         values = ", ".join(f"{key} = {here.get(key)} (checkpoint: {there.get(key)})" for key in differing)
-        found.append(f"{flag('model')} = {config.model} is not the model of the checkpoint ({values}): use that model")
+        problems.append(f"--model = {config.model} is not the model of the checkpoint ({values}): use that model")
     ended = sum(end <= saved.step for end in accumulate(stage.steps for stage in config.curriculum))
     stages = [asdict(stage) for stage in config.curriculum[:ended]]
     if stages != list(saved.config.get("curriculum", ()))[:ended]:
-        found.append("the stages of --curriculum that end before the checkpoint are not those of its run: use the same")
+        problems.append("the stages of --curriculum that end before the checkpoint are not the same as before")
     if (before := saved.config.get("optimizer", "adamw")) != config.optimizer:
-        found.append(f"{flag('optimizer')} = {config.optimizer} (checkpoint: {before}) has other states: use the same")
-    return found + lora_violations(saved.config, config) + steps_violations(saved.step, config.steps, finished_too)
+        problems.append(f"--optimizer = {config.optimizer} (checkpoint: {before}) has other states: use the same")
+    problems += lora_violations(saved.config, config)
+    return problems + steps_violations(saved.step, config.steps, finished_too)
+
+
+def read_state(
+    start: Start, strict: bool, convert: Callable[[Mapping[str, Any]], T], violations: Callable[[T], list[str]]
+) -> T | None:
+    """Read the state in the checkpoint to resume from; None without one.
+
+    strict: raise for a damaged checkpoint even if the one before can replace it; otherwise the result is None.
+
+    Raises ValueError by `convert` for another kind of run, and for `violations` of the state.
+    """
+    if start.checkpoint is None:
+        return None
+    try:
+        saved = convert(read_extra(start.checkpoint))
+    except DamagedCheckpoint:
+        if strict or start.named:
+            raise
+        return None
+    if messages := violations(saved):
+        raise ValueError(listed(messages))
+    return saved
 
 
 def lora_violations(saved: Mapping[str, Any], config: LoraConfig) -> list[str]:
-    """Return why `config` cannot continue a checkpoint of a run with the configuration `saved`, as to its adapters."""
+    """Return why the adapters of `config` cannot continue a checkpoint of a run with the configuration `saved`."""
     lora = {name: getattr(config, name) for name in _LORA}
     trained = {name: saved.get(name, 0) for name in lora}
     if lora == trained or not (config.lora_rank or trained["lora_rank"]):
@@ -146,3 +194,208 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 def _as_json(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Convert to what JSON restores, so that saved and live mappings compare."""
     return json.loads(json.dumps(dict(mapping), default=str))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    folder: of the run; None for one named after the time.
+    checkpoint: to resume from; None for a new run.
+    finished_too: the checkpoint may be of the last step, after which only the model is left to write.
+    named: the user named this checkpoint; otherwise it is the newest of a run, and the one before can replace it.
+    """
+
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    finished_too: bool = False
+    named: bool = False
+
+
+def remember_folder(folder: Path, launch: Launch) -> None:
+    """Remember the run's folder for restarts of the same launch; rank 0 does."""
+    if launch.rank == 0:
+        launch.remember(FOLDER_KEY, str(folder))
+
+
+def find_start(
+    config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
+) -> Start:
+    """Find where the run of `config` begins: in its own folder after a restart, where `--resume` says, or anew.
+
+    traces: names of files by which a folder is known to hold a run. damaged: checkpoints that cannot be used.
+
+    Raises ValueError for a `--resume` without checkpoint, and an `--output` that holds another run or is not writable.
+    """
+    start = _start(config, launch, traces, damaged)
+    folder = (start.folder or RUNS).resolve()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        why = f"{above} is not a directory that files can be created in"
+        raise ValueError(f"--output = {start.folder or RUNS} is not writable: {why}; choose another")
+    return start
+
+
+def _start(config: RunConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
+    folder = Path(config.output).expanduser() if config.output else None
+    remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
+    # If there is a store and it has no folder, no earlier attempt got as far as writing to one.
+    restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)
+    if restarted:
+        folder = Path(remembered) if remembered else folder
+        newest = latest(folder / CHECKPOINTS, damaged) if folder else None
+        if newest or not config.resume:
+            return Start(folder, newest, finished_too=True)
+    if config.resume == AUTO:
+        if folder is None:
+            raise ValueError("--resume auto continues the run in --output: give --output")
+        return Start(folder, latest(folder / CHECKPOINTS, damaged), finished_too=True)
+    start = _named(config.resume, folder, damaged) if config.resume else Start(folder)
+    continued = start.checkpoint.parent.parent.resolve() if start.checkpoint else None
+    if folder is None or folder.resolve() == continued or restarted:
+        return start
+    if any((folder / name).exists() for name in traces) or latest(folder / CHECKPOINTS) is not None:
+        writer = holder(folder)
+        busy = f", to which {writer} writes" if writer not in ("", this_process()) else ""
+        raise ValueError(
+            f"--output = {config.output} already holds a run{busy}: choose another directory, or continue "
+            f"it with --resume auto"
+        )
+    return start
+
+
+def _named(resume: str, folder: Path | None, damaged: Collection[Path]) -> Start:
+    """Resolve `--resume`: a run's folder, its `checkpoints` folder, or one checkpoint."""
+    path = Path(resume).expanduser().absolute()  # not resolved: `checkpoints` may be a link to another disk
+    is_checkpoint = re.fullmatch(r"step-\d+", path.name)
+    run = path.parent.parent if is_checkpoint else path.parent if path.name == CHECKPOINTS else path
+    newest = latest(run / CHECKPOINTS, damaged)
+    checkpoint = path if is_checkpoint else newest
+    if checkpoint is None or not checkpoint.is_dir():
+        raise ValueError(
+            f"--resume = {resume} holds no complete checkpoint: give the folder of a run, or one of its checkpoints"
+        )
+    is_newest = newest is not None and checkpoint.resolve() == newest.resolve()
+    if not is_newest and (folder is None or folder.resolve() == run.resolve()):
+        raise ValueError(
+            f"--resume = {resume} is not the newest checkpoint of {run} ({newest}), from which a later "
+            f"restart would continue: give another --output to the run that continues from it"
+        )
+    return Start(folder or run, checkpoint, named=bool(is_checkpoint))
+
+
+@contextmanager
+def run_folder(folder: Path | None, name: str) -> Iterator[Path]:
+    """Hold the folder of a run during the block, a new one of RUNS called by `name` for None. Collective. Raises
+    ConfigurationError on every rank, if another run writes to the folder, or some ranks do not see it."""
+    with ExitStack() as stack:
+
+        def create_and_lock() -> tuple[Path, str]:
+            path = folder or new_folder(name)
+            try:
+                return path, stack.enter_context(locked(path))
+            except OSError as error:
+                raise ValueError(f"{path} cannot be written: {error}") from error
+
+        claimed, text = from_first_rank(create_and_lock)
+        _check_shared(claimed, text)
+        yield claimed
+
+
+def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start], prepare: Callable[[Start], P]) -> P:
+    """Return `prepared` in its folder, which is locked, with a checkpoint that is whole. Collective.
+
+    find, prepare: how `prepared` was made; it is made anew where the start is no longer the one that was found. find
+    takes the checkpoints that are damaged.
+
+    Raises ConfigurationError on every rank, as `sound_start` and `prepare` do.
+    """
+    start = sound_start(folder, find)
+    if start == replace(prepared.start, folder=folder) and (prepared.saved is None) == (start.checkpoint is None):
+        return replace(prepared, start=start)
+    return prepare(start)
+
+
+def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Start:
+    """Find where the run in `folder` begins, from a checkpoint that agrees with its checksums. Collective.
+
+    A damaged checkpoint of this folder is renamed, so that no later run finds it. Raises ConfigurationError on every
+    rank, if `find` refuses, or the user named a checkpoint that is damaged.
+    """
+    damaged: list[Path] = []
+    while True:
+        start = from_first_rank(lambda: replace(find(damaged), folder=folder))
+        if start.checkpoint is None:
+            return start
+        try:
+            verify(start.checkpoint)
+            return start
+        except DamagedCheckpoint as error:
+            if start.named:
+                raise ConfigurationError(f"{error}; choose another checkpoint") from error
+            damaged.append(start.checkpoint)
+            if dist.get_rank() == 0:
+                warn(f"{error}; {_put_away(start.checkpoint, folder)}, and the one before it is used, if there is one")
+
+
+def from_first_rank(work: Callable[[], T]) -> T:
+    """Return on every rank what `work` returns on rank 0. Collective. Raises ConfigurationError on every rank, for a
+    ValueError or OSError of `work`."""
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = work()
+        except (ValueError, OSError) as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise ConfigurationError(told[1])
+    return told[0]
+
+
+def new_folder(name: str) -> Path:
+    """Create a folder of RUNS that is named after the time and `name`, and numbered if there is one of that name."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    first = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    for folder in itertools.chain([first], numbered):
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("there is always another number")
+
+
+def _check_shared(folder: Path, text: str) -> None:
+    """Check that every rank reads `text` in the folder's lock. Raises ConfigurationError on every rank otherwise."""
+    end = time.monotonic() + SEEN_SECONDS
+    while not (seen := _reads(folder, text)) and time.monotonic() < end:
+        time.sleep(0.1)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (seen, f"{folder.resolve()} on {socket.gethostname()}"))
+    without = defaultdict(list)
+    for rank, (seen, place) in enumerate(places):
+        if not seen:
+            without[place].append(rank)
+    if without:
+        shown = "; ".join(f"{named(ranks)} in {place}" for place, ranks in without.items())
+        raise ConfigurationError(
+            f"the run's folder is not shared by all ranks: what rank 0 wrote to {places[0][1]} is not seen by {shown}. "
+            f"Every rank writes its part of each checkpoint: give an --output that all hosts share"
+        )
+
+
+def _reads(folder: Path, text: str) -> bool:
+    with suppress(OSError):
+        next(folder.parent.iterdir(), None)  # NFS looks again for a folder that it remembers as missing
+        return (folder / LOCK).read_text() == text
+    return False
+
+
+def _put_away(checkpoint: Path, folder: Path) -> str:
+    """Rename a damaged checkpoint of `folder`, but none of another run, and return what happened to it."""
+    if checkpoint.parent.resolve() != (folder / CHECKPOINTS).resolve():
+        return "it is left alone"
+    try:
+        return f"it is now called {set_aside(checkpoint).name}"
+    except OSError as error:
+        return f"it cannot be renamed ({error})"

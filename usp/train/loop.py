@@ -11,19 +11,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from parallel import Checkpointer, latest
+from parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, latest, verify
 from usp.config import RunConfig
+from usp.data.tokenizer import Tokenizer
+from usp.hf.export import save_weights
+from usp.hf.lora import Lora, MergedWeights, save_adapter
+from usp.hf.models import ModelConfig
+from usp.hf.tokenizers import save_tokenizer
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
+from usp.run.launch import StopRequest
 from usp.run.metrics import Record, RunLog, open_wandb
 from usp.run.output import LineFile, warn
-from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
-from .resume import CHECKPOINTS, MODEL
+from .build import export_dtype
+from .checkpoints import BEST, CHECKPOINTS, MODEL, from_first_rank
+from .step import Evaluations
 
 
 class TrainingLoop(ABC):
@@ -32,10 +40,8 @@ class TrainingLoop(ABC):
     A checkpoint that cannot be saved costs no step and not the model: a warning says so after the next step, and
     later steps try again, at first after one step and then after twice as many each time.
 
-    Attributes:
-        result: the folder of the run to which the trained weights are written.
-        done: steps that are done.
-        stopping: whether a signal on any rank asked to stop; every rank sets it alike in `step`.
+    result: the folder of the run to which the trained weights are written. done: steps that are done. stopping: whether
+    a signal on any rank asked to stop; every rank sets it alike in `step`.
     """
 
     def __init__(
@@ -62,20 +68,99 @@ class TrainingLoop(ABC):
         """Return what a checkpoint holds besides tensors. Collective."""
 
     @abstractmethod
+    def restore(self, checkpoint: Path) -> None:
+        """Load weights and optimizer states from a checkpoint that has been verified."""
+
+    @abstractmethod
     def export(self) -> None:
         """Write the trained model."""
+
+    @abstractmethod
+    def write_best(self) -> None:
+        """Write the weights of this moment as the best ones."""
 
     @abstractmethod
     def summary(self) -> Iterator[str]:
         """Yield the lines that say what is about to run."""
 
+    @abstractmethod
+    def evaluations(self) -> Evaluations | None:
+        """Return the evaluations of which the best is kept."""
+
     def best_first(self) -> Sequence[int]:
         """Return the steps that were evaluated, from the best on; the checkpoint of the best is kept."""
-        return ()
+        evaluations = self.evaluations()
+        return evaluations.best_first() if evaluations else ()
 
     def export_best(self) -> None:
-        """Write the model of the best step that was evaluated; by default nothing."""
-        return
+        """Write the weights of the best evaluation, from its checkpoint if it is not the last step."""
+        kept = from_first_rank(lambda: complete_checkpoints(self.folder / CHECKPOINTS)) if self.best_first() else {}
+        best = next((step for step in self.best_first() if step in kept or step == self.done), None)
+        if best is None:
+            return
+        if best != self.done:
+            try:
+                verify(kept[best])
+            except DamagedCheckpoint as error:
+                self._warn(f"{error}; {self.folder / BEST} is not written")
+                return
+            self.restore(kept[best])
+        self.write_best()
+        if self.is_writer:
+            evaluations = self.evaluations()
+            assert evaluations is not None
+            print(f"best: {self.folder / BEST}, of step {best}, {evaluations.text(best)}", flush=True)
+
+    def write_model(
+        self,
+        weights: Mapping[str, Tensor],
+        models: Sequence[Any],
+        tokenizer: Tokenizer,
+        dtype: torch.dtype,
+        *,
+        result: str,
+        merged: str = "",
+        lora: Lora | None = None,
+        base: str = "",
+        base_config: ModelConfig | None = None,
+        generates: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> list[str]:
+        """Write trained weights and the tokenizer to folders of the run, and return their names.
+
+        models: transformers models, with the adapters if there are any; dtype: in which they compute.
+        result: the folder of the weights or, with LoRA, of the adapters.
+        merged: with adapters, the folder of the merged model; empty: none.
+        base: the model that the adapters change; base_config: its configuration, if the run changed that.
+        generates: whether the model has a generation configuration.
+        group: the ranks that hold the weights; folders are complete when its first rank returns.
+        """
+        config = self._run_config
+
+        def write(whole: Mapping[str, Tensor], name: str) -> None:
+            save_weights(
+                whole,
+                self.folder / name,
+                config=models[0].config,
+                generation_config=models[0].generation_config if generates else None,
+                dtype=export_dtype(config, dtype),
+                group=group,
+            )
+
+        written = [result]
+        if lora is None:
+            write(weights, result)
+        else:
+            source, of_adapters = Path(base).expanduser().resolve(), export_dtype(config, torch.float32)
+            folder = self.folder / result
+            save_adapter(weights, folder, lora=lora, base=source, config=base_config, dtype=of_adapters, group=group)
+            if merged:
+                write(MergedWeights(models, lora), merged)
+                written.append(merged)
+        if dist.get_rank(group) == 0:
+            for name in written:
+                save_tokenizer(tokenizer, self.folder / name)
+        return written
 
     def trace(self, number: int) -> AbstractContextManager[None]:
         """Return the context in which step `number` runs, for profiling."""
@@ -91,12 +176,12 @@ class TrainingLoop(ABC):
 
     def run(self) -> None:
         """Run the remaining steps with their checkpoints, write the trained model, and see the last save through.
-
-        Raises CheckpointFailed, with the model written, and Stopped.
-        """
+        Raises CheckpointFailed, with the model written, and Stopped."""
         self._saved = self.done
         if self.is_writer:
-            self._begin_folder()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write_files()
+            print("\n".join((*self.summary(), f"run: {self.folder}")), flush=True)
         try:
             with self._log() as log:
                 self._train(log)
@@ -127,11 +212,8 @@ class TrainingLoop(ABC):
             raise
 
     def load(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Fill `state`, and `more` tensors, from a checkpoint that has been verified, and return the former.
-
-        Raises:
-            ConfigurationError: for a checkpoint that does not match.
-        """
+        """Fill `state`, and `more` tensors, from a checkpoint that has been verified, and return the former. Raises
+        ConfigurationError for a checkpoint that does not match."""
         state = self.state()
         try:
             self.checkpointer.load(checkpoint, {**state, **(more or {})}, verified=True)
@@ -154,7 +236,6 @@ class TrainingLoop(ABC):
             raise Stopped(self.stop.signal_number or signal.SIGTERM, number, newest, failure)
 
     def _save(self) -> None:
-        """Start to write a checkpoint of the last step."""
         self.watchdog.progress(self.done, "checkpoint", long=True)
         if failure := self._settle():
             self._warn(f"{failure}; that of step {self.done} follows")
@@ -163,9 +244,7 @@ class TrainingLoop(ABC):
 
     def keep_done(self) -> str:
         """Write a checkpoint of the last step that is done, unless there is one, and return what is kept. Collective.
-
-        For a step that fails on every rank before it changes anything.
-        """
+        For a step that fails on every rank before it changes anything."""
         failure = self._see_through()
         if self._saved != self.done:
             self._save()
@@ -201,11 +280,6 @@ class TrainingLoop(ABC):
     def _warn(self, message: str) -> None:
         if self.is_writer:
             warn(message)
-
-    def _begin_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.write_files()
-        print("\n".join((*self.summary(), f"run: {self.folder}")), flush=True)
 
     def write_files(self) -> None:
         """Write `files`, on the rank that writes the run's folder."""

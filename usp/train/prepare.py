@@ -1,9 +1,12 @@
-"""Load and check everything that a run needs before its ranks communicate; report all problems in one message."""
+"""Load and check everything that a run needs before its ranks communicate; report all problems in one message.
+
+RLHF runs share `Prologue`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -13,75 +16,52 @@ from typing import Any
 import torch
 
 from attention import KERNEL_NAMES
-from parallel import DamagedCheckpoint, ParallelDims, read_extra
-from usp.config import BOS, DEVICES, DTYPES, TrainConfig, by_stage
-from usp.data.cache import StoreFolder, check_ids, find_data, open_data
-from usp.data.files import DataFiles, without
+from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
+from usp.data.batches import BatchStream
+from usp.data.cache import check_ids, find_data, open_data
 from usp.data.mixture import MixedRows, parse_mixture, taken
-from usp.data.packing import PackedRows, StageRows
+from usp.data.rows import PackedRows, StageRows, WholeRows
+from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore
-from usp.data.stream import BatchStream
 from usp.data.tokenizer import Tokenizer
-from usp.data.whole import WholeRows
 from usp.hf.models import ModelConfig
 from usp.hf.tokenizers import load_tokenizer, tokenizer_of
 from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
-from usp.run.failures import Problems, listed
+from usp.run.failures import Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import wandb_problem
 from usp.run.profiling import parse_steps
 from usp.sp.kernel_choice import PACKED, choose_kernel
 
-from .checkpoints import TrainingState, resume_violations
-from .evaluate import HeldOut
+from .checkpoints import Start, TrainingState, find_start, read_state, resume_violations
 from .resolve import ResolvedStage, resolve
-from .resume import Start, find_start
+from .step import HeldOut
+
+_Source = tuple[TokenStore, str]  # and a line about the files that were left out
 
 
 @dataclass(frozen=True)
-class PreparedStage:
-    """A stage of the curriculum, or the whole of a run without one, with its data.
+class PreparedStage(ResolvedStage):
+    """A stage with its data.
 
-    Attributes:
-        config: as `PreparedRun.config`, without a curriculum, but with the steps of the whole run.
-        first, last: its steps.
-        data: the files or the token store of each part of --data.
-        batches: global batches, without end. held_out: None without `eval_data`.
+    left_out: which files of each entry of --data were left out.
+    batches: global batches, without end. held_out: None without `eval_data`.
     """
 
-    config: TrainConfig
-    dims: ParallelDims
-    first: int
-    last: int
-    data: tuple[DataFiles | StoreFolder, ...]
+    left_out: tuple[str, ...]
     batches: BatchStream
     held_out: HeldOut | None
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What is predicted of a stage.
-
-    Attributes:
-        fsdp_bytes: what this rank sends in a step to keep weights and gradients sharded.
-        summary: the lines that rank 0 prints.
-    """
-
-    fsdp_bytes: int
-    summary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that is ready to start.
 
-    Attributes:
-        config: without any `auto`, and without a curriculum also without -1.
-        reusable: `config` for other machines, with the device and dtype that were asked for.
-        stages: those of the curriculum, or one of all steps.
-        predicted: what `usp.cost` says of each stage; empty where nobody asked it, or it has no formulas.
-        start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
+    config: without any `auto`, and without a curriculum also without -1.
+    reusable: `config` for other machines, with the device and dtype that were asked for.
+    stages: those of the curriculum, or one of all steps.
+    start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
 
     config: TrainConfig
@@ -94,7 +74,7 @@ class PreparedRun:
     kernel_choice: str
     start: Start
     saved: TrainingState | None
-    predicted: tuple[Predicted, ...] = ()
+    launch: Launch
 
     def stage_of(self, step: int) -> PreparedStage:
         """Return the stage of a step; that of the last for later steps."""
@@ -105,21 +85,51 @@ class PreparedRun:
         """The stage of the first step that is left."""
         return self.stage_of(self.saved.step + 1 if self.saved else 1)
 
-    @property
-    def dims(self) -> ParallelDims:
-        return self.begins_in.dims
 
-    @property
-    def data(self) -> tuple[DataFiles | StoreFolder, ...]:
-        return self.begins_in.data
+class Prologue:
+    """What train.py and rlhf.py find in the same way before their ranks communicate.
 
-    @property
-    def batches(self) -> BatchStream:
-        return self.begins_in.batches
+    problems: every problem so far. device, tokenizer: None if they are among the problems. dtype: of the computation.
+    """
 
-    @property
-    def held_out(self) -> HeldOut | None:
-        return self.begins_in.held_out
+    def __init__(
+        self, config: CommonConfig, launch: Launch, problems: Problems, bos: str = "auto", parse_special: bool = True
+    ) -> None:
+        self._config, self.problems = config, problems
+        attempt = problems.attempt
+        self.device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
+        self._computes_on = self.device if config.dtype in DTYPES else None
+        self.dtype = computation_dtype(config.dtype, self._computes_on) if self._computes_on else torch.float32
+        name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
+        self.tokenizer: Tokenizer | None = None
+        if name is not None:
+            self.tokenizer = attempt(lambda: load_tokenizer(name, bos, parse_special, config.chat_template))
+        problems += filter(None, [wandb_problem(config.wandb_project)])
+
+    def choose_kernel(self, facts: ModelFacts) -> str:
+        """Return the line that names the kernel for packed documents on this device, and those refused before it."""
+        name, device = self._config.attention_kernel, self._computes_on
+        if device is None or name not in KERNEL_NAMES:  # refused elsewhere
+            return ""
+        sizes = facts.head_dim, facts.value_dim
+        return self.problems.attempt(lambda: choose_kernel(name, PACKED, device, self.dtype, *sizes)[1]) or ""
+
+    def check_vocabulary(self, model: str, size: int) -> None:
+        """Check that the vocabulary of `model` has every id of the tokenizer."""
+        if self.tokenizer and self.tokenizer.vocab_size > size:
+            self.problems.append(
+                f"--tokenizer = {self.tokenizer.name} has ids up to {self.tokenizer.vocab_size - 1}, and {model} has a "
+                f"vocabulary of {size}: use the model's own tokenizer, or a model with a larger vocabulary"
+            )
+
+    def check_frozen_weights(self, remedy: str) -> None:
+        """Check that the weights under adapters have been trained. remedy: what to give instead."""
+        config = self._config
+        if config.lora_rank and config.model in PRESETS:
+            self.problems.append(
+                f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
+                f"{config.model} is a preset with random ones: {remedy}"
+            )
 
 
 def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> PreparedRun:
@@ -132,35 +142,39 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     """
     resolved = resolve(config, launch.world_size)
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
-    problems, kernel_choice = Problems(), ""
+    problems = Problems(resolved.problems)
     attempt = problems.attempt
-    device = attempt(lambda: choose_device(config.device, launch)) if config.device in DEVICES else None
-    if facts is not None and device is not None:
-        kernel_choice = attempt(partial(_choose_kernel, config, device, facts)) or ""
-    held_out_data = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
-    data = attempt(lambda: _find_all(config, held_out_data))
-    tokenizer_name = attempt(lambda: tokenizer_of(config.tokenizer, config.model))
-    tokenizer = None
-    if tokenizer_name and config.bos in BOS:
-        tokenizer = attempt(lambda: _tokenizer(config, tokenizer_name))
-    if tokenizer and facts and tokenizer.vocab_size > facts.vocab_size:
-        problems.append(
-            f"--tokenizer = {tokenizer.name} gives ids up to {tokenizer.vocab_size - 1}, and --model {facts.name} has "
-            f"a vocabulary of {facts.vocab_size}: use the model's own tokenizer, or a model with a larger vocabulary"
-        )
-    problems += filter(
-        None, (wandb_problem(config.wandb_project), _engine_problem(config, device), _lora_problem(config))
-    )
+    bos = config.bos if config.bos in BOS else "auto"
+    prologue = Prologue(config, launch, problems, bos, config.parse_special_tokens)
+    device, tokenizer, kernel_choice, saved = prologue.device, prologue.tokenizer, "", None
+    if facts is not None:
+        kernel_choice = prologue.choose_kernel(facts)
+        prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
+    prologue.check_frozen_weights("give a directory with a trained model")
+    problems += _deepspeed_problems(config, prologue.dtype)
+    held_out = attempt(lambda: find_data(config.eval_data, name="eval_data")) if config.eval_data else None
+    data = attempt(lambda: _find_all(config, held_out))
     attempt(lambda: parse_steps(config.profile, config.steps))
     strict, start = start is not None, start or attempt(lambda: find_start(config, launch)) or Start()
-    saved = attempt(partial(_read_state, start, config, model_config, strict)) if model_config else None
-    config, model_config, facts, dims = resolved.valid(problems)
+    if model_config is not None:
+        fits = partial(resume_violations, config=config, model=model_config.to_dict(), finished_too=start.finished_too)
+        saved = attempt(lambda: read_state(start, strict, TrainingState.from_extra, fits))
+    problems.check()
+    config, model_config, facts, dims = resolved.valid()
     assert device is not None and data is not None and tokenizer is not None
 
-    dtype = str(computation_dtype(config.dtype, device)).removeprefix("torch.")
+    dtype = str(prologue.dtype).removeprefix("torch.")
     here: dict[str, Any] = {"tokenizer": tokenizer.name, "device": device.type, "dtype": dtype}
-    open_all = partial(_open, data, held_out_data, config, tokenizer, facts.vocab_size)
-    stages = attempt(lambda: tuple(_stages(resolved.stages, open_all(), here)))
+
+    def opened(found: DataFiles | Path) -> _Source:
+        store = open_data(found, config.data_field, tokenizer, Path(config.data_cache).expanduser())
+        check_ids(store, facts.vocab_size)
+        return store, found.left_out_line() if isinstance(found, DataFiles) else ""
+
+    sources = attempt(lambda: {path: opened(found) for path, found in data.items()}) or {}
+    held_out_source = attempt(lambda: opened(held_out)) if held_out else None
+    problems.check()
+    stages = attempt(lambda: tuple(_stages(resolved.stages, sources, held_out_source, here)))
     problems.check()
     assert stages is not None
     config = replace(config, tokenizer=tokenizer.name)
@@ -177,147 +191,64 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         kernel_choice=kernel_choice,
         start=start,
         saved=saved,
+        launch=launch,
     )
     if saved is not None:
-        attempt(partial(_find_place, prepared.stage_of(saved.step).batches, saved, config.data_changed))
+        batches = prepared.stage_of(saved.step).batches
+        try:
+            batches.load_state_dict(saved.stream, other_data=config.data_changed)
+        except ValueError as error:
+            problems.append(f"{error}: use the same as before, or --data-changed to begin a new epoch")
     problems.check()
     return prepared
 
 
-Data = DataFiles | StoreFolder
+def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str]:
+    if config.engine == "deepspeed" and find_spec("deepspeed") is None:
+        yield "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
+    elif config.engine == "deepspeed" and config.zero == 0 and dtype == torch.bfloat16:
+        yield "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
 
 
-def _find_all(config: TrainConfig, held_out: Data | None) -> dict[str, Data]:
-    """Return what each path of `--data` names, of all stages, without the files that are held out."""
-    found: dict[str, Data] = {}
+def _find_all(config: TrainConfig, held_out: DataFiles | Path | None) -> dict[str, DataFiles | Path]:
+    """Return the data of each path of `--data`, of all stages, without the files that are held out."""
+    data: dict[str, DataFiles | Path] = {}
     for path in dict.fromkeys(path for stage in by_stage(config) for path, _ in parse_mixture(stage.data)):
-        part = find_data(path, config.data_field)
-        if isinstance(part, DataFiles) and isinstance(held_out, DataFiles):
-            part = without(part, held_out, "held out for evaluation")
-        found[path] = part
-    return found
+        data[path] = files = find_data(path, config.data_field)
+        if isinstance(files, DataFiles) and isinstance(held_out, DataFiles):
+            data[path] = without(files, held_out, "held out for evaluation")
+    return data
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """The data of a run by path, its token stores, and the held-out data with its own."""
-
-    data: Mapping[str, Data]
-    stores: Mapping[str, TokenStore]
-    held_out: tuple[Data, TokenStore] | None
-
-
-def _open(
-    data: Mapping[str, Data], held_out: Data | None, config: TrainConfig, tokenizer: Tokenizer, vocabulary: int
-) -> _Opened:
-    """Open the token stores, and write those first that are missing."""
-
-    def opened(part: Data) -> TokenStore:
-        store = open_data(part, config.data_field, tokenizer, Path(config.data_cache).expanduser(), say=print)
-        check_ids(store, vocabulary)
-        return store
-
-    stores = {path: opened(part) for path, part in data.items()}
-    return _Opened(data, stores, None if held_out is None else (held_out, opened(held_out)))
-
-
-def _stages(stages: Sequence[ResolvedStage], opened: _Opened, here: Mapping[str, Any]) -> Iterator[PreparedStage]:
-    """Yield the stages with their rows, each of which goes on where those before have left its data.
-
-    With whole documents, a stage that reads data again reads it in another order.
-    """
+def _stages(
+    stages: Iterable[ResolvedStage], sources: Mapping[str, _Source], held_out: _Source | None, here: Mapping[str, Any]
+) -> Iterator[PreparedStage]:
+    """Yield the stages with their data, each continuing where the previous stage stopped reading. With whole documents,
+    a stage that reads data again reads it in another order."""
     read: Counter[str] = Counter()  # tokens of each store so far, or with whole documents stages
     for stage in stages:
         config = replace(stage.config, dp_shard=stage.dims.dp_shard, **here)
-        mixture = parse_mixture(stage.config.data)
-        batch, weights = stage.dims.batch * config.batch_size, [weight for _, weight in mixture]
+        paths, weights = zip(*parse_mixture(config.data), strict=True)
+        batch = stage.dims.batch * config.batch_size
+        rows: list[PackedRows] = []
         counts = taken(weights, config.seed, (stage.last - stage.first + 1) * batch)
-        sources = []
-        for (path, _), count in zip(mixture, counts, strict=True):
-            sources.append(_packed(opened.stores[path], config, read[path], count, alone=len(stages) == 1))
-            read[path] += 1 if _whole(opened.stores[path], config) else count * config.seq_len
-        packed = sources[0] if len(sources) == 1 else MixedRows(sources, weights)
-        held_out = None
-        if opened.held_out is not None:
-            part, store = opened.held_out
-            held_out = HeldOut(part, PackedRows(store, config.seq_len, None))
-        data = tuple(opened.data[path] for path, _ in mixture)
-        yield PreparedStage(config, stage.dims, stage.first, stage.last, data, BatchStream(packed, batch), held_out)
-
-
-def _packed(store: TokenStore, config: TrainConfig, read: int, count: int, alone: bool) -> PackedRows:
-    """Return the rows of a store in the order of the seed. read, count: of a stage that is not `alone`."""
-    if _whole(store, config):
-        return WholeRows(store, config.seq_len, config.seed + read)
-    if alone:
-        return PackedRows(store, config.seq_len, config.seed)
-    return StageRows(store, config.seq_len, config.seed, read, count)
-
-
-def _whole(store: TokenStore, config: TrainConfig) -> bool:
-    """Return whether documents are packed whole: with --packing auto, those with a loss mask."""
-    return config.packing == "whole" or (config.packing == "auto" and store.manifest.masked)
-
-
-def _tokenizer(config: TrainConfig, name: str) -> Tokenizer:
-    return load_tokenizer(name, config.bos, config.parse_special_tokens, config.chat_template)
-
-
-def _find_place(batches: BatchStream, saved: TrainingState, data_changed: bool) -> None:
-    """Set `batches` to the place of the checkpoint. Raises ValueError for other data, unless `data_changed`."""
-    try:
-        batches.load_state_dict(saved.stream, other_data=data_changed)
-    except ValueError as error:
-        raise ValueError(f"{error}: use the same as before, or --data-changed to begin a new epoch") from error
-
-
-def _engine_problem(config: TrainConfig, device: torch.device | None) -> str | None:
-    """Return why `--engine` cannot be used here; None if it can."""
-    if config.engine != "deepspeed":
-        return None
-    if find_spec("deepspeed") is None:
-        return "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
-    dtype = computation_dtype(config.dtype, device) if device and config.dtype in DTYPES else None
-    if config.zero == 0 and dtype == torch.bfloat16:
-        return "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
-    return None
-
-
-def _lora_problem(config: TrainConfig) -> str | None:
-    """Return why adapters of `--model` would be of no use; None if they are."""
-    if config.lora_rank and config.model in PRESETS:
-        return (
-            f"--lora-rank = {config.lora_rank} trains adapters of weights that stay as they are, and --model "
-            f"{config.model} is a preset with random ones: give a directory with a trained model"
+        for path, count in zip(paths, counts, strict=True):
+            store, _ = sources[path]
+            if config.packing == "whole" or (config.packing == "auto" and store.manifest.masked):
+                rows.append(WholeRows(store, config.seq_len, config.seed + read[path]))
+                read[path] += 1
+                continue
+            if config.steps == stage.last - stage.first + 1:  # the whole run
+                rows.append(PackedRows(store, config.seq_len, config.seed))
+            else:
+                rows.append(StageRows(store, config.seq_len, config.seed, read[path], count))
+            read[path] += count * config.seq_len
+        yield PreparedStage(
+            config,
+            stage.dims,
+            stage.first,
+            stage.last,
+            tuple(sources[path][1] for path in paths),
+            BatchStream(rows[0] if len(rows) == 1 else MixedRows(rows, weights), batch),
+            HeldOut(PackedRows(held_out[0], config.seq_len, None), held_out[1]) if held_out else None,
         )
-    return None
-
-
-def _read_state(start: Start, config: TrainConfig, model_config: ModelConfig, strict: bool) -> TrainingState | None:
-    """Read the state in the checkpoint to resume from. Raises ValueError if `config` cannot continue it.
-
-    strict: raise for a damaged checkpoint even if the one before can replace it.
-    """
-    if start.checkpoint is None:
-        return None
-    try:
-        saved = TrainingState.from_extra(read_extra(start.checkpoint))
-    except DamagedCheckpoint:
-        if strict or start.named:
-            raise
-        return None
-    violations = resume_violations(saved, config, model_config.to_dict(), finished_too=start.finished_too)
-    if violations:
-        raise ValueError(listed(violations))
-    return saved
-
-
-def _choose_kernel(config: TrainConfig, device: torch.device, facts: ModelFacts) -> str:
-    """Return the line that names the kernel for packed documents on this device, and those refused before it.
-
-    Raises ValueError for a kernel that does not support them; unknown names are refused elsewhere.
-    """
-    if config.attention_kernel not in KERNEL_NAMES or config.dtype not in DTYPES:
-        return ""
-    dtype = computation_dtype(config.dtype, device)
-    return choose_kernel(config.attention_kernel, PACKED, device, dtype, facts.head_dim, facts.value_dim)[1]

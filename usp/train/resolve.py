@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from parallel import ParallelDims
 from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig, by_stage
-from usp.hf.lora.adapters import Lora, lora_targets
-from usp.hf.models import ModelConfig, load_model_config, model_facts, with_context
+from usp.hf.expert_parallel import aux_loss_coefficient
+from usp.hf.lora import Lora, lora_targets
+from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelFacts, ModelShape
+from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate
 from usp.run.failures import ConfigurationError, listed
 
@@ -26,9 +29,8 @@ C = TypeVar("C", bound=LoraConfig)
 class ResolvedStage:
     """A stage of the curriculum, or the whole of a run without one.
 
-    Attributes:
-        config: as `Resolved.config`, without a curriculum, but with the steps of the whole run.
-        first, last: its steps, of those of the run, which are numbered from 1.
+    config: as `Resolved.config`, without a curriculum, but with the steps of the whole run.
+    first, last: its steps; those of the run are numbered from 1.
     """
 
     config: TrainConfig
@@ -47,13 +49,12 @@ class ResolvedStage:
 class Resolved:
     """A configuration with its model and degrees; the same on every rank.
 
-    Attributes:
-        config: with the batch size of a rank and the learning rate; device and dtype may still be `auto`. With a
-            curriculum, its stages have their own batch sizes.
-        stages: those of the curriculum, or one of all steps; empty where there are problems.
-        model_config, facts: with the context of the run; None where the model was not found.
-        dims: of the first stage; None where there are problems.
-        problems: what is wrong, one message each.
+    config: with the batch size of a rank and the learning rate; device and dtype may still be `auto`. With a
+        curriculum, its stages have their own batch sizes.
+    stages: those of the curriculum, or one of all steps; empty where there are problems.
+    model_config, facts: with the context of the run; None where the model was not found.
+    dims: of the first stage; None where there are problems.
+    problems: what is wrong, one message each.
     """
 
     config: TrainConfig
@@ -65,7 +66,7 @@ class Resolved:
 
     @property
     def largest(self) -> ResolvedStage:
-        """The stage with the most tokens of a micro-batch on a rank, which needs most memory."""
+        """The stage with the most tokens of a micro-batch on a rank, which needs the most memory."""
         return max(self.stages, key=lambda stage: stage.tokens)
 
     @cached_property
@@ -75,13 +76,10 @@ class Resolved:
         return model_shape(self.facts, self.model_config)
 
     def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, ModelConfig, ModelFacts, ParallelDims]:
-        """Return the configuration, its model's configuration and facts, and the degrees.
-
-        Raises:
-            ConfigurationError: for `problems` and the problems found here, all of them in one message.
-        """
-        if found := [*problems, *self.problems]:
-            raise ConfigurationError(listed(found))
+        """Return the configuration, its model's configuration and facts, and the degrees. Raises ConfigurationError for
+        `problems` and the problems found here, all of them in one message."""
+        if problems := [*problems, *self.problems]:
+            raise ConfigurationError(listed(problems))
         assert self.model_config is not None and self.facts is not None and self.dims is not None
         return self.config, self.model_config, self.facts, self.dims
 
@@ -92,7 +90,7 @@ def resolve(
     """Resolve `config` on `world_size` ranks.
 
     model_config: from `trained_model`, if the caller has it.
-    weights: whether a model directory must have weights as well, rather than config.json alone.
+    weights: whether a model directory must have weights as well as config.json.
     """
     config, problems, facts = settle_batch(config, world_size), [], None
     rates = {"preset": LORA_RATE, "pretrained": LORA_RATE} if config.lora_rank else {}
@@ -110,19 +108,12 @@ def resolve(
     problems += violations(config, world_size, facts)
     if problems:
         return Resolved(config, model_config, facts, None, tuple(problems))
-    stages = tuple(_stages(config, world_size))
-    config = replace(config, steps=stages[-1].last)
-    return Resolved(config, model_config, facts, stages[0].dims, (), stages)
-
-
-def _stages(config: TrainConfig, world_size: int) -> Iterator[ResolvedStage]:
-    first = 1
-    lengths = [stage.steps for stage in config.curriculum] or [config.steps]
-    for steps, stage in zip(lengths, by_stage(config), strict=True):
-        stage = settle_batch(stage, world_size)
-        dims = parallel_dims(stage, stage.ep).resolve(world_size)
-        yield ResolvedStage(stage, dims, first, first + steps - 1)
-        first += steps
+    lasts = tuple(accumulate(stage.steps for stage in config.curriculum)) or (config.steps,)
+    stages = tuple(
+        ResolvedStage(settle_batch(stage, world_size), parallel_dims(stage).resolve(world_size), before + 1, last)
+        for stage, (before, last) in zip(by_stage(config), pairwise((0, *lasts)), strict=True)
+    )
+    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, stages[0].dims, (), stages)
 
 
 def settled_lora(config: C) -> C:
@@ -131,11 +122,8 @@ def settled_lora(config: C) -> C:
 
 
 def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
-    """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights.
-
-    Raises:
-        ValueError: for targets that get no adapters.
-    """
+    """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights. Raises
+    ValueError for targets that get no adapters."""
     if not config.lora_rank:
         return None
     return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
@@ -157,8 +145,7 @@ def trained_model(config: TrainConfig, weights: bool = True) -> ModelConfig:
 
     weights: as in `resolve`.
 
-    Raises:
-        ValueError: as `load_model_config` and `with_context`.
+    Raises ValueError for a model that cannot be read or has no such context.
     """
     try:
         return _with_context(config, load_model_config(config.model, weights=weights))
@@ -171,3 +158,37 @@ def _with_context(config: TrainConfig, model: ModelConfig) -> ModelConfig:
         return model
     longest = max(stage.seq_len for stage in by_stage(config))
     return with_context(model, longest, config.rope_scaling, pretrained=config.model not in PRESETS)
+
+
+def job_of(
+    config: TrainConfig,
+    model_config: ModelConfig,
+    world_size: int,
+    model: ModelShape | None = None,
+    data: Data = ONE_DOCUMENT,
+) -> Job:
+    """Return the step that `config` asks for; of a curriculum, that of the stage with most tokens on a rank.
+
+    model: the shapes of `model_config`, if the caller has them.
+
+    Raises ConfigurationError for configurations that train.py refuses, and for DeepSpeed.
+    """
+    refused = ["--engine = deepspeed is not modelled: use --engine fsdp2"] if config.engine == "deepspeed" else []
+    resolved = resolve(config, world_size, model_config)
+    _, model_config, _, _ = resolved.valid(refused)
+    config, dims = resolved.largest.config, resolved.largest.dims
+    balance = aux_loss_coefficient(model_config, config.router_aux_loss_coef) != 0
+    model, approximate = model or resolved.shape, "; ".join(_approximations(config, model_config))
+    job = Job(config, model, dims, balance, data=data, approximate=approximate)
+    if lora := lora_of(config, model_config):  # frozen weights need no float32 copy
+        return replace(job, model=adapted(model, lora.rank, lora.targets), weights=job.dtype)
+    return job
+
+
+def _approximations(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
+    if model.model_type not in FAMILIES:
+        yield f"activations of model_type={model.model_type} are estimated from its matrices"
+    if config.lora_rank:
+        yield "what frozen weights need not save is estimated"
+    if config.optimizer == "muon":
+        yield "temporaries of Muon are estimated"

@@ -22,55 +22,51 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import (
-    DamagedCheckpoint,
-    ParallelMesh,
-    ProcessGroups,
-    complete_checkpoints,
-    local_tensor,
-    peak_flops,
-    verify,
-)
-from usp.data.cache import StoreFolder
-from usp.data.chat.excerpt import CLOSE, OPEN, excerpt
-from usp.data.files import DataFiles
+from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
+from usp.data.batches import Batch, BatchReader
+from usp.data.chats import CLOSE, OPEN, excerpt
 from usp.data.mixture import parse_mixture
-from usp.data.packing import PackedRows
-from usp.data.reader import Batch, BatchReader
-from usp.data.whole import WholeRows
-from usp.hf.export import save_weights
-from usp.hf.lora.adapter_export import MergedWeights, save_adapter
+from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
-from usp.hf.tokenizers import save_tokenizer
 from usp.model.facts import training_flops
+from usp.predict.traffic import fsdp_sent_bytes
 from usp.run.failures import ConfigurationError, TrainingDiverged
-from usp.run.launch import Launch, all_ready, outlast, process_group
+from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
 from usp.run.metrics import StepRecord, count, peak_memory
 from usp.run.profiling import StepProfiler, parse_steps
-from usp.run.signals import StopRequest
 from usp.run.watchdog import Watchdog
 
-from .build import EngineRecipe, build_engine, export_dtype, first_weights, moved_engine, resumed_weights
-from .checkpoints import TrainingState, random_state, restore_random_state, resume_changes
-from .claim import from_first_rank, run_folder, settled
+from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
+from .checkpoints import (
+    ADAPTER,
+    BEST,
+    MODEL,
+    Start,
+    TrainingState,
+    find_start,
+    random_state,
+    remember_folder,
+    restore_random_state,
+    resume_changes,
+    run_folder,
+    settled,
+)
 from .engines.fsdp2 import Fsdp2Engine
-from .evaluate import Evaluations, HeldOutLoss, held_out_loss, perplexity
-from .learning_rate import LearningRate
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
-from .resume import ADAPTER, BEST, CHECKPOINTS, MODEL, Start, find_start, remember_folder
-from .step import part_of, sum_over_ranks, train_step
+from .step import Evaluations, HeldOutLoss, LearningRate, held_out_loss, part_of, perplexity, sum_over_ranks, train_step
+from .summary import predicted_job, predicted_lines
 
 
 def train(
@@ -89,7 +85,7 @@ def train(
 
     def again(start: Start) -> PreparedRun:
         ready = prepare(config, launch, start)
-        return replace(ready, reusable=prepared.reusable, predicted=prepared.predicted)
+        return replace(ready, reusable=prepared.reusable)
 
     with (
         process_group(launch, prepared.device, timeout),
@@ -104,10 +100,8 @@ def train(
 
 
 class Trainer(TrainingLoop):
-    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order.
-
-    `prepared` names the folder, and a checkpoint that has been verified.
-    """
+    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order. `prepared`
+    names the folder, and a checkpoint that has been verified."""
 
     def __init__(
         self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
@@ -123,7 +117,7 @@ class Trainer(TrainingLoop):
             for dims in dict.fromkeys(stage.dims for stage in left)
         }
         self.mesh = self.meshes[self.stage.dims]
-        held_out = prepared.held_out.identity if prepared.held_out else ""
+        held_out = self.stage.held_out.identity if self.stage.held_out else ""
         compared = {"config": prepared.config, "model": model.to_dict(), "start": prepared.start, "eval data": held_out}
         self.mesh.agree(compared, "the configuration")
         recipe = EngineRecipe.of(config, model)
@@ -145,9 +139,10 @@ class Trainer(TrainingLoop):
         self.tokens, self.sent = 0, 0  # sent: by this rank so far
         self.sent_in_step = self.flops_in_step = 0.0  # of all ranks
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        self.peak = peak_flops(name) if config.dtype == "bfloat16" else None
-        self.batches = BatchReader(prepared.batches, part_of(self.mesh, config))
-        self.evaluations = Evaluations(held_out)
+        self.peak = peak_flops(name) if config.dtype == "bfloat16" else None  # of a device; None: MFU is not known
+        self.batches = BatchReader(self.stage.batches, part_of(self.mesh, config))
+        self._evaluations = Evaluations(held_out)
+        self._predict()
         if prepared.saved is not None:
             self._resume(prepared.saved)
 
@@ -176,7 +171,9 @@ class Trainer(TrainingLoop):
 
         seconds = time.perf_counter() - begin
         held_out = self._evaluate(number)
-        stage, predicted = self.prepared.stages.index(self.stage), self.prepared.predicted
+        stage = self.prepared.stages.index(self.stage)
+        kernels = set[str]().union(*(cast(Any, each.model).unified_sp.kernels for each in self.engine.stages))
+        peak = None if self.peak is None else self.peak * dist.get_world_size()
         return StepRecord(
             step=number,
             loss=loss,
@@ -187,14 +184,14 @@ class Trainer(TrainingLoop):
             seconds=seconds,
             data_seconds=self.batches.waited,
             tokens_per_second=tokens / seconds,
-            mfu=self._mfu(seconds),
+            mfu=None if peak is None else self.flops_in_step / (seconds * peak),
             memory_bytes=peak_memory(self.device),
             attention_sent_bytes=round(self.sent_in_step / (self.mesh.size("loss") * self.mesh.size("pp"))),
-            fsdp_sent_bytes=predicted[stage].fsdp_bytes if predicted else None,
+            fsdp_sent_bytes=self.fsdp_bytes,
             eval_loss=held_out.loss if held_out else None,
             eval_perplexity=perplexity(held_out.loss) if held_out else None,
             eval_loss_by_position=held_out.by_position if held_out else {},
-            attention_kernels=self._attention_kernels(),
+            attention_kernels=tuple(sorted(kernels)),
             stage=stage + 1,
             seq_len=self.config.seq_len,
         )
@@ -210,41 +207,23 @@ class Trainer(TrainingLoop):
             random=random_state(self.device),
             config=asdict(self.prepared.config),
             model=self.prepared.model_config.to_dict(),
-            evaluations=self.evaluations.to_extra(),
+            evaluations=self._evaluations.to_extra(),
         )
         return state.to_extra()
 
     def export(self) -> None:
-        self._export(self.result, MODEL)
-        if self.is_writer:
-            for name in (self.result, MODEL) if self.config.lora_merge else (self.result,):
+        for name in self._export(self.result, MODEL):
+            if self.is_writer:
                 print(f"{name}: {self.folder / name}", flush=True)
 
-    def best_first(self) -> Sequence[int]:
-        return self.evaluations.best_first()
-
-    def export_best(self) -> None:
-        """Write the weights of the best evaluation, from its checkpoint if it is not the last step."""
-        if not self.evaluations.values or not self.config.checkpoint_every:
-            return
-        kept = from_first_rank(lambda: complete_checkpoints(self.folder / CHECKPOINTS))
-        best = next((step for step in self.best_first() if step in kept or step == self.done), None)
-        if best is None:
-            return
-        if best != self.done:
-            try:
-                verify(kept[best])
-            except DamagedCheckpoint as error:
-                self._warn(f"{error}; {self.folder / BEST} is not written")
-                return
-            self.engine.restore(self.load(kept[best]))
+    def write_best(self) -> None:
         self._export(BEST, f"{BEST}-{MODEL}")
-        if self.is_writer:
-            loss = self.evaluations.values[best]
-            print(
-                f"best: {self.folder / BEST}, of step {best}, eval loss {loss:.4f}, perplexity {perplexity(loss):.4g}",
-                flush=True,
-            )
+
+    def evaluations(self) -> Evaluations | None:
+        return self._evaluations if self.prepared.config.checkpoint_every else None
+
+    def restore(self, checkpoint: Path) -> None:
+        self.engine.restore(self.load(checkpoint))
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {"config.yaml": asdict(self.prepared.reusable)}
@@ -271,16 +250,17 @@ class Trainer(TrainingLoop):
         if len(stages) > 1:
             number, steps = stages.index(self.stage) + 1, f"steps {self.stage.first} to {self.stage.last}"
             yield f"stage {number} of {len(stages)}: {steps}"
-        yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
+        if dist.get_world_size() > 1:
+            yield f"ranks: {dist.get_world_size()} ({self.stage.dims}), layout {config.sp_layout}"
         rows = self.stage.dims.batch * config.batch_size
-        parts = zip(parse_mixture(config.data), self.stage.data, packed.sources, packed.weights, strict=True)
-        for (path, _), part, source, weight in parts:
+        parts = zip(parse_mixture(config.data), self.stage.left_out, packed.sources, packed.weights, strict=True)
+        for (path, _), left_out, source, weight in parts:
             held, share = source.store.manifest, "" if weight == 1 else f", {weight:.1%} of the rows"
             yield (
                 f"data: {path}: {held.files} files, {held.documents} documents, {count(held.characters)} "
                 f"characters, {count(held.tokens)} tokens ({config.tokenizer}){share}"
             )
-            yield from _left_out(part)
+            yield from filter(None, [left_out])
             if held.masked:
                 yield from self._sample(path, source)
             if held.replaced:
@@ -291,7 +271,7 @@ class Trainer(TrainingLoop):
                 f"eval data: {config.eval_data}: {found.files} files, {found.documents} documents, "
                 f"{count(found.tokens)} tokens, {held_out.packed.per_epoch} sequences"
             )
-            yield from _left_out(held_out.data)
+            yield from filter(None, [held_out.left_out])
         for (path, _), source in zip(parse_mixture(config.data), packed.sources, strict=True):
             if isinstance(source, WholeRows):
                 padding = 1 - source.tokens / (source.per_epoch * config.seq_len)
@@ -299,11 +279,10 @@ class Trainer(TrainingLoop):
                 yield from _long_documents(path, source)
         steps = f"{packed.per_epoch / rows:,.1f}".removesuffix(".0")
         yield f"step: {rows} x {config.seq_len} tokens, an epoch is {steps} steps"
-        if self.prepared.predicted:
-            yield from self.prepared.predicted[stages.index(self.stage)].summary
+        if self.job is not None:
+            yield from predicted_lines(self.job, self.prepared)
 
     def _sample(self, path: str, source: PackedRows) -> Iterator[str]:
-        """Show the beginning of the first row, with its targets."""
         row, color = source.row(0), sys.stdout.isatty()
         begin, end = int(row.begins[0]), int(row.begins[0] + row.boundaries[1])
         marked = "in green" if color else f"between {OPEN} and {CLOSE}"
@@ -325,19 +304,14 @@ class Trainer(TrainingLoop):
             self.device,
             progress=lambda: self.watchdog.progress(number, "evaluation", long=True),
         )
-        self.evaluations.values[number] = found.loss
+        self._evaluations.values[number] = found.loss
         self.sent = self._attention_sent()  # the next step does not count what the evaluation sent
         return found
 
     def _attention_sent(self) -> int:
-        """Return the bytes that attention has sent, and recurrent layers."""
         models: list[Any] = [stage.model for stage in self.engine.stages]
         recurrent = (model.unified_sp_order.channel for model in models if hasattr(model, "unified_sp_order"))
         return sum(part.sent_bytes for part in (*(model.unified_sp for model in models), *recurrent))
-
-    def _attention_kernels(self) -> tuple[str, ...]:
-        models: list[Any] = [stage.model for stage in self.engine.stages]
-        return tuple(sorted(set[str]().union(*(model.unified_sp.kernels for model in models))))
 
     def _exchange(self, batch: Batch, share: Tensor) -> float:
         """Sum over ranks the loss, the bytes that attention sent, FLOPs and requests to stop; return the loss."""
@@ -361,18 +335,23 @@ class Trainer(TrainingLoop):
         self.batches.close()
         self.batches = BatchReader(stage.batches, part_of(self.mesh, stage.config))
         identity = stage.held_out.identity if stage.held_out else ""
-        if identity != self.evaluations.identity:
-            self.evaluations = Evaluations(identity)
+        if identity != self._evaluations.identity:
+            self._evaluations = Evaluations(identity)
+        self._predict()
         if self.is_writer:
             print("\n".join(self._stage_summary()), flush=True)
 
+    def _predict(self) -> None:
+        """Predict a step of the stage, and what this rank sends in it to keep weights and gradients sharded."""
+        self.job = predicted_job(self.config, self.prepared)
+        self.fsdp_bytes = None if self.job is None else fsdp_sent_bytes(self.job, dist.get_rank())
+
     def _resume(self, saved: TrainingState) -> None:
-        """Continue from the checkpoint; `prepare` has set the data to its place."""
         assert self.prepared.start.checkpoint is not None
-        self.engine.restore(self.load(self.prepared.start.checkpoint))
+        self.restore(self.prepared.start.checkpoint)
         restore_random_state(saved.random, self.device)
         self.done, self.tokens = saved.step, saved.tokens
-        self.evaluations.restore(saved.evaluations)
+        self._evaluations.restore(saved.evaluations)
 
     def _diverged(self, number: int, loss: float, grad_norm: float) -> NoReturn:
         """Export the weights that the last step left, if they are finite, and raise TrainingDiverged on every rank."""
@@ -392,43 +371,19 @@ class Trainer(TrainingLoop):
             f"--warmup-steps (now {self.config.warmup_steps}), or use --dtype float32 (now {self.config.dtype})"
         )
 
-    def _export(self, name: str, merged: str = "") -> None:
-        """Write what was trained, and the tokenizer, to a folder of the run; it is complete when rank 0 returns.
-
-        merged: with `lora_merge`, also write the merged model to this folder, unless it is empty.
-        """
-        state = self.engine.state()
-        trained = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
-        if self.lora is None:
-            self._export_model(trained, name)
-            return
-        config = self.config
-        save_adapter(
-            trained,
-            self.folder / name,
+    def _export(self, result: str, merged: str = "") -> list[str]:
+        state, config = self.engine.state(), self.config
+        return self.write_model(
+            {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")},
+            [stage.model for stage in self.engine.stages],
+            self.prepared.tokenizer,
+            getattr(torch, config.dtype),
+            result=result,
+            merged=merged if config.lora_merge else "",
             lora=self.lora,
-            base=Path(config.model).expanduser().resolve(),
-            config=None if config.rope_scaling == "none" else self.prepared.model_config,
-            dtype=export_dtype(config, torch.float32),
+            base=config.model,
+            base_config=None if config.rope_scaling == "none" else self.prepared.model_config,
         )
-        self._save_tokenizer(name)
-        if merged and config.lora_merge:
-            self._export_model(MergedWeights([stage.model for stage in self.engine.stages], self.lora), merged)
-
-    def _export_model(self, weights: Mapping[str, Tensor], name: str) -> None:
-        model = self.engine.stages[0].model
-        save_weights(
-            weights,
-            self.folder / name,
-            config=model.config,
-            generation_config=model.generation_config,
-            dtype=export_dtype(self.config, getattr(torch, self.config.dtype)),
-        )
-        self._save_tokenizer(name)
-
-    def _save_tokenizer(self, name: str) -> None:
-        if self.is_writer:
-            save_tokenizer(self.prepared.tokenizer, self.folder / name)
 
     def _flops(self, batch: Batch) -> float:
         """Return this rank's share of the FLOPs of its rows; 0 if nothing is known to compare them with."""
@@ -444,10 +399,6 @@ class Trainer(TrainingLoop):
         )
         return flops / (self.mesh.size("sp") * self.mesh.size("pp"))
 
-    def _mfu(self, seconds: float) -> float | None:
-        """Return the share of the devices' bfloat16 peak that a step reached; None for float32 and unknown devices."""
-        return None if self.peak is None else self.flops_in_step / (seconds * self.peak * dist.get_world_size())
-
 
 def _long_documents(path: str, source: WholeRows) -> Iterator[str]:
     """Say what becomes of documents that are longer than a row, if there are any."""
@@ -462,9 +413,3 @@ def _long_documents(path: str, source: WholeRows) -> Iterator[str]:
     gone = source.store.manifest.tokens - source.tokens
     empty = f"; {source.left_out} of them are left out, because no target is left" if source.left_out else ""
     yield f"packing: {path}: {of_all}: their ends are left out, {count(gone)} tokens{empty}"
-
-
-def _left_out(data: DataFiles | StoreFolder) -> list[str]:
-    """Return the line that says which files are left out, if there are any."""
-    line = data.left_out_line() if isinstance(data, DataFiles) else ""
-    return [line] if line else []

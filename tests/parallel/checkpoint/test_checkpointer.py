@@ -31,7 +31,7 @@ from parallel import (
     verify,
 )
 from parallel.checkpoint import safetensors_storage
-from parallel.testing import RankError, RankPool
+from tests.harness.ranks import RankError, RankPool
 
 
 def values() -> dict[str, Tensor]:

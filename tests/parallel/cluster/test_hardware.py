@@ -73,32 +73,39 @@ def test_a_host_is_described_or_assumed() -> None:
 
 
 def test_inconsistencies_are_reported_in_one_message() -> None:
-    wrong: dict[str, Any] = {
-        "memory_bytes": 0,
-        "tiers": [{**HOST, "devices": 0}, {**NETWORK, "shared_bytes_per_second": 10.0}],
-        "efficiency": {**CURVES, "links": 2, "matmul": [[2, 0.5], [1, 0.5]]},
-    }
-    with pytest.raises(ValueError) as refused:
+    values: dict[str, Any] = {"memory_bytes": 0, "efficiency": {**CURVES, "links": 2, "matmul": [[2, 0.5], [1, 0.5]]}}
+    tiers = {"tiers": [{**HOST, "devices": 0}, {**NETWORK, "shared_bytes_per_second": 10.0}]}
+    with pytest.raises(ValueError, match=r"mine.json: memory_bytes=0 .*efficiency.matmul=.*efficiency.links=2 must be"):
+        hardware_from_mapping({**SMALL, **values}, "mine.json")
+    with pytest.raises(ValueError, match=r"mine.json: tier host: .*devices=0.*100 B/s is more than the 10 B/s"):
+        hardware_from_mapping({**SMALL, **tiers}, "mine.json")
+
+
+CONTENTS: list[tuple[dict[str, Any], str]] = [
+    ({"speed": 1, "name": 3}, r"speed is unknown, only name, device, .*; name=3 must be a text"),
+    (
+        {"tiers": [{"name": "host"}]},
+        r"tiers\[0\].devices is missing; tiers\[0\].alpha_seconds is missing; tiers\[0\].bytes_per_second is missing$",
+    ),
+    ({"efficiency": {**CURVES, "speed": CURVE}}, r"efficiency.speed is unknown, only efficiency.matmul, "),
+    (
+        {"efficiency": {**CURVES, "attention": {"sdpa": {"forward": CURVE, "backward": CURVE, "sideways": CURVE}}}},
+        r"efficiency.attention.sdpa.sideways is unknown, only forward, backward, forward_full, backward_full are known",
+    ),
+    ({"efficiency": {**CURVES, "attention": {}}}, r"efficiency.attention must have at least one kernel"),
+    ({"compute_capability": 9.0}, r"compute_capability=9 must be a list"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), CONTENTS, ids=str)
+def test_keys_are_checked(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         hardware_from_mapping({**SMALL, **wrong}, "mine.json")
-    assert "hardware mine.json: " in str(refused.value)
-    for part in ("memory_bytes=0", "devices=0", "links=2", "matmul must be", "100 B/s is more than the 10 B/s"):
-        assert part in str(refused.value)
 
 
 def test_invalid_hardware_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tiers is missing; speed is unknown"):
-        hardware_from_mapping({**{k: v for k, v in SMALL.items() if k != "tiers"}, "speed": 1}, "mine.json")
-    with pytest.raises(ValueError, match="missing key 'devices'"):
-        hardware_from_mapping({**SMALL, "tiers": [{"name": "host"}]}, "mine.json")
-    with pytest.raises(ValueError, match="efficiency of attention_forward is unknown, only that of matmul, attention"):
-        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention_forward": CURVE}}, "mine.json")
-    with pytest.raises(ValueError, match="attention of sdpa has sideways, only forward, backward"):
-        wrong = {"sdpa": {**CURVES["attention"]["sdpa"], "sideways": CURVE}}
-        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": wrong}}, "mine.json")
-    with pytest.raises(ValueError, match="efficiency of attention must have at least one kernel"):
-        hardware_from_mapping({**SMALL, "efficiency": {**CURVES, "attention": {}}}, "mine.json")
-    with pytest.raises(ValueError, match=r"compute_capability=9.0 must be \[major, minor\]"):
-        hardware_from_mapping({**SMALL, "compute_capability": 9.0}, "mine.json")
+    with pytest.raises(ValueError, match=r"mine.json: tiers is missing$"):
+        hardware_from_mapping({k: v for k, v in SMALL.items() if k != "tiers"}, "mine.json")
     with pytest.raises(ValueError, match="must be a file or one of a100, a800"):
         load_hardware("h1000")
     (tmp_path / "x.json").write_text("x")
@@ -114,22 +121,25 @@ HUGE = 10**400
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"efficiency": [1]}, r"efficiency must be an object, got \[1\]"),
-        ({"efficiency": None}, "efficiency must be an object, got None"),
-        ({"peak_flops": None}, "peak_flops must be an object, got None"),
-        ({"peak_flops": {"bfloat16": "fast"}}, "bfloat16='fast' must be a finite number"),
-        ({"memory_bytes": math.inf}, "memory_bytes=inf must be a finite number"),
-        ({"memory_bytes": HUGE}, "invalid value: int too large"),
+        ({"efficiency": [1]}, r"efficiency=\[1\] must be an object"),
+        ({"efficiency": None}, "efficiency=None must be an object"),
+        ({"peak_flops": None}, "peak_flops=None must be an object"),
+        ({"peak_flops": {"bfloat16": "fast"}}, "peak_flops.bfloat16='fast' must be a number"),
+        ({"memory_bytes": math.inf}, "memory_bytes=inf must be an integer"),
+        ({"memory_bytes": HUGE}, "memory_bytes=10000.* must be an integer"),
         ({"memory_bytes": 0.5}, "memory_bytes=0.5 must be an integer"),
-        ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be a finite number"),
+        ({"memory_bytes_per_second": math.inf}, "memory_bytes_per_second=inf must be positive and finite"),
         ({"parallel_rings": "false"}, "parallel_rings='false' must be true or false"),
         ({"streams": "no"}, "streams='no' must be true or false"),
-        ({"crowding": "1"}, "crowding='1' must be a finite number"),
-        ({"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}}, "matmul=inf must be a finite number"),
-        ({"tiers": [{**HOST, "devices": 2.7}]}, "devices=2.7 must be an integer"),
-        ({"tiers": [{**HOST, "devices": math.inf}]}, "devices=inf must be a finite number"),
-        ({"tiers": [{**HOST, "alpha_seconds": math.inf}]}, "alpha_seconds=inf must be a finite number"),
-        ({"tiers": [{**HOST, "bytes_per_second": "1e9"}]}, "bytes_per_second='1e9' must be a finite number"),
+        ({"crowding": "1"}, "crowding='1' must be a number"),
+        (
+            {"efficiency": {"matmul": [[1, 0.5], [math.inf, 1]]}},
+            r"efficiency.matmul=.* must be \[size, fraction\] pairs",
+        ),
+        ({"tiers": [{**HOST, "devices": 2.7}]}, r"tiers\[0\].devices=2.7 must be an integer"),
+        ({"tiers": [{**HOST, "devices": math.inf}]}, "devices=inf must be an integer"),
+        ({"tiers": [{**HOST, "alpha_seconds": math.inf}]}, "alpha_seconds=inf must be 0 or more, and finite"),
+        ({"tiers": [{**HOST, "bytes_per_second": "1e9"}]}, "bytes_per_second='1e9' must be a number"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from parallel.reallocation.boxes import Box, local_box, local_part
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 SHAPES = ((8, 3), (7, 3), (3, 5), (1, 4), (9,), (4, 6, 5))
 

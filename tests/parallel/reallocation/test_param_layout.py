@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from parallel import ParamLayout, gather_layout
 from parallel.reallocation.boxes import Box
 from parallel.reallocation.param_layout import Kind, holdings
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 
 FLOAT = torch.float32
 

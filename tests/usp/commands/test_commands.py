@@ -12,8 +12,9 @@ import yaml
 
 from parallel import RanksDisagree
 from usp.commands.flags import parse
+from usp.commands.time import TimeConfig
 from usp.commands.train import main
-from usp.config import TrainConfig
+from usp.config import UNPREDICTED, TrainConfig
 from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
 from usp.run.launch import Launch, choose_device
 
@@ -81,6 +82,21 @@ def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -
     for name in [*asdict(TrainConfig()), "config"]:
         assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
     assert "llama3-8b" in shown and "{contiguous,zigzag,striped}" in shown
+
+
+def test_a_prediction_takes_the_flags_that_change_it_and_files_of_train_py(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], TimeConfig, without=UNPREDICTED)
+    shown = capsys.readouterr().out
+    for name in asdict(TimeConfig()):  # its own --hardware is a flag
+        assert bool(re.search(f"--{name.replace('_', '-')}[ ,]", shown)) == (
+            name == "hardware" or name not in UNPREDICTED
+        ), name
+    (tmp_path / "run.yaml").write_text("seed: 3\nsp_ring: 2\n")
+    read = parse(["--sp-ulysses", "4", "--config", str(tmp_path / "run.yaml")], TimeConfig, without=UNPREDICTED)
+    assert read == TimeConfig(seed=3, sp_ring=2, sp_ulysses=4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from usp.__main__ import main
 from usp.commands.models import table
-from usp.hf.structure.verdict import causal_lm_types
+from usp.hf.probe import causal_lm_types
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 CHOSEN = ["bloom", "gemma3_text", "rwkv"]

@@ -14,15 +14,14 @@ from transformers import AutoTokenizer
 
 from tests.usp.data.chat_templates import FAMILIES, WITH_TOOLS, WITHOUT_SYSTEM, write_tokenizer
 from usp.__main__ import main
+from usp.data.batches import Part, read_batch
 from usp.data.cache import cached_store, find_data, open_data
-from usp.data.chat.conversation import Chat
-from usp.data.chat.excerpt import excerpt
-from usp.data.files import find_files
-from usp.data.reader import Part, read_batch
+from usp.data.chats import Chat, excerpt
+from usp.data.rows import WholeRows
+from usp.data.sources import find_files
 from usp.data.store import TokenStore
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import source_of, write_store
-from usp.data.whole import WholeRows
 from usp.hf.tokenizers import load_tokenizer, save_tokenizer
 
 Message = dict[str, Any]
@@ -83,7 +82,7 @@ def test_what_is_given_is_not_trained_on_and_a_prompt_is_a_beginning(family: str
         assert encoder is not None
         messages = [*chats(family)[0][0], said("user", "why?"), said("assistant", "It is a number.")]
         if family != "thinking":
-            every, last = encoder.encode(Chat("", messages)), encoder.encode(Chat("", messages, given=3))
+            every, last = encoder.encode(Chat("", messages)), encoder.encode(Chat("", messages, prompt=3))
             given = len(encoder.prompt(Chat("", messages[:3])))
             assert every[0].tolist() == last[0].tolist() and every[1][:given].any()
             assert last[1].tolist() == [target and n >= given for n, target in enumerate(every[1])]
@@ -223,7 +222,7 @@ BAD: list[tuple[str, list[Any], str]] = [
     (REFUSING, [GOOD, {"messages": [said("system", "a")]}], "line 2: .* fails for the messages: no system role"),
     (R1, [GOOD], "line 1: the chat template does not mark .* of message 2 it begins it with '.*<think>', but writes"),
     (DROPPING, [{"messages": conversation(1) * 2}], "line 1: .* of message 2 it writes it in another way when more"),
-    (ENDED, [GOOD], "line 1: .* for the first 1 messages alone, which tell what .* without marks: no end"),
+    (ENDED, [GOOD], "line 1: .* for the first 1 messages, which show what .* without marks: no end"),
     ("{% for", [GOOD], "line 1: the chat template of tokenizer=bytes fails for the messages: "),
     (LINES, [GOOD | {"tools": [1]}], "line 1: a list under 'tools', expected a list of JSON schemas"),
     (LINES, [{"prompt": "a", "completion": ["b"]}], "line 1: a message under 'completion' has no text under 'role'"),

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import usp.data.documents
 from usp.data.documents import read_pieces
-from usp.data.files import find_files
+from usp.data.sources import find_files
 
 TEXTS = ["one", "zwei ü, with a comma", 'three\nlines "quoted"\n语言']
 TABLE = pa.table({"text": TEXTS, "id": [1, 2, 3]})
@@ -148,7 +148,7 @@ TOKENIZE = r"""
 import re, shutil, sys
 from pathlib import Path
 from usp.data.cache import cached_store
-from usp.data.files import find_files
+from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
 
 folder, cache, *files = sys.argv[1:]
@@ -219,7 +219,7 @@ def peaks(files: list[Path], tokenizer: Path | str = "") -> list[float]:
     """Tokenize the files one after another in a process of its own, and return its peak memory in MiB after each."""
     command = [sys.executable, "-c", TOKENIZE, str(tokenizer), str(files[0].parent / "cache"), *map(str, files)]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    return [int(line) / 1024 for line in ended.stdout.split()]
+    return [int(line) / 1024 for line in ended.stdout.splitlines() if line.isdigit()]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -272,11 +272,17 @@ def test_csv_beside_a_license_is_the_data_and_settings_beside_text_are_not(tmp_p
     assert find_files(str(tmp_path / "program"), "text").left_out == {"records beside text": ("package.json",)}
 
 
-def test_a_folder_of_save_to_disk_is_its_arrow_files(tmp_path: Path) -> None:
-    arrow_stream(tmp_path / "data-00000-of-00001.arrow")
-    (tmp_path / "dataset_info.json").write_text('{"description": "not a document"}')
-    (tmp_path / "state.json").write_text('{"_data_files": []}')
-    assert documents_of(tmp_path) == TEXTS
+def test_a_folder_of_save_to_disk_is_the_files_in_its_state(tmp_path: Path) -> None:
+    """Without what `map` and `shuffle` cache beside them; of several splits, those that are not held out."""
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("data-00000-of-00001.arrow", "cache-26c35cbd4a5c331a.arrow"):
+            arrow_stream(tmp_path / split / name)
+        (tmp_path / split / "dataset_info.json").write_text('{"description": "not a document"}')
+        (tmp_path / split / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert documents_of(tmp_path) == documents_of(tmp_path / "train") == documents_of(tmp_path / "test") == TEXTS
+    assert len(find_files(str(tmp_path), "text").left_out["not in state.json"]) == 2
 
 
 @pytest.mark.parametrize("name", ["{}-00000-of-00001.jsonl", "{}.jsonl", "{}/part.jsonl", "data/my-{}.jsonl"])

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from pyarrow import csv, ipc, parquet
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
-from usp.data.reader import Batch, BatchReader, Part
+from usp.data.batches import Batch, BatchReader, Part
 from usp.run.launch import Launch
 from usp.train.prepare import PreparedRun, prepare
 
@@ -83,7 +83,7 @@ def digests_of(config: TrainConfig, data: list[str]) -> list[list[str]]:
 
 
 def whole_batches(run: PreparedRun) -> BatchReader:
-    return BatchReader(run.batches, Part.whole(run.batches.rows, run.config.seq_len))
+    return BatchReader(run.begins_in.batches, Part.whole(run.begins_in.batches.rows, run.config.seq_len))
 
 
 def digest(batch: Batch) -> str:

@@ -12,23 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import usp.data.packing
+import usp.data.rows
 from attention import SequenceLayout
 from attention.layout import LAYOUTS
 from parallel import ParallelDims, ParallelMesh
 from usp.config import TrainConfig
-from usp.cost.dry_run.fake_world import fake_world
+from usp.data.batches import AHEAD, BatchReader, BatchStream, Part, read_batch
 from usp.data.cache import cached_store
-from usp.data.files import find_files
 from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares, taken
-from usp.data.packing import PackedRows, StageRows
-from usp.data.permutation import Permutation
-from usp.data.reader import AHEAD, BatchReader, Part, read_batch
+from usp.data.rows import PackedRows, Permutation, StageRows, WholeRows, best_fit
+from usp.data.sources import find_files
 from usp.data.store import TokenStore
-from usp.data.stream import BatchStream
 from usp.data.tokenizer import ByteTokenizer
-from usp.data.whole import WholeRows, best_fit
-from usp.sp.batch import shard_batch
+from usp.predict.fake_world import fake_world
+from usp.sp.sequence import shard_batch
 from usp.train.step import part_of
 
 CPU = torch.device("cpu")
@@ -185,9 +182,9 @@ def test_blocks_of_any_size_give_the_same_rows(store: TokenStore, monkeypatch: p
         return read_batch(packed, range(packed.per_epoch), Part.whole(packed.per_epoch, 512)).input_ids.tolist()
 
     first = rows()
-    monkeypatch.setattr(usp.data.packing, "BLOCK", 7)
+    monkeypatch.setattr(usp.data.rows, "BLOCK", 7)
     assert rows() == first
-    monkeypatch.setattr(usp.data.packing, "BLOCKS", 2)
+    monkeypatch.setattr(usp.data.rows, "BLOCKS", 2)
     assert rows() == first
 
 
@@ -268,7 +265,7 @@ def test_best_fit_puts_every_length_once_where_there_is_room(lengths: list[int])
 
 
 def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usp.data.whole, "WINDOW", 50)
+    monkeypatch.setattr(usp.data.rows, "WINDOW", 50)
     tokens = store.manifest.tokens
     packed = WholeRows(Positions(store.folder), 256, seed=3)
     orders = []
@@ -276,13 +273,15 @@ def test_whole_documents_are_read_once_per_epoch_and_padded(store: TokenStore, m
         numbers = range(epoch * packed.per_epoch, (epoch + 1) * packed.per_epoch)
         batch = read_batch(packed, numbers, Part.whole(packed.per_epoch, 256))
         counts = np.zeros(tokens, int)
+        begins, ends = store.bounds(np.arange(store.manifest.documents))
         for row, boundaries in enumerate(batch.cu_seqlens.tolist()):
             end = boundaries[-1]
             counts += np.bincount(batch.input_ids[row, :end], minlength=tokens)
             assert (batch.shift_labels[row, end:] == -100).all() and (batch.input_ids[row, end:] == 0).all()
             for first, last in itertools.pairwise(sorted(set(boundaries))):
                 begin = int(batch.input_ids[row, first])
-                low, high = (int(edge[0]) for edge in store.bounds(np.array([store.document_at(begin)])))
+                document = np.searchsorted(ends, begin, side="right")
+                low, high = int(begins[document]), int(ends[document])
                 assert (begin - low) % 256 == 0 and begin + last - first == min(begin + 256, high)
         assert (counts == 1).all() and packed.per_epoch * 256 < 1.2 * tokens
         orders.append(batch.input_ids[:, 0].tolist())

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,26 +16,25 @@ from hypothesis import strategies as st
 import usp.data.cache
 import usp.data.documents
 import usp.data.tokenizing
+from usp.data.batches import BatchReader, BatchStream, Part, one_epoch, read_batch
 from usp.data.cache import cached_store
-from usp.data.files import find_files
-from usp.data.packing import PackedRows
-from usp.data.reader import BatchReader, Part, one_epoch, read_batch
+from usp.data.rows import PackedRows
+from usp.data.sources import find_files
 from usp.data.store import TokenStore
-from usp.data.stream import BatchStream
 from usp.data.tokenizer import ByteTokenizer
 
 LENGTHS = [3, 0, 41, 7, 0, 19, 2, 2, 2, 2, 60, 1]
 
 
-def store_of(tmp_path: Path, lengths: list[int] = LENGTHS, **options: Any) -> TokenStore:
+def store_of(tmp_path: Path, lengths: list[int] = LENGTHS) -> TokenStore:
     """A store of documents of these many letters, A, B, C, ..., one letter each."""
     rows = [{"text": chr(65 + number) * length} for number, length in enumerate(lengths)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return opened(tmp_path / "data.jsonl", tmp_path / "cache", **options)
+    return opened(tmp_path / "data.jsonl", tmp_path / "cache")
 
 
-def opened(data: Path, cache: Path, **options: Any) -> TokenStore:
-    return cached_store(find_files(str(data), "text"), "text", ByteTokenizer(), cache, **options)
+def opened(data: Path, cache: Path) -> TokenStore:
+    return cached_store(find_files(str(data), "text"), "text", ByteTokenizer(), cache)
 
 
 def ends_of(store: TokenStore) -> np.ndarray:
@@ -76,18 +74,19 @@ def test_long_documents_are_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     assert ends_of(found).tolist() == [len(text) + 1]
 
 
-def test_data_is_tokenized_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_tokenized_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(usp.data.cache, "LARGE", 0)
-    said: list[str] = []
-    first = store_of(tmp_path, [5, 5], say=said.append)
-    assert len(said) == 1
-    again = opened(tmp_path / "data.jsonl", tmp_path / "cache", say=said.append)
-    assert len(said) == 1 and again.manifest == first.manifest
+    first = store_of(tmp_path, [5, 5])
+    assert "tokenizing 1 files" in capsys.readouterr().out
+    again = opened(tmp_path / "data.jsonl", tmp_path / "cache")
+    assert not capsys.readouterr().out and again.manifest == first.manifest
     content = (tmp_path / "data.jsonl").read_bytes()
     (tmp_path / "data.jsonl").write_bytes(content.replace(b"AAAAA", b"AAXAA"))  # of the same size
     os.utime(tmp_path / "data.jsonl", ns=(0, 0))
-    changed = opened(tmp_path / "data.jsonl", tmp_path / "cache", say=said.append)
-    assert len(said) == 2 and changed.manifest.digest != first.manifest.digest
+    changed = opened(tmp_path / "data.jsonl", tmp_path / "cache")
+    assert "tokenizing" in capsys.readouterr().out and changed.manifest.digest != first.manifest.digest
     assert first.read(0, 5).tolist() == [68] * 5  # a run goes on with what it began with
 
 

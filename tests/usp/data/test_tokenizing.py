@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,10 @@ import usp.data.documents
 import usp.data.store
 import usp.data.tokenizing
 from usp.__main__ import main
+from usp.data.batches import Part, read_batch
 from usp.data.cache import cached_store, check_ids, find_data, open_data, sound_store
-from usp.data.files import DataFiles, find_files
-from usp.data.packing import PackedRows
-from usp.data.reader import Part, read_batch
+from usp.data.rows import PackedRows
+from usp.data.sources import DataFiles, find_files
 from usp.data.store import TokenStore
 from usp.data.tokenizer import ByteTokenizer
 from usp.data.tokenizing import UnfitFolder, _Output, write_store
@@ -85,7 +85,7 @@ def test_files_that_lost_what_was_recorded_are_written_again(tmp_path: Path, sma
     shutil.copytree(tmp_path / "whole", tmp_path / "lost")
     manifest = json.loads((tmp_path / "lost" / "manifest.json").read_text())
     (tmp_path / "lost" / "manifest.json").unlink()
-    record = usp.data.tokenizing._record(usp.data.tokenizing.Written(tokens=1000, documents=3), manifest["source"])
+    record = {"source": manifest["source"], **asdict(usp.data.tokenizing.Written(tokens=1000, documents=3))}
     (tmp_path / "lost" / "progress.json").write_text(json.dumps(record))
     (tmp_path / "lost" / "tokens.bin").write_bytes(b"")
     write_store(files, "text", BYTES, tmp_path / "lost")

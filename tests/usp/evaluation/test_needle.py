@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_trainer import launch_of_pool
 from usp.__main__ import main
-from usp.data.files import find_files
+from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
-from usp.evaluation.haystack import Cell, Haystack, cells_of, is_right, texts_of
-from usp.evaluation.heat_map import Found, NeedleResult
-from usp.evaluation.needle_flags import NeedleConfig
-from usp.evaluation.needle_probe import prepare_probe, run_probe
+from usp.evaluation.needle import Cell, Haystack, NeedleConfig, cells_of, is_right, texts_of
+from usp.evaluation.needle_probe import NeedleResult, Response, prepare_probe, run_probe
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 
@@ -97,10 +95,10 @@ def test_responses_are_those_of_plain_transformers_on_every_layout(ranks: RankPo
     """Also where a data-parallel rank has no prompt of a length."""
     config = replace(CONFIG, model=str(model))
     expected = plain_responses(config)
-    for found in ranks.run(probes, 4, [replace(config, **layout) for layout in LAYOUTS], timeout=240):
+    for found in ranks.run(probes, 4, [replace(config, **layout) for layout in LAYOUTS]):
         for result in found:
-            assert [(one.length, one.depth, one.sample, one.response) for one in result.found] == list(expected)
-            assert [one.logprob for one in result.found] == pytest.approx(list(expected.values()), rel=1e-5)
+            assert [(one.length, one.depth, one.sample, one.response) for one in result.responses] == list(expected)
+            assert [one.logprob for one in result.responses] == pytest.approx(list(expected.values()), rel=1e-5)
 
 
 def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], float]:
@@ -139,7 +137,7 @@ def test_the_command_draws_what_it_found(model: Path, tmp_path: Path, capsys: py
 
 def test_scores_are_parts_of_the_responses() -> None:
     found = [
-        Found(n, depth, i, "1", "1", n + i < 12, -2.0 * i) for n in (10, 11) for depth in (0.0, 50.0) for i in (0, 1)
+        Response(n, depth, i, "1", "1", n + i < 12, -2.0 * i) for n in (10, 11) for depth in (0.0, 50.0) for i in (0, 1)
     ]
     result = NeedleResult({}, tuple(found))
     assert (result.score(10), result.score(11), result.score()) == (1.0, 0.5, 0.75)

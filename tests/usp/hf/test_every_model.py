@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp import apply_unified_sp, shard_batch
-from usp.hf.structure import verdict
-from usp.hf.structure.probe import structure
-from usp.hf.structure.shrink import VOCAB
+from usp.hf import probe as verdict
+from usp.hf.probe import structure
+from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
 from usp.sp.axes import SpAxes
 
@@ -129,7 +129,7 @@ def test_accepted_models_are_exact(ranks: RankPool, types: list[str]) -> None:
     accepted = [model_type for model_type in types if not reason(model_type)]
     wrong: dict[str, Any] = {}
     for model_type in accepted:
-        found = ranks.run(errors, 4, model_type, timeout=240)
+        found = ranks.run(errors, 4, model_type)
         worst = max(max(max(call) for call in of_rank) for of_rank in found)
         if not worst <= 5e-6:
             wrong[model_type] = found

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BloomConfig, LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import SIZES, packed_batch, tiny_model
 from usp import apply_unified_sp, shard_batch
 from usp.sp.axes import SpAxes

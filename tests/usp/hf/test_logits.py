@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import ROWS, SEQ_LEN, SIZES, packed_batch
 from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses import NextTokenLoss, vocab_logprobs, vocab_loss

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config, tiny_model
 from tests.usp.train.families.test_families import MESHES, plain_steps, steps
 from usp.hf.models import empty_model
@@ -48,7 +48,7 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
         tiny_model(model_type).save_pretrained(folder)
         expected = torch.tensor(plain_steps(model_type), dtype=torch.float64)
         for mesh in meshes:
-            found = ranks.run(steps, 4, str(folder), MESHES[mesh], timeout=240)
+            found = ranks.run(steps, 4, str(folder), MESHES[mesh])
             if isinstance(found[0], str):
                 assert "tp" in mesh and model_type in MORE, found[0]
                 continue

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     CONFIGS,
+    FEW_STEPS,
     MAX_NORM,
     ROWS,
     SEQ_LEN,
@@ -72,7 +74,7 @@ class Root(nn.Module):
         return causal_lm_loss(hidden @ weight.full_tensor().T, targets, tokens)
 
 
-def train(case: Case) -> list[tuple[float, float]]:
+def train(case: Case, steps: int = FEW_STEPS) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step."""
     mesh = ParallelMesh.create(case.dims)
     model = apply_unified_sp(tiny_model(case.family), mesh, "zigzag")
@@ -84,7 +86,7 @@ def train(case: Case) -> list[tuple[float, float]]:
     optimizer, history = optimiser(root), []
     share = ROWS // mesh.size("batch")
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
-    for step in range(STEPS):
+    for step in range(steps):
         local = shard_batch({key: value[rows] for key, value in packed_batch(step).items()}, mesh, "zigzag")
         targets = local.pop("shift_labels")
         loss = root(targets, global_token_count(targets, mesh), **local)
@@ -104,16 +106,16 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Case) -> None:
+def test_steps_match_a_single_process(ranks: RankPool, alone: dict, case: Case) -> None:
     size = case.dims.tp * case.dims.sp * case.dims.dp_replicate * abs(case.dims.dp_shard)
-    found = ranks.run(train, size, case, timeout=180)
+    found = ranks.run(train, size, case)
     assert largest_difference(found, alone[case.family]) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_missing_gradient_reduction_is_detected(ranks: RankPool, alone: dict, family: str) -> None:
     case = Case(family, ParallelDims(tp=2), sequence_parallel=False, broken="layers.*.self_attn.q_norm")
-    assert largest_difference(ranks.run(train, 2, case), alone[family]) > 1e-4
+    assert largest_difference(ranks.run(train, 2, case, STEPS), alone[family]) > 1e-4
 
 
 def bytes_of_a_layer() -> dict[str, int]:
@@ -123,7 +125,7 @@ def bytes_of_a_layer() -> dict[str, int]:
     hidden = torch.rand(ROWS, SEQ_LEN // 2, SIZES["hidden_size"])
     position_ids = torch.arange(SEQ_LEN).expand(ROWS, -1)
     embeddings = model.base_model.rotary_emb(hidden, position_ids)
-    with torch.no_grad(), count_sent_bytes() as sent:
+    with torch.no_grad(), SentBytes() as sent:
         out = decoder_layers(model)[0](hidden, position_ids=position_ids, position_embeddings=embeddings)
     assert out.shape == hidden.shape
     return {name: count for name, count in sent.by_op.items() if count}

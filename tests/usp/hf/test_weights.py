@@ -29,23 +29,20 @@ from transformers import (
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
 from parallel.reallocation.boxes import Box, local_box, local_part
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_config
 from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
 from tests.usp.hf.test_expert_parallel import types_with_experts
 from tests.usp.tiny import CONFIGS, SIZES, drawn_model
-from usp.hf import export, weights
-from usp.hf import initialise as initialise_module
-from usp.hf.disk import INDEX, persistent_buffers, read_headers, stored_tensors
+from usp.hf import disk, export, weights
+from usp.hf import weights as initialise_module
+from usp.hf.disk import INDEX, disk_layout, file_names, persistent_buffers, read_headers, stored_tensors
 from usp.hf.expert_parallel import apply_ep
-from usp.hf.export import save_weights
-from usp.hf.export_plan import Held, holder_violations, plan_export
-from usp.hf.initialise import initialise
+from usp.hf.experts import expert_modules
+from usp.hf.export import Held, part_violations, plan_tensors, save_weights
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import empty_model, materialise, training_problems
-from usp.hf.structure import conversion
-from usp.hf.structure.experts import expert_modules
-from usp.hf.weights import load_weights
+from usp.hf.weights import initialise, load_weights
 
 CPU = torch.device("cpu")
 ROPES = {
@@ -294,7 +291,7 @@ def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request
     assert set(trained) >= set(EXPERTS)
     for model_type in trained:
         any_tiny_model(model_type).save_pretrained(tmp_path / model_type, max_shard_size="200KB")
-    ranks.run(experts_travel, 4, trained, tmp_path, timeout=240)
+    ranks.run(experts_travel, 4, trained, tmp_path)
     for model_type in trained:
         theirs, ours = (read_headers(tmp_path / f"{model_type}{suffix}") for suffix in ("", "-saved"))
         assert theirs.keys() == ours.keys(), model_type
@@ -304,9 +301,9 @@ def test_experts_travel_between_layouts(ranks: RankPool, tmp_path: Path, request
 def test_files_of_other_than_parts_are_refused(
     monkeypatch: pytest.MonkeyPatch, joined: Callable[..., Any], said: str
 ) -> None:
-    monkeypatch.setattr(conversion, "revert_weight_conversion", lambda _, parts: {"all": joined([*parts.values()])})
+    monkeypatch.setattr(disk, "revert_weight_conversion", lambda _, parts: {"all": joined([*parts.values()])})
     with pytest.raises(ValueError, match=f"files hold .*{said}"):
-        conversion.disk_layout(empty_model(config_of("llama")), {"first": (2, 3), "second": (2, 3)})
+        disk.disk_layout(empty_model(config_of("llama")), {"first": (2, 3), "second": (2, 3)})
 
 
 # Import
@@ -465,8 +462,10 @@ def test_stages_write_their_own_layers() -> None:
         for rank in range(4):
             box = Box((rank * rows // 4, *[0] * len(rest)), (rows // 4, *rest))
             holders[4 * stage + rank][name] = Held(box, tuple(parameter.shape), torch.float32)
-    assert holder_violations(whole, holders) == []
-    rounds = plan_export(whole, holders, 30_000)
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    assert part_violations(shapes, holders, shapes, "the model") == []
+    tensors = [tensor for parts in disk_layout(whole, shapes).values() for tensor in parts]
+    rounds = plan_tensors(tensors, holders, 30_000, file_names)
     assert all(len({file.writer for file in files}) == len(files) for files in rounds)
     files = [file for files in rounds for file in files]
     assert len({file.name for file in files}) == len(files) > 8

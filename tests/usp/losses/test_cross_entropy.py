@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.losses import vocab_loss
 
 BATCH, TOKENS, HIDDEN, VOCAB, TARGETS = 2, 13, 6, 23, 41

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.losses.test_cross_entropy import BATCH, HIDDEN, TOKENS, VOCAB, Operators, difference, inputs
 from usp.losses import vocab_logprobs
 

@@ -8,8 +8,7 @@ import pytest
 from transformers import MixtralConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from usp.hf.models import load_model_config, model_facts
-from usp.model.facts import ModelFacts
-from usp.model.rules import ep_violations, tp_violations
+from usp.model.facts import ModelFacts, ep_violations, tp_violations
 
 
 def test_tp_must_divide_every_sharded_size() -> None:

@@ -11,15 +11,14 @@ import torch
 
 from parallel import ParallelDims, ParallelMesh, ParamLayout, gather_layout, plan_realloc
 from parallel.reallocation.boxes import Box
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS
 from usp.hf.models import load_model_config, model_facts, scalar_config
 from usp.hf.shapes import model_shape
-from usp.model.facts import ModelShape
-from usp.model.weight_layout import weight_layout
+from usp.model.facts import ModelShape, weight_layout
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role import RoleSpec
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.engines.base import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -84,7 +83,7 @@ def gathered(cases: Sequence[Case]) -> list[ParamLayout | None]:
 
 def test_described_layouts_equal_the_gathered_ones(ranks: RankPool, exhaustive: bool) -> None:
     cases = CASES if exhaustive else CASES[::2]
-    *_, found = ranks.run(gathered, 4, cases, timeout=60)
+    *_, found = ranks.run(gathered, 4, cases)
     for case, layout in zip(cases, found, strict=True):
         assert layout is not None
         described = weight_layout(

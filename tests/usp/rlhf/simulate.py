@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Objective, Reduce
+from usp.rlhf.graph import Objective, Reduce
+from usp.rlhf.samples import Samples
 
 Function = Callable[[Samples, Reduce], Samples]
 
@@ -32,9 +32,9 @@ def on_ranks(functions: Sequence[Function], samples: Samples, parts: Sequence[Se
     def run(rank: int) -> Samples:
         def reduce(x: Tensor) -> Tensor:
             given[rank] = x.clone()
-            meet.wait(timeout=20)
+            meet.wait(timeout=600)
             total = torch.stack(list(given)).sum(0)
-            meet.wait(timeout=20)
+            meet.wait(timeout=600)
             return total
 
         try:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import ProcessGroups
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import (
     ALGORITHMS,
     ONCE,
@@ -23,14 +23,13 @@ from tests.usp.rlhf.test_numerics import (
     plan_of,
     weights_of,
 )
-from usp.rlhf.algorithms.grpo_variants import DAPO
+from usp.rlhf.algorithms.critic_free import DAPO
 from usp.rlhf.algorithms.registry import build_graph
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.executor import Executor, StepInput
+from usp.rlhf.samples import Samples
 
 STEPS = 3
 AHEAD: dict[str, tuple[str, Any]] = {
@@ -65,10 +64,11 @@ def run_ahead(name: str) -> Result:
     def asked(number: int) -> StepInput:
         return StepInput(given(name, number), number, seed=number)
 
-    executor.roll_out(asked(1))
+    assert executor.run(asked(1)) is None
     told: Steps = []
     for number in range(1, STEPS + 1):
-        result = executor.train(asked(number + 1) if number < STEPS else None)
+        result = executor.run(asked(number + 1) if number < STEPS else None)
+        assert result is not None
         if result.samples is not None:
             told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
     return told, weights_of(trained)

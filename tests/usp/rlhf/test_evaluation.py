@@ -13,18 +13,15 @@ import pytest
 import torch
 
 from parallel import ProcessGroups
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.rlhf.runtime.test_executor import executor, plans
 from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.data.datasets import Example, FileExamples
-from usp.rlhf.data.held_out import hold_out
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.data.seeds import derived_seed
+from usp.rlhf.datasets import Example, FileExamples, hold_out
 from usp.rlhf.evaluation import Evaluator, evaluation_metrics, pass_at_k, sampling
-from usp.rlhf.graph.calls import Generate, ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.train.evaluate import Evaluations
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
+from usp.rlhf.samples import Samples, derived_seed
+from usp.train.step import Evaluations
 
 STEPS = 3
 CONFIG = RlhfConfig(eval_every=2, eval_samples=4, eval_pass_score=0.5, steps=STEPS, temperature=0.7)
@@ -87,7 +84,7 @@ def alone() -> Iterator[dict[str, float]]:
 def test_evaluations_are_those_of_one_process_under_every_plan_and_leave_training_alone(ranks: RankPool) -> None:
     wanted = list(alone())
     assert wanted[0] != wanted[1] and 0 < wanted[0]["eval/pass@1"] < 1
-    for *evaluated, (without, none) in ranks.run(run_plans, 8, timeout=240):
+    for *evaluated, (without, none) in ranks.run(run_plans, 8):
         for _, evaluations in evaluated:
             timeless = [{k: v for k, v in metrics.items() if k != "eval/seconds"} for metrics in evaluations]
             assert timeless == [pytest.approx(metrics, abs=1e-5) for metrics in wanted]

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups, Reallocation, local_tensor
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 from tests.usp.rlhf.roles.test_role_model import ADAM, WholeSequences
 from tests.usp.rlhf.test_numerics import (
     ALGORITHMS,
@@ -33,30 +34,26 @@ from tests.usp.rlhf.test_numerics import (
     move_those_of_the_first_step,
 )
 from tests.usp.tiny import CONFIGS, drawn_model
+from usp.hf import lora as adapters
 from usp.hf.export import save_weights
-from usp.hf.lora import adapters
-from usp.hf.lora.adapters import Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets
+from usp.hf.lora import Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets
 from usp.hf.models import load_model_config, scalar_config
+from usp.rlhf.algorithms.preferences import SFT
 from usp.rlhf.algorithms.registry import build_graph
-from usp.rlhf.algorithms.sft import SFT
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.base_reference import policy_as_reference
-from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
+from usp.rlhf.graph import DataflowGraph, ModelCall
+from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, policy_as_reference, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.prepare import prepare
+from usp.rlhf.roles.role import RoleSpec
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.role_spec import RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
+from usp.train.checkpoints import CHECKPOINTS
 from usp.train.engines.fsdp2 import Fsdp2Engine
-from usp.train.resume import CHECKPOINTS
 
 FAMILY, RATE, STEPS, TOLERANCE = "llama-4kv", 2e-2, 3, 1e-5
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -147,10 +144,7 @@ def run(
             lora=replace(LORA, targets=lora_targets(config, "all-linear")) if call.role == "actor" else None,
         )
 
-        def generator(model: RoleModel) -> Generator:
-            return Generator(model.stage.model, mesh, first=model.stage.first, last=model.stage.last, slots=3)
-
-        model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", make_generator=generator)
+        model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", slots=3)
         if model.trained:
             trained[call.role] = model
         return model
@@ -186,7 +180,7 @@ def run(
 
 def counted(move: Callable[..., None], wire: Counter[str]) -> Callable[..., None]:
     def run(self: Reallocation, *tensors: Any) -> None:
-        with count_sent_bytes() as sent:
+        with SentBytes() as sent:
             move(self, *tensors)
         wire["bytes"] += sent.total
 
@@ -250,7 +244,7 @@ def saved(family: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def results(ranks: RankPool, base: Path, request: pytest.FixtureRequest) -> list[dict[str, Run]]:
     plans = PLANS if request.config.getoption("--exhaustive") else CHOSEN
-    return ranks.run(run_all, RANKS, base, plans, timeout=600)
+    return ranks.run(run_all, RANKS, base, plans)
 
 
 def peft_model(folder: Path) -> PreTrainedModel:
@@ -438,7 +432,7 @@ def finished(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_model_config("qwen3-tiny")
     save_weights(dict(drawn_model(config).named_parameters()), folder / "base", config=config)
     (folder / "reward.py").write_text(REWARD)
-    ranks.run(run_twice, RANKS, config_in(folder), timeout=300)
+    ranks.run(run_twice, RANKS, config_in(folder))
     return folder / "run"
 
 

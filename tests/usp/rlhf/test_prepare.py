@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from tests.usp.tiny import SIZES, drawn_model
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
 from usp.rlhf.prepare import prepare
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from usp.__main__ import main
-from usp.rlhf.sample_page import read_samples, sample_page, sample_record
+from usp.rlhf.records import read_samples, sample_page, sample_record
 
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&amp;\"'"
 

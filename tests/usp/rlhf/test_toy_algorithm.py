@@ -13,12 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from parallel import latest, read_extra
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.rlhf.checkpoints import RlhfState
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.trainer import train_rlhf
-from usp.run.launch import Launch
-from usp.run.signals import StopRequest
+from usp.run.launch import Launch, StopRequest
 
 TOLERANCE = 1e-5
 PLANS = ("flattening", "separation")
@@ -50,7 +49,7 @@ def train(folder: Path) -> None:
 
 def test_an_algorithm_outside_the_registry_trains_alike_under_two_plans(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def reward(prompt, response, answer):\n    return len(set(response)) / 4\n")
-    ranks.run(train, 2, tmp_path, timeout=120)
+    ranks.run(train, 2, tmp_path)
     records, weights = {}, {}
     for plan in PLANS:
         records[plan] = [json.loads(line) for line in (tmp_path / plan / "metrics.jsonl").read_text().splitlines()]

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from parallel import ParallelMesh
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, Reduce, TrainStep
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.samples import Samples
 
 VOCABULARY, HIDDEN, RATE = 12, 8, 0.5
 STAGE = {"E": 0, "A": 0, "B": 1}
@@ -237,7 +237,7 @@ class ToyModel:
         return float(summed)
 
 
-class SharingModel(ToyModel):
+class SharingModel(ToyModel, RoleModel):
     """A toy whose weights can be another's."""
 
     def frozen(self) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from usp.run.lock import LOCK, FolderInUse, holder, locked
+from usp.run.output import LOCK, FolderInUse, holder, locked
 
 HOLDS = """
 import fcntl, sys, time

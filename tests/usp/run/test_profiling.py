@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.run.profiling import StepProfiler, parse_steps
 
 

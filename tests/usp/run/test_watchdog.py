@@ -17,10 +17,8 @@ import torch.distributed as dist
 
 from tests.e2e.processes import Run
 from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
-from usp.run.launch import Launch, meet
-from usp.run.signals import StopRequest
-from usp.run.stacks import unfinished_on_gpu, whereabouts
-from usp.run.watchdog import Answer, Watchdog, describe, named
+from usp.run.launch import Launch, StopRequest, meet
+from usp.run.watchdog import Answer, Watchdog, describe, named, unfinished_on_gpu, whereabouts
 
 HANGS = """
 import os, signal, sys, time
@@ -86,12 +84,12 @@ def test_every_hang_is_reported_and_the_ranks_restart(tmp_path: Path) -> None:
 
 def test_no_report_while_there_is_progress_or_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     left: list[int] = []
-    with Watchdog(Launch(), 0.4, leave=left.append) as watchdog:
-        for step in range(8):
+    with Watchdog(Launch(), 2.0, leave=left.append) as watchdog:
+        for step in range(6):
             watchdog.progress(step, "step")
-            time.sleep(0.1)
-        watchdog.progress(8, "checkpoint", long=True)
-        time.sleep(0.8)
+            time.sleep(0.4)
+        watchdog.progress(6, "checkpoint", long=True)
+        time.sleep(2.4)
     with Watchdog(Launch(), 0.0, leave=left.append):
         pass
     assert left == [] and capsys.readouterr().err == ""
@@ -203,7 +201,7 @@ def test_a_signal_sets_a_flag_and_the_handler_is_restored() -> None:
 def test_a_later_signal_exits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr("os._exit", left.append)
-    monkeypatch.setattr("usp.run.signals.ECHO_SECONDS", 0.0)
+    monkeypatch.setattr("usp.run.launch.ECHO_SECONDS", 0.0)
     with StopRequest().listening():
         signal.raise_signal(signal.SIGTERM)
         assert left == []
@@ -222,4 +220,4 @@ def test_a_stopped_run_says_how_to_resume() -> None:
 def test_a_rank_that_lost_its_peer_exits_when_the_launcher_asked(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert end(Ending("lost", 1, consequence=True), Launch(1, 2), None, asked_to_stop=True) == 1
-    assert capsys.readouterr().err == "" and time.monotonic() - begin < 5
+    assert capsys.readouterr().err == "" and time.monotonic() - begin < 60

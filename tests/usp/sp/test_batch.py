@@ -8,9 +8,9 @@ from torch import Tensor
 
 from attention import LAYOUTS
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp import shard_batch, shard_sequence, unshard_sequence
-from usp.sp.batch import document_starts
+from usp.sp.sequence import document_starts
 
 IDS = torch.arange(48).view(2, 24)
 BOUNDARIES = torch.tensor([[0, 5, 6, 24, 24], [0, 8, 16, 20, 20]], dtype=torch.int32)

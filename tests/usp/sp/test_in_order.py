@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attention import LAYOUTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
 from tests.attention.strategies import specs
+from tests.harness.ranks import RankPool
 from usp import shard_sequence, unshard_sequence
-from usp.sp.in_order import OrderedCall, SequenceOrder
-from usp.sp.reshard import ReshardPlan
+from usp.sp.in_order import OrderedCall, ReshardPlan, SequenceOrder
 from usp.sp.scan import FromZero
 from usp.sp.spans import HaloPlan, SpanPlan, held_spans
 

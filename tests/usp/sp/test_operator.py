@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attention import KeepResults
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp import UnifiedSPAttention
 
 B, S, H, V = 2, 24, 8, 4  # of one rank
@@ -74,7 +74,7 @@ def differences(dims: ParallelDims, heads: int, kv_heads: int) -> list[tuple[flo
 def test_every_option_is_that_of_eager_attention(ranks: RankPool, exhaustive: bool) -> None:
     grids = [(ParallelDims(ulysses=2, ring=2), 5, 5), (ParallelDims(ring=4), 4, 2)]
     for dims, heads, kv_heads in grids if exhaustive else grids[:1]:
-        for found in ranks.run(differences, 4, dims, heads, kv_heads, timeout=300):
+        for found in ranks.run(differences, 4, dims, heads, kv_heads):
             # One graph without gradients, and one with.
             assert found == [(0.0, 2, 0, 0)] * len(CASES)
 
@@ -99,7 +99,7 @@ def one_after_the_other() -> list[float]:
 
 
 def test_other_grids_have_other_graphs(ranks: RankPool) -> None:
-    assert ranks.run(one_after_the_other, 4, timeout=120) == [[0.0] * 3] * 4
+    assert ranks.run(one_after_the_other, 4) == [[0.0] * 3] * 4
 
 
 def kept_results() -> float:
@@ -119,4 +119,4 @@ def kept_results() -> float:
 
 
 def test_graphs_never_write_over_kept_results(ranks: RankPool) -> None:
-    assert ranks.run(kept_results, 1, timeout=120) == [0.0]
+    assert ranks.run(kept_results, 1) == [0.0]

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import KeepResults
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankError, RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankError, RankPool
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
 from usp.sp.sp_attention import _window
 
@@ -102,7 +103,7 @@ def unequal_calls() -> None:
 
 def test_mismatched_calls_raise_on_every_rank(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
-        ranks.run(unequal_calls, 4, timeout=30)
+        ranks.run(unequal_calls, 4)
     assert sorted(caught.value.failures) == [0, 1, 2, 3]
     assert all("the attention call must be the same on all ranks" in text for text in caught.value.failures.values())
 
@@ -167,7 +168,7 @@ def replayed_with_another_head_dim_of_v() -> tuple[float, int]:
     keep = KeepResults()
     with attention.keeping(keep):
         saved = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
-    with attention.keeping(keep.replay()), count_sent_bytes() as sent:
+    with attention.keeping(keep.replay()), SentBytes() as sent:
         out = attention(q, k, v)
     with attention.keeping(keep.replay()), pytest.raises(RuntimeError, match="the same steps in both passes"):
         attention(q, k, v[..., :5])

@@ -55,9 +55,9 @@ def test_the_same_run_on_another_layout_continues() -> None:
     here = replace(config, sp_ring=4, dp_shard=2, batch_size=3, output="elsewhere")
     assert not resume_violations(saved(config), here, MODEL.to_dict())
     assert resume_changes(saved(config), here) == [
+        "--batch-size = 3 (checkpoint: 1)",
         "--sp-ring = 4 (checkpoint: 1)",
         "--dp-shard = 2 (checkpoint: -1)",
-        "--batch-size = 3 (checkpoint: 1)",
     ]
     assert resume_changes(saved(config), replace(config, output="elsewhere")) == []
 

@@ -18,18 +18,16 @@ import pytest
 import torch.distributed as dist
 
 from parallel import latest
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.parallel.checkpoint.test_checkpointer import overwrite, truncate
 from usp.config import TrainConfig
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.trainer import train_rlhf
 from usp.run.failures import ConfigurationError
-from usp.run.launch import Launch
-from usp.run.lock import LOCK, locked
-from usp.run.signals import StopRequest
-from usp.train.claim import new_folder
+from usp.run.launch import Launch, StopRequest
+from usp.run.output import LOCK, locked
+from usp.train.checkpoints import CHECKPOINTS, new_folder
 from usp.train.prepare import prepare
-from usp.train.resume import CHECKPOINTS
 from usp.train.trainer import train
 
 RUN = TrainConfig(
@@ -47,8 +45,8 @@ def train_here(config: TrainConfig | RlhfConfig) -> str:
     with ExitStack() as stack:
         if many:
             stack.enter_context(group)
-        stack.enter_context(patch("usp.train.claim.locked", partial(locked, seconds=0.2)))
-        stack.enter_context(patch("usp.train.claim.SEEN_SECONDS", 0.2))
+        stack.enter_context(patch("usp.train.checkpoints.locked", partial(locked, seconds=0.2)))
+        stack.enter_context(patch("usp.train.checkpoints.SEEN_SECONDS", 0.2))
         try:
             if isinstance(config, TrainConfig):
                 train(prepare(config, launch), launch)
@@ -119,7 +117,7 @@ def test_a_folder_that_not_all_ranks_see_is_refused_before_the_first_step(ranks:
 def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks with checkpoints of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert ranks.run(train_here, 2, replace(RUN, batch_size=1, output=str(folder)), timeout=120) == ["", ""]
+    assert ranks.run(train_here, 2, replace(RUN, batch_size=1, output=str(folder))) == ["", ""]
     assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000004", "step-00000006"]
     return folder
 
@@ -157,7 +155,7 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
 def test_ranks_fall_back_together(ranks: RankPool, whole: Path, run: Path) -> None:
     overwrite(run / CHECKPOINTS / "step-00000006" / "rank-00001.safetensors")
     config = replace(RUN, batch_size=1, output=str(run), resume="auto")
-    assert ranks.run(train_here, 2, config, timeout=120) == ["", ""]
+    assert ranks.run(train_here, 2, config) == ["", ""]
     assert records_of(run) == records_of(whole)
 
 
@@ -201,11 +199,11 @@ def test_rlhf_falls_back_too(ranks: RankPool, tmp_path: Path) -> None:
         output=str(tmp_path),
         hang_timeout=0.0,
     )
-    assert ranks.run(train_here, 2, config, timeout=120) == ["", ""]
+    assert ranks.run(train_here, 2, config) == ["", ""]
     assert (tmp_path / LOCK).exists() and (tmp_path / "sft" / LOCK).exists()
     scores = (tmp_path / "metrics.jsonl").read_text()
     overwrite(next((tmp_path / CHECKPOINTS / "step-00000002").glob("rank-*")))
-    assert ranks.run(train_here, 2, replace(config, resume="auto"), timeout=120) == ["", ""]
+    assert ranks.run(train_here, 2, replace(config, resume="auto")) == ["", ""]
     assert (tmp_path / CHECKPOINTS / "step-00000002.damaged").exists()
     first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == json.loads(scores.splitlines()[0])

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from parallel import ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
 from tests.usp.tiny import whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
-from usp.hf.structure.shrink import VOCAB
+from usp.hf.shrink import VOCAB
 from usp.losses import NextTokenLoss
-from usp.sp.batch import split_rows
+from usp.sp.sequence import split_rows
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.resolve import resolve
 from usp.train.step import train_step
@@ -77,7 +77,7 @@ def compare(
     """Assert that losses and norms are those of eager layers, and that only first steps and evaluations compile."""
     if not folder.exists():
         tiny_model(model_type).save_pretrained(folder)
-    eager, compiled = (ranks.run(train, world_size, str(folder), b, SP | flags, timeout=500) for b in ("", backend))
+    eager, compiled = (ranks.run(train, world_size, str(folder), b, SP | flags) for b in ("", backend))
     found, wanted = (torch.tensor([rank["history"] for rank in run], dtype=torch.float64) for run in (compiled, eager))
     assert float((found / wanted - 1).abs().max()) <= 1e-5
     assert compiled[0]["names"] == eager[0]["names"]

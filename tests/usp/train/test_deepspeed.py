@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.testing import RankPool, run_ranks
+from tests.harness.ranks import RankPool, run_ranks
 from tests.usp.tiny import ADAM_EPS, MAX_NORM, ROWS, STEPS, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
@@ -96,7 +96,7 @@ def test_a_checkpoint_passes_from_engine_to_engine(alone: torch.Tensor, tmp_path
         ("fsdp2", 2, ParallelDims(dp_shard=1, ulysses=2), range(8, 10)),
     ]
     for name, zero, dims, steps in legs:
-        found = run_ranks(go_on, dims.batch * dims.sp, name, zero, dims, steps, str(tmp_path), timeout=180)
+        found = run_ranks(go_on, dims.batch * dims.sp, name, zero, dims, steps, str(tmp_path))
         difference = torch.tensor(found, dtype=torch.float64) / alone[steps.start : steps.stop] - 1
         assert (difference.abs() <= 1e-5).all(), (name, zero, steps)
 
@@ -120,23 +120,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("zero", [0, 2])
 def test_bfloat16_learns_and_a_broken_step_changes_nothing(alone: torch.Tensor, zero: int) -> None:
     dtype = torch.bfloat16 if zero else torch.float32
-    for history, norm, unchanged in run_ranks(survive, 2, zero, dtype, timeout=180):
+    for history, norm, unchanged in run_ranks(survive, 2, zero, dtype):
         losses = torch.tensor(history, dtype=torch.float64)[:, 0]
         assert ((losses / alone[:, 0] - 1).abs() <= (0.01 if zero else 1e-5)).all()
         assert not math.isfinite(norm)
         assert unchanged
-
-
-def refused() -> str:
-    from usp.train.engines.deepspeed import DeepSpeedEngine
-
-    mesh = ParallelMesh.create(ParallelDims(dp_replicate=2))
-    with pytest.raises(ValueError) as caught:
-        DeepSpeedEngine([], mesh, zero=0, optimizer=AdamW(0.1), param_dtype=torch.bfloat16)
-    return str(caught.value)
-
-
-def test_what_deepspeed_does_not_serve_is_refused(ranks: RankPool) -> None:
-    (message, _) = ranks.run(refused, 2)
-    assert "dp_replicate=2 is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp" in message
-    assert "zero=0 would accumulate gradients in bfloat16" in message

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import usp.train.trainer
-from parallel.testing import RankPool, run_ranks
+from tests.harness.ranks import RankPool, run_ranks
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_trainer import launch_of_pool
 from usp.config import TrainConfig
@@ -24,8 +24,8 @@ from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
-from usp.train.evaluate import Evaluations, HeldOutLoss, perplexity
 from usp.train.prepare import prepare
+from usp.train.step import Evaluations, HeldOutLoss, perplexity
 from usp.train.trainer import Trainer, train
 
 SMALL = TrainConfig(seq_len=64, steps=4, warmup_steps=2, adam_eps=1e-4, device="cpu", hang_timeout=0)
@@ -77,7 +77,7 @@ EXPERTS: list[dict[str, Any]] = [
 
 
 def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
-    ranks: RankPool, tmp_path: Path, held_out: Path
+    ranks: RankPool, tmp_path: Path, held_out: Path, exhaustive: bool
 ) -> None:
     """The load-balancing loss of experts is no part of them."""
     deep = load_model_config("tiny")
@@ -85,16 +85,17 @@ def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
     save_weights(dict(drawn_model(deep).named_parameters()), tmp_path / "deep", config=deep)
     config = replace(SMALL, eval_data=str(held_out), tokenizer="bytes")
     for model, layouts in ((str(tmp_path / "deep"), DENSE), ("qwen3-moe-tiny", EXPERTS)):
+        layouts = layouts if exhaustive else layouts[1::2]
         configs = [replace(config, model=model, **layout) for layout in layouts]
         expected = pytest.approx(plain_losses(model), rel=1e-6)
-        for found in ranks.run(eval_losses, 4, configs, str(tmp_path), timeout=240):
+        for found in ranks.run(eval_losses, 4, configs, str(tmp_path)):
             assert len(found) == len(layouts) and all(losses == expected for losses in found)
 
 
 def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
     pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
     config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)
-    for found in run_ranks(eval_losses, 2, [config], str(tmp_path), timeout=240):
+    for found in run_ranks(eval_losses, 2, [config], str(tmp_path)):
         assert found == [pytest.approx(plain_losses("tiny"), rel=1e-6)]
 
 
@@ -133,7 +134,7 @@ def steps_with_and_without(layouts: list[dict[str, Any]], data: str, folder: str
 
 
 def test_training_is_not_disturbed(ranks: RankPool, tmp_path: Path, held_out: Path) -> None:
-    for found in ranks.run(steps_with_and_without, 4, TRAINED, str(held_out), str(tmp_path), timeout=240):
+    for found in ranks.run(steps_with_and_without, 4, TRAINED, str(held_out), str(tmp_path)):
         assert found[: len(TRAINED)] == found[len(TRAINED) :]
 
 
@@ -221,8 +222,8 @@ def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(f"the text of {name}")
     config = replace(SMALL, data=str(tmp_path), eval_data=str(tmp_path / "b.txt"))
     prepared = prepare(config, Launch())
-    assert prepared.data[0].names() == ["a.txt", "c.txt"]
-    assert prepared.data[0].left_out_line() == "left out: b.txt (held out for evaluation)"
+    assert prepared.begins_in.batches.packed.sources[0].store.manifest.files == 2
+    assert prepared.begins_in.left_out == ("left out: b.txt (held out for evaluation)",)
     with pytest.raises(ConfigurationError, match=r"all files of .* are held out for evaluation"):
         prepare(replace(config, eval_data=str(tmp_path)), Launch())
 

@@ -10,8 +10,8 @@ from transformers import get_scheduler
 
 from usp.config import LR_SCHEDULES, ScheduleConfig, TrainConfig
 from usp.rlhf.config import RlhfConfig
-from usp.rlhf.validate import violations as rlhf_violations
-from usp.train.learning_rate import LearningRate
+from usp.rlhf.config import violations as rlhf_violations
+from usp.train.step import LearningRate
 from usp.train.validate import violations as train_violations
 
 STEPS, WARMUP, DECAY = 20, 4, 6

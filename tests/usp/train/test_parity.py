@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import MAX_NORM, ROWS, STEPS, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch, shard_sequence
 from usp.hf.integrate import decoder_layers
@@ -68,7 +68,7 @@ def train_sharded(
 
 def largest_difference(histories: list[list[tuple[float, float]]], alone: list[tuple[float, float]]) -> float:
     """Of any loss or gradient norm of any step on any rank, relative."""
-    wanted = torch.tensor(alone, dtype=torch.float64)
+    wanted = torch.tensor(alone[: len(histories[0])], dtype=torch.float64)
     return float((torch.tensor(histories, dtype=torch.float64) / wanted - 1).abs().max())
 
 
@@ -88,20 +88,20 @@ CASES = [  # more: test_matrix.py
 def test_ten_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, layout: str
 ) -> None:
-    found = ranks.run(train_sharded, 8, family, dims, layout, Break(), timeout=180)
+    found = ranks.run(train_sharded, 8, family, dims, layout, Break())
     assert largest_difference(found, alone[family]) <= 1e-5
 
 
 def test_qwen2_with_a_window_in_some_layers(ranks: RankPool, alone: dict) -> None:
-    found = ranks.run(train_sharded, 4, "qwen2", ParallelDims(ulysses=2, ring=2), "zigzag", Break(), timeout=180)
+    found = ranks.run(train_sharded, 4, "qwen2", ParallelDims(ulysses=2, ring=2), "zigzag", Break())
     assert largest_difference(found, alone["qwen2"]) <= 1e-5
 
 
 @pytest.mark.parametrize("broken", [Break(labels=True), Break(scale=True), Break(window=True)], ids=str)
 def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
     dims = ParallelDims(ring=2, dp_shard=2)
-    found = ranks.run(train_sharded, 4, "llama", dims, "zigzag", broken, 3, timeout=180)
-    assert largest_difference(found, alone["llama"][:3]) > 1e-3
+    found = ranks.run(train_sharded, 4, "llama", dims, "zigzag", broken, 3)
+    assert largest_difference(found, alone["llama"]) > 1e-3
 
 
 def wrong_positions() -> str:

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm, rank_stages, stage_layers
-from parallel.testing import RankPool
-from tests.usp.tiny import MAX_NORM, ROWS, SIZES, STEPS, optimiser, packed_batch, tiny_model, train_alone
+from tests.harness.ranks import RankPool
+from tests.usp.tiny import FEW_STEPS, MAX_NORM, ROWS, SIZES, optimiser, packed_batch, tiny_model, train_alone
 from usp import apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.prune import prune_to_stage
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
-from usp.sp.batch import IGNORED_LABEL
-from usp.train.engines.pipeline_runner import PipelineRunner, joined
+from usp.sp.sequence import IGNORED_LABEL
+from usp.train.engines.base import PipelineRunner, joined
 
 LAYERS, MICRO_BATCHES = 4, 4
 
@@ -54,7 +54,7 @@ def train_pipelined(
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     optimizer, history = optimiser(torch.nn.ModuleList(stages)), []
     share = ROWS // mesh.size("batch")
-    for step in range(STEPS):
+    for step in range(FEW_STEPS):
         rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
         local = shard_batch({key: value[rows] for key, value in packed_batch(step).items()}, mesh, "zigzag")
         tokens = (local["shift_labels"] != IGNORED_LABEL).sum()
@@ -86,7 +86,7 @@ def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
 def largest_difference(found: list, alone: list[tuple[float, float]]) -> float:
     """Of any loss or gradient norm of any step on any rank, relative."""
     histories = torch.tensor([history for history, _ in found], dtype=torch.float64)
-    return float((histories / torch.tensor(alone, dtype=torch.float64) - 1).abs().max())
+    return float((histories / torch.tensor(alone[:FEW_STEPS], dtype=torch.float64) - 1).abs().max())
 
 
 def parameters_of(stage: int, num_stages: int) -> set[str]:
@@ -106,10 +106,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "dims", "schedule", "zero"), CASES, ids=lambda value: str(value).replace(" ", "-"))
-def test_ten_steps_are_those_of_one_process(
+def test_steps_are_those_of_one_process(
     ranks: RankPool, alone: dict, family: str, dims: ParallelDims, schedule: str, zero: int
 ) -> None:
-    found = ranks.run(train_pipelined, dims.pp * dims.sp, family, dims, schedule, zero, Break(), timeout=180)
+    found = ranks.run(train_pipelined, dims.pp * dims.sp, family, dims, schedule, zero, Break())
     assert largest_difference(found, alone[family]) <= 1e-5
     if family == "llama-deep":
         for rank, (_, names) in enumerate(found):
@@ -119,7 +119,7 @@ def test_ten_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize("broken", [Break(drop=True), Break(scale=True)], ids=str)
 def test_a_broken_step_is_seen(ranks: RankPool, alone: dict, broken: Break) -> None:
-    found = ranks.run(train_pipelined, 2, "llama-deep", ParallelDims(pp=2), "1f1b", 3, broken, timeout=180)
+    found = ranks.run(train_pipelined, 2, "llama-deep", ParallelDims(pp=2), "1f1b", 3, broken)
     assert largest_difference(found, alone["llama-deep"]) > 1e-3
 
 
@@ -139,8 +139,6 @@ def test_what_cannot_be_a_stage_is_refused() -> None:
     shared.model.layers[1].mlp = shared.model.layers[0].mlp
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj\.weight and .* are one parameter"):
         prune_to_stage(shared, range(1), first=True, last=False)
-    with pytest.raises(ValueError, match=r"range\(2, 6\) must be consecutive ones of the model's 4 layers"):
-        prune_to_stage(tiny_model("llama-deep"), range(2, 6), first=False, last=True)
 
 
 def test_micro_batches_join_to_the_batch_they_came_from() -> None:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from parallel import latest
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
+from usp.train.checkpoints import CHECKPOINTS, Start, find_start
 from usp.train.prepare import prepare
-from usp.train.resume import CHECKPOINTS, Start, find_start
 from usp.train.trainer import Trainer
 
 # 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
@@ -47,7 +47,7 @@ def metrics_of(folder: Path) -> torch.Tensor:
 def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that was never stopped, with checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("run") / "whole"
-    ranks.run(run, 8, replace(RUN, **SAVED_ON, output=str(folder)), timeout=180)
+    ranks.run(run, 8, replace(RUN, **SAVED_ON, output=str(folder)))
     assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000003", "step-00000006"]
     return folder
 
@@ -58,7 +58,7 @@ def test_it_continues_on_any_layout(
 ) -> None:
     checkpoint = whole / CHECKPOINTS / "step-00000003"
     config = replace(RUN, **layout, output=str(tmp_path / "on"), resume=str(checkpoint))
-    ranks.run(run, world_size, config, timeout=180)
+    ranks.run(run, world_size, config)
     found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[3:]
     assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
 
@@ -134,7 +134,7 @@ def test_a_restart_after_a_refusal_is_refused_too(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Launch, "recall", lambda self, key: None)
     with pytest.raises(ValueError, match="already holds a run: choose"):
         find_start(replace(RUN, output=str(run)), restarted)
-    monkeypatch.setattr("usp.train.resume.holder", lambda folder: "process 7 on a")
+    monkeypatch.setattr("usp.train.checkpoints.holder", lambda folder: "process 7 on a")
     with pytest.raises(ValueError, match="already holds a run, to which process 7 on a writes: choose"):
         find_start(replace(RUN, output=str(run)), restarted)
     monkeypatch.setattr(Launch, "recall", lambda self, key: str(run))

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from parallel.checkpoint import safetensors_storage
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.train.test_claim import RUN, records_of
 from usp.run.failures import CheckpointFailed, Stopped
-from usp.run.launch import Launch
+from usp.run.launch import Launch, StopRequest
 from usp.run.metrics import StepRecord
-from usp.run.signals import StopRequest
+from usp.train.checkpoints import CHECKPOINTS
 from usp.train.prepare import prepare
-from usp.train.resume import CHECKPOINTS
 from usp.train.trainer import Trainer
 
 
@@ -78,7 +77,7 @@ def not_saved(folder: Path, step: int) -> str:
 
 
 def test_a_save_that_fails_is_said_after_the_next_step_and_tried_again(ranks: RankPool, tmp_path: Path) -> None:
-    (end, said), (_, other) = ranks.run(run, 2, tmp_path, [1], timeout=120)
+    (end, said), (_, other) = ranks.run(run, 2, tmp_path, [1])
     assert end == "" and other == ""
     (line,) = said.splitlines()
     assert line.startswith(f"warning: {not_saved(tmp_path, 3)}")
@@ -88,14 +87,14 @@ def test_a_save_that_fails_is_said_after_the_next_step_and_tried_again(ranks: Ra
 
 
 def test_the_last_save_is_tried_twice(ranks: RankPool, tmp_path: Path) -> None:
-    (end, said), _ = ranks.run(run, 2, tmp_path, [2], timeout=120)
+    (end, said), _ = ranks.run(run, 2, tmp_path, [2])
     assert end == "" and said.count("warning: ") == 1
     assert not_saved(tmp_path, 6) in said and said.endswith("trying again\n")
     assert saved(tmp_path) == ["step-00000003", "step-00000006"]
 
 
 def test_the_model_is_written_whatever_becomes_of_the_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
-    ends = [end for end, _ in ranks.run(run, 2, tmp_path, range(100), timeout=120)]
+    ends = [end for end, _ in ranks.run(run, 2, tmp_path, range(100))]
     for end in ends:
         assert end.startswith(not_saved(tmp_path, 6))
         assert end.endswith(f"the trained model is written: {tmp_path / 'model'}")
@@ -109,7 +108,7 @@ def test_the_model_is_written_whatever_becomes_of_the_checkpoints(ranks: RankPoo
 def test_a_run_that_is_stopped_says_what_was_saved(
     ranks: RankPool, tmp_path: Path, failing: Collection[int], newest: str
 ) -> None:
-    (end, _), _ = ranks.run(run, 2, tmp_path, failing, 4, timeout=120)
+    (end, _), _ = ranks.run(run, 2, tmp_path, failing, 4)
     if newest == "step-00000004":  # at the second attempt
         path = tmp_path / CHECKPOINTS / newest
         assert end == f"stopped by SIGTERM after step 4; checkpoint {path}: continue with --resume"

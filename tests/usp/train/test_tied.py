@@ -22,7 +22,7 @@ from parallel import (
     plan_realloc,
 )
 from parallel.checkpoint.checkpointer import Checkpointer, latest
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     ADAM_EPS,
     LEARNING_RATE,
@@ -41,8 +41,8 @@ from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.hf.prune import tied_ends
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.role import RoleSpec
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.roles.role_spec import RoleSpec
 from usp.train.build import EngineRecipe, build_engine, first_weights, resumed_weights
 from usp.train.engines import fsdp2
 from usp.train.engines.base import Engine
@@ -173,13 +173,13 @@ def difference(history: list[tuple[float, float]], alone: torch.Tensor) -> float
 
 def test_steps_are_those_of_one_process(ranks: RankPool, folder: str, alone: torch.Tensor, exhaustive: bool) -> None:
     meshes = MESHES | MORE if exhaustive else MESHES
-    for found in ranks.run(trained, 4, folder, [*meshes.values()], timeout=300):
+    for found in ranks.run(trained, 4, folder, [*meshes.values()]):
         differences = {name: difference(history, alone) for name, history in zip(meshes, found, strict=True)}
         assert max(differences.values()) <= 1e-5, differences
 
 
 def test_without_the_sum_of_gradients_they_are_not(ranks: RankPool, folder: str, alone: torch.Tensor) -> None:
-    ((history,), *_) = ranks.run(trained, 2, folder, [MESHES["pp4"] | {"pp": 2}], False, timeout=120)
+    ((history,), *_) = ranks.run(trained, 2, folder, [MESHES["pp4"] | {"pp": 2}], False)
     assert difference(history, alone) > 1e-3
 
 
@@ -190,7 +190,7 @@ def test_a_role_is_reallocated_between_pipelines_and_one_stage(ranks: RankPool, 
 def test_checkpoints_and_exports_hold_one_tensor(
     ranks: RankPool, folder: str, alone: torch.Tensor, tmp_path: Path
 ) -> None:
-    history = ranks.run(saved_and_resumed, 4, folder, tmp_path, timeout=240)[0]
+    history = ranks.run(saved_and_resumed, 4, folder, tmp_path)[0]
     assert difference(history, alone) <= 1e-5
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from parallel import RanksDisagree
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from usp.commands.flags import parse
-from usp.commands.train import prepare_run
 from usp.config import TrainConfig
-from usp.data.reader import Batch, Part, read_batch
+from usp.data.batches import Batch, Part, read_batch
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.run.failures import ConfigurationError, TrainingDiverged
@@ -164,7 +164,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     model_config.vocab_size = 100
     model = drawn_model(model_config)
     save_weights(dict(model.named_parameters()), tmp_path, config=model_config)
-    with pytest.raises(ConfigurationError, match=r"bytes gives ids up to 383, .* has a vocabulary of 100"):
+    with pytest.raises(ConfigurationError, match=r"bytes has ids up to 383, .* has a vocabulary of 100"):
         prepare(replace(SMALL, model=str(tmp_path), tokenizer="bytes"), Launch())
 
 
@@ -174,8 +174,8 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 def step_and_batch(config: TrainConfig, folder: str) -> tuple[float, float, Batch]:
     """Loss and gradient norm of step 1, and the global batch that it saw."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
-    rows = prepared.batches.rows
-    batch = read_batch(prepared.batches.packed, range(rows), Part.whole(rows, config.seq_len))
+    rows = prepared.begins_in.batches.rows
+    batch = read_batch(prepared.begins_in.batches.packed, range(rows), Part.whole(rows, config.seq_len))
     record = Trainer(prepared).step(1)
     return record.loss, record.grad_norm, batch
 
@@ -308,8 +308,8 @@ def sent_in_steps(configs: list[TrainConfig], folder: str) -> list[tuple[int, in
 
 
 def sent_in_a_step(config: TrainConfig, folder: str) -> tuple[int, int, int, int]:
-    trainer = Trainer(prepare_run(replace(config, output=folder), launch_of_pool()))
-    with count_sent_bytes() as sent:
+    trainer = Trainer(prepare(replace(config, output=folder), launch_of_pool()))
+    with SentBytes() as sent:
         record = trainer.step(1)
     # With sequence parallelism over tp, no functional all-reduce but that of partial gradients.
     fsdp = sum(sent.by_op[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "all_reduce"))
@@ -329,7 +329,7 @@ SENDING = [
 
 def test_the_bytes_in_a_record_are_those_on_the_wire(ranks: RankPool, tmp_path: Path) -> None:
     configs = [replace(SMALL, **flags) for flags in SENDING]
-    counted = ranks.run(sent_in_steps, 4, configs, str(tmp_path), timeout=120)
+    counted = ranks.run(sent_in_steps, 4, configs, str(tmp_path))
     for flags, *own in zip(SENDING, *counted, strict=True):
         for said_attention, said_fsdp, _, fsdp in own:
             assert said_fsdp == fsdp > 0, flags
@@ -341,7 +341,7 @@ def meet_other_data(config: TrainConfig, folder: str) -> str:
     """A step in which rank 1 reads other data than the rest."""
     prepared = prepare(replace(config, output=folder), launch_of_pool())
     if dist.get_rank() == 1:
-        prepared.batches.next_row += 1
+        prepared.begins_in.batches.next_row += 1
     try:
         Trainer(prepared).step(1)
     except RanksDisagree as error:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from usp.rlhf.graph.calls import Compute, Inference, ModelCall, Objective, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import Compute, DataflowGraph, Inference, ModelCall, Objective, TrainStep
 
 GIVEN = ("prompt_ids", "prompt_index", "tokens", "mask")  # keys that a step can begin with
 # inf disables the bound
@@ -24,11 +23,7 @@ _MAY_BE_INFINITE = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every algorithm.
-
-    Attributes:
-        mini_batches, epochs: a step has mini_batches * epochs optimizer steps.
-    """
+    """Options of every algorithm. mini_batches, epochs: a step has mini_batches * epochs optimizer steps."""
 
     mini_batches: int = 1
     epochs: int = 1
@@ -53,11 +48,9 @@ class Algorithm:
 
     Attributes:
         options: class of its options, each with a default; for "prompts" a subclass of `policy.PolicyOptions`.
-        calls: maps options to the calls of a step.
         data: kind of examples: "prompts" to respond to, "answers" to train on, or "pairs", where sample 2i is preferred
             to sample 2i + 1. Calls read `prompt_ids` and `prompt_index` of prompts, `tokens` and `mask` of the others.
         learning_rate: default peak learning rate for the presets' random weights; pretrained_rate: for a directory.
-        warmup_steps: default steps of learning rate warmup.
         model_role: role that is initialized from the configuration's `model`.
     """
 

@@ -1,27 +1,60 @@
-"""Per-token objectives of train steps, and the KL estimators they use. B sequences or rows, S tokens of each.
-
-The given weights include the normalization (`Weighting`), so every value here is a sum. Tokens whose weight is 0 are
-masked before any arithmetic: even a nan there reaches neither the loss nor a gradient.
-"""
+"""Per-token losses of train steps, and the weights that hold their normalization."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from usp.rlhf.graph.calls import Sequences
+from usp.rlhf.graph import Reduce, Sequences
+from usp.rlhf.samples import mini_batch_of
+
+from .response_rows import Responses
 
 SAMPLED = "logprobs"  # the key of log-probabilities at sampling
+IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effective sample size follows from
 
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 Metrics = dict[str, Tensor]
 Estimator = Literal["k1", "k2", "k3"]
 RolloutIS = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-IS_MEAN, IS_SQUARE = "rollout_is_mean", "rollout_is_square"  # which the effective sample size follows from
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Aggregation of token losses into the loss of a mini-batch. Sequences without tokens do not count.
+
+    token_mean: mean over tokens. sequence_mean: mean over sequences of their token means (GRPO: DeepSeekMath, arXiv
+    2402.03300, equation 3). sequence_sum: mean over sequences of their token sums, the gradient of sequence
+    log-probabilities. constant: sequence_sum divided by the constant `length` (Dr. GRPO, arXiv 2503.20783).
+    """
+
+    aggregation: Aggregation
+    mini_batches: int
+    length: int = 1
+
+    def __call__(self, ids: Sequence[int], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+        """Return per-token float32 weights of samples `ids` from 0/1 masks. Two all-reduces."""
+        lengths = Responses(masks).lengths_N.double()
+        batch = mini_batch_numbers(ids, self.mini_batches, 1, reduce)
+        counted = lengths if self.aggregation == "token_mean" else (lengths > 0).double()
+        totals = reduce(torch.zeros(self.mini_batches, dtype=torch.float64).index_add(0, batch, counted))
+        divisors = totals.clamp(min=1)[batch]
+        if self.aggregation == "sequence_mean":
+            divisors = divisors * lengths.clamp(min=1)
+        elif self.aggregation == "constant":
+            divisors = divisors * self.length
+        return [((mask != 0) / divisor).float() for mask, divisor in zip(masks, divisors, strict=True)]
+
+
+def mini_batch_numbers(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
+    """Return the mini-batch index of each sample, (samples,) int64. One all-reduce."""
+    samples = int(reduce(torch.tensor(len(ids))))
+    return torch.tensor(mini_batch_of(ids, samples, mini_batches, unit), dtype=torch.int64)
 
 
 def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = math.inf) -> Tensor:
@@ -40,7 +73,7 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = 
 
 
 class ObjectiveDefaults:
-    """Attributes that most objectives share, see `usp.rlhf.graph.calls.Objective`."""
+    """Attributes that most objectives share, see `usp.rlhf.graph.Objective`."""
 
     head: Literal["logprobs", "values"] = "logprobs"
     entropy: bool = False
@@ -124,8 +157,8 @@ class ClippedPolicy(ObjectiveDefaults):
     @property
     def keys(self) -> tuple[str, ...]:
         compared = (self.old, *((SAMPLED,) if not self.old or self.rollout_is != "none" else ()))
-        given = ("weights", "token_weights", "advantages", *compared, *(("ref_logprobs",) if self.kl else ()))
-        return tuple(dict.fromkeys(filter(None, given)))
+        read = ("weights", "token_weights", "advantages", *compared, *(("ref_logprobs",) if self.kl else ()))
+        return tuple(dict.fromkeys(filter(None, read)))
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences

@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
+from usp.rlhf.graph import GENERATED, Compute, Generate, Inference, ModelCall, Reduce
+from usp.rlhf.samples import Samples
 
 from .algorithm import Options, at_least, finite, logprobs, one_of, train
-from .loss_weights import Aggregation, Weighting
-from .objectives import SAMPLED, ClippedPolicy, RolloutIS
+from .objectives import SAMPLED, Aggregation, ClippedPolicy, RolloutIS, Weighting
 from .response_rows import Responses, per_sample, scalars
 from .rewards import RewardShape, ScoreWith
 
@@ -32,7 +31,6 @@ class PolicyOptions(Options):
     """Options of every algorithm that trains a policy on its own responses.
 
     Attributes:
-        generate: sampling of responses.
         reward: reward function; None: the model of the role "reward".
         reward_bias, reward_scaling, max_reward_clip, zero_unfinished: see `RewardShape`.
         kl: weight of the KL divergence from the role "ref"; 0: no such role.
@@ -49,7 +47,6 @@ class PolicyOptions(Options):
         rollout_is_threshold: the most that it multiplies with; inf: any.
         max_importance_ratio: end the train step when a mini-batch's mean ratio is above; 0 disables.
         staleness: 1: the samples are of the policy before the last step's training. Set by --staleness.
-        objective_type: class of the actor's objective.
         min_group_size: 2 if the responses to a prompt are compared with each other.
     """
 
@@ -190,8 +187,7 @@ def policy_calls(
 
 def generate(name: str, work: Generate, prefix: str = "") -> ModelCall:
     """Return a call that samples responses; `prefix` is that of its output keys."""
-    keys = ("tokens", "mask", "logprobs", "finished", "prompt_length")
-    return ModelCall(name, "actor", work, ("prompt_ids",), tuple(f"{prefix}{key}" for key in keys))
+    return ModelCall(name, "actor", work, ("prompt_ids",), tuple(f"{prefix}{key}" for key in GENERATED))
 
 
 def score(options: PolicyOptions, prefix: str = "") -> ModelCall:
@@ -238,8 +234,12 @@ class Batch:
         return Batch(samples, options, responses, rewards_N, log_ratios_NR, kept_N)
 
     def token_rewards(self, kl: float) -> Tensor:
-        """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2)."""
-        return self.responses.at_end(self.rewards_N) - kl * self.log_ratios_NR
+        """Return -kl * log-ratio per token, plus the reward at the last one, (N, R) (arXiv 1909.08593, equation 2).
+
+        A response without tokens drops its reward.
+        """
+        last_NR = torch.arange(self.log_ratios_NR.shape[1]) == self.responses.lengths_N[:, None] - 1
+        return self.rewards_N.double()[:, None] * last_NR - kl * self.log_ratios_NR
 
     def result(self, advantages_NR: Tensor, reduce: Reduce, trained_N: Tensor | None = None) -> dict[str, list[Tensor]]:
         """Return the outputs of every `advantages` function. Four all-reduces.

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Inference, ModelCall, Reduce
+from usp.rlhf.graph import Inference, ModelCall, Reduce
+from usp.rlhf.samples import Samples
 
 from .algorithm import Algorithm, at_least, fraction, one_of, train
 from .objectives import ClippedValue
 from .policy import Batch, PolicyOptions, policy_calls
-from .response_rows import discounted_sums, per_sample, scalars
-from .statistics import EPSILON, SUMS, RunningMoments, moments, whitened
+from .response_rows import EPSILON, SUMS, RunningMoments, discounted_sums, moments, per_sample, scalars, whitened
 
 MAX_KL_ERROR = 0.2  # clip of a step's relative error
 _BEFORE = "before_"  # prefix of the statistics `PPOAdvantages.before` in a state
@@ -79,7 +78,6 @@ class KLControl:
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2.
 
     Attributes:
-        coefficient: current weight.
         target: KL of a whole response, in nats; 0: the weight is fixed.
         horizon: samples over which a relative error of 1 would double the weight, but for the clip to 0.2. Must be
             above a fifth of a step's samples: otherwise the paper's formula can make the weight 0, for good, or
@@ -164,7 +162,10 @@ class PPOAdvantages:
         responses = batch.responses
         inside_NR = responses.inside_NR
         values_NR = self._of_critic.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
-        rewards_NR, last_N = rewarded.token_rewards(coefficient), self._last_values(samples)
+        rewards_NR = rewarded.token_rewards(coefficient)
+        # The value after the last token is 0 for finished responses, the critic's for truncated ones.
+        last_N = self._of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
+        last_N = last_N.where(scalars(samples["finished"]) == 0, 0)
         advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=options.gamma, lam=options.lam)
         returns_NR = advantages_NR + values_NR
         of_returns = moments(returns_NR[inside_NR], reduce)
@@ -200,11 +201,6 @@ class PPOAdvantages:
 
         self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])
         self.returns = of([state[key] for key in SUMS])
-
-    def _last_values(self, samples: Samples) -> Tensor:
-        """Return the value after each last token, (N,): 0 for finished responses, the critic's for truncated ones."""
-        last_N = self._of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
-        return last_N.where(scalars(samples["finished"]) == 0, 0)
 
 
 def _calls(options: PPO) -> tuple[ModelCall, ...]:

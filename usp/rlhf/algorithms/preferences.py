@@ -1,10 +1,4 @@
-"""Reward models and DPO, trained on pairs: sample 2i is preferred to sample 2i + 1. P pairs.
-
-    tokens -> weights (and for DPO reference log-probabilities) -> train step
-
-The loss of a pair needs whole sequences, so every sequence-parallel rank computes it from their sums and takes a share.
-`weights` is not 0 at one token of each sample (`pair_weights`).
-"""
+"""Algorithms on given responses: reward models and DPO from pairs, and supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from usp.presets import PRETRAINED_RATE
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, ModelCall, Reduce, Sequences
+from usp.rlhf.graph import Compute, ModelCall, Reduce, Sequences
+from usp.rlhf.samples import Samples
 
 from .algorithm import Algorithm, Options, logprobs, train
-from .loss_weights import mini_batch_numbers
-from .objectives import Metrics, ObjectiveDefaults
+from .objectives import Metrics, NextToken, ObjectiveDefaults, Weighting, mini_batch_numbers
 
 
 @dataclass(frozen=True)
@@ -129,16 +122,35 @@ def _weights(options: Options) -> ModelCall:
     return ModelCall("weights", "", work, ("tokens",), ("weights",))
 
 
-def _reward_model_calls(options: RewardModel) -> tuple[ModelCall, ...]:
-    return (_weights(options), train("reward", PreferredScore(), options))
-
-
 def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
     objective = DirectPreference(options.beta, options.label_smoothing)
     return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
 
 
-REWARD_MODEL_ALGORITHM = Algorithm(
-    RewardModel, _reward_model_calls, data="pairs", pretrained_rate=PRETRAINED_RATE, model_role="reward"
-)
-DPO_ALGORITHM = Algorithm(DPO, _dpo_calls, data="pairs")
+@dataclass(frozen=True)
+class SFT(Options):
+    """Options of next-token training on the tokens in `mask`; a mini-batch is one optimizer step."""
+
+
+def token_weights(options: SFT, samples: Samples, reduce: Reduce) -> Samples:
+    """Weigh all tokens in `mask` equally."""
+    weighting = Weighting("token_mean", options.mini_batches)
+    return Samples(samples.ids, {"weights": weighting(samples.ids, samples["mask"], reduce)})
+
+
+def _sft_calls(options: SFT) -> tuple[ModelCall, ...]:
+    work = Compute(partial(token_weights, options), scalars=())
+    return ModelCall("weights", "", work, ("tokens", "mask"), ("weights",)), train("actor", NextToken(), options)
+
+
+GIVEN_RESPONSES: Mapping[str, Algorithm] = {
+    "sft": Algorithm(SFT, _sft_calls, data="answers", pretrained_rate=PRETRAINED_RATE),
+    "reward_model": Algorithm(
+        RewardModel,
+        lambda options: (_weights(options), train("reward", PreferredScore(), options)),
+        data="pairs",
+        pretrained_rate=PRETRAINED_RATE,
+        model_role="reward",
+    ),
+    "dpo": Algorithm(DPO, _dpo_calls, data="pairs"),
+}

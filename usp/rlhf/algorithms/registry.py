@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.run.user_code import load_from_file
+from usp.rlhf.graph import DataflowGraph
+from usp.run.failures import load_from_file
 
 from .algorithm import Algorithm, Options
-from .grpo import GRPO_ALGORITHM
-from .grpo_variants import CISPO_ALGORITHM, DAPO_ALGORITHM, DR_GRPO_ALGORITHM, GSPO_ALGORITHM
+from .critic_free import CRITIC_FREE
 from .ppo import PPO_ALGORITHM
-from .preferences import DPO_ALGORITHM, REWARD_MODEL_ALGORITHM
-from .reinforce import (
-    REINFORCE_PLUS_PLUS_ALGORITHM,
-    REINFORCE_PLUS_PLUS_BASELINE_ALGORITHM,
-    REMAX_ALGORITHM,
-    RLOO_ALGORITHM,
-)
-from .sft import SFT_ALGORITHM
+from .preferences import GIVEN_RESPONSES
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "sft": SFT_ALGORITHM,
-    "reward_model": REWARD_MODEL_ALGORITHM,
-    "dpo": DPO_ALGORITHM,
-    "ppo": PPO_ALGORITHM,
-    "grpo": GRPO_ALGORITHM,
-    "dr_grpo": DR_GRPO_ALGORITHM,
-    "dapo": DAPO_ALGORITHM,
-    "gspo": GSPO_ALGORITHM,
-    "cispo": CISPO_ALGORITHM,
-    "rloo": RLOO_ALGORITHM,
-    "reinforce++": REINFORCE_PLUS_PLUS_ALGORITHM,
-    "reinforce++_baseline": REINFORCE_PLUS_PLUS_BASELINE_ALGORITHM,
-    "remax": REMAX_ALGORITHM,
-}
+ALGORITHMS: Mapping[str, Algorithm] = {**GIVEN_RESPONSES, "ppo": PPO_ALGORITHM, **CRITIC_FREE}
 
 
 def with_outside(name: str, algorithms: Mapping[str, Algorithm]) -> Mapping[str, Algorithm]:
     """Add the algorithm that `name` names, if it is PATH.py:NAME and not among them.
 
-    Raises:
-        ValueError: for a file that cannot be imported, or has no algorithm of that name.
+    Raises ValueError for a file that cannot be imported, or has no algorithm of that name.
     """
     if name in algorithms or ".py:" not in name:
         return algorithms

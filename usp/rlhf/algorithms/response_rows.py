@@ -1,28 +1,23 @@
-"""Response tokens as padded rows, so that advantages are computed for all samples at once.
-
-N samples, R response tokens in the longest. Row n holds the entries of sample n whose mask is not 0, left-aligned;
-other entries of a sample are never read, so they may be nan.
-"""
+"""Response tokens as padded rows; means, variances and whitening over all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from usp.rlhf.graph import Reduce
+
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """Conversion between per-token values of samples and rows.
-
-    Attributes:
-        masks: one per sample, (tokens,).
-    """
+    """Conversion between per-token values of samples and rows. masks: one per sample, (tokens,)."""
 
     masks: Sequence[Tensor]
 
@@ -43,11 +38,6 @@ class Responses:
             return torch.zeros(0, 0, dtype=torch.float64)
         chosen = [value[mask != 0].double() for value, mask in zip(values, self.masks, strict=True)]
         return pad_sequence(chosen, batch_first=True)
-
-    def at_end(self, x_N: Tensor) -> Tensor:
-        """Place x at the last token of each row, (N, R) float64; a row without tokens drops it."""
-        last_NR = torch.arange(self.inside_NR.shape[1]) == self.lengths_N[:, None] - 1
-        return x_N.double()[:, None] * last_NR
 
     def per_token(self, rows_NR: Tensor) -> list[Tensor]:
         """Scatter rows back to float32 per-token values, 0 outside the mask."""
@@ -77,3 +67,84 @@ def scalars(values: Sequence[Tensor]) -> Tensor:
 def per_sample(x_N: Tensor) -> list[Tensor]:
     """Split (N,) into one 0-dim float32 per sample."""
     return list(x_N.float().unbind())
+
+
+SUMS = ("weight", "total", "total_square")  # state of `RunningMoments`
+EPSILON = 1e-5  # added to a standard deviation: equal values that differ by rounding must not become large
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and (biased) variance over all ranks; all 0 without numbers."""
+
+    count: float
+    mean: float
+    variance: float
+
+
+def moments(x: Tensor, reduce: Reduce) -> Moments:
+    """Return the moments of the float64 numbers of all ranks; a rank may have none. Two all-reduces."""
+    count, total = reduce(torch.stack((x.new_tensor(x.numel()), x.sum()))).tolist()
+    mean = total / max(count, 1)
+    deviations = reduce((x - mean).square().sum()).item()
+    return Moments(count, mean, deviations / max(count, 1))
+
+
+def whitened(x: Tensor, over: Moments) -> Tensor:
+    """Normalize x to mean 0 and standard deviation 1."""
+    return (x - over.mean) / (over.variance**0.5 + EPSILON)
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Mean and standard deviation over all batches so far, which normalize the critic's targets.
+
+    kind "exp": exponential moving average (PopArt, van Hasselt et al., arXiv 1602.07714) with bias correction. "mean":
+    every number has equal weight. "none": mean 0 and standard deviation 1, which the others also start from.
+
+    Attributes:
+        beta: decay of "exp".
+        epsilon: lower bound of the variance.
+        weight, total, total_square: weighted sums over batches of 1, x and x^2.
+    """
+
+    kind: Literal["exp", "mean", "none"]
+    beta: float = 0.99995
+    epsilon: float = 1e-5
+    weight: float = 0.0
+    total: float = 0.0
+    total_square: float = 0.0
+
+    def updated(self, batch: Moments) -> RunningMoments:
+        """Add a batch."""
+        if self.kind == "none" or not batch.count:
+            return self
+        old, new = (self.beta, 1 - self.beta) if self.kind == "exp" else (1.0, batch.count)
+        return replace(
+            self,
+            weight=old * self.weight + new,
+            total=old * self.total + new * batch.mean,
+            total_square=old * self.total_square + new * (batch.variance + batch.mean**2),
+        )
+
+    @property
+    def _known(self) -> bool:
+        return self.kind != "none" and self.weight > 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight if self._known else 0.0
+
+    @property
+    def std(self) -> float:
+        if not self._known:
+            return 1.0
+        return max(self.total_square / self.weight - self.mean**2, self.epsilon) ** 0.5
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Convert returns to the critic's scale."""
+        return (x - self.mean) / self.std
+
+    def denormalise(self, x: Tensor) -> Tensor:
+        """Convert the critic's values to returns."""
+        return x * self.std + self.mean

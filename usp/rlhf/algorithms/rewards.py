@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Reduce
-from usp.run.failures import UserCodeFailed
-from usp.run.user_code import load_from_file
+from usp.rlhf.graph import Reduce
+from usp.rlhf.samples import Samples
+from usp.run.failures import UserCodeFailed, load_from_file
 
 from .response_rows import scalars
 
@@ -32,8 +31,7 @@ def match(prompt: str, response: str, answer: str) -> float:
 def load_reward_function(name: str) -> RewardFunction:
     """Return `match`, or the function that PATH.py:NAME names.
 
-    Raises:
-        ValueError: for another name, a file that cannot be imported, or a missing function.
+    Raises ValueError for another name, a file that cannot be imported, or a missing function.
     """
     if name == "match":
         return match
@@ -46,9 +44,8 @@ def load_reward_function(name: str) -> RewardFunction:
 class RewardFailed(UserCodeFailed):
     """A reward function raised, or did not return a finite number.
 
-    Attributes:
-        record: the sample as JSON values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer,
-            error (one line) and traceback (empty if it did not raise).
+    record: the sample as JSON values: sample, prompt_index, prompt_ids, response_ids, prompt, response, answer, error
+    (one line) and traceback (empty if it did not raise).
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
@@ -70,7 +67,7 @@ class ScoreWith:
         prefix: of the keys tokens, prompt_length and score: "greedy_" for a second response to the same prompt.
         retries: further calls for a sample for which the function fails, `pause` seconds after the first failure, and
             twice as many after each further one.
-        failure: what then becomes of the sample. raise: `RewardFailed` is raised at once, on this rank alone. The
+        failure: what then becomes of the sample. raise: `RewardFailed` is raised at once, only on this rank. The
             others record it in `failures`; its score is 0 (zero), or nan: the sample is no part of the step (drop), or
             the step must not train (stop).
         failures: the samples that failed since the last `take_failures`, as `RewardFailed.record`.
@@ -100,11 +97,7 @@ class ScoreWith:
         return f"{self.prefix}score"
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        """Score samples.
-
-        Raises:
-            RewardFailed: at the first sample without a finite score, if `failure` is "raise".
-        """
+        """Score samples. Raises RewardFailed at the first sample without a finite score, if `failure` is "raise"."""
         scores = [
             self._score(*of_sample)
             for of_sample in zip(samples.ids, *(samples[key] for key in self.inputs), strict=True)

@@ -1,4 +1,4 @@
 """Sampling responses with continuous batching. Each file imports only earlier ones:
 
-support, responses, sampling, stopping, batching, generate.
+decoding, generate.
 """

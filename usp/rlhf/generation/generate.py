@@ -1,4 +1,4 @@
-"""Generation with a causal LM that is sharded over pp, ring, ulysses and tp ranks.
+"""Generation with a causal LM that is sharded over pp, ring, ulysses and tp ranks; which models it supports.
 
 prefill    prompts, sharded over sp as in training; each rank caches the keys and values of its own tokens
 decode     one token per slot, replicated over sp: hidden states pass along the pp axis, attention merges the partial
@@ -9,7 +9,7 @@ decode     one token per slot, replicated over sp: hidden states pass along the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,17 +20,56 @@ from torch.distributed.fsdp import FSDPModule
 from attention import DecodeStep, KVCache, Prefill, SequenceLayout
 from parallel import ParallelMesh, local_tensor
 from usp.hf.expert_parallel import same_tokens, serve_experts
-from usp.hf.integrate import Mask, rotary_switch, run_cached
-from usp.hf.structure.experts import expert_modules
+from usp.hf.experts import expert_modules
+from usp.hf.integrate import rotary_switch, run_layers
+from usp.hf.models import ModelConfig, empty_model, model_facts
+from usp.hf.probe import MaskKind, structure
+from usp.hf.stage import CausalLMStage, logit_transform
 from usp.losses.vocabulary import UNCHANGED, LogitTransform, softmax_dtype
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import GENERATED, Generate
+from usp.rlhf.samples import Samples, derived_seed
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .batching import PrefillGroup, Rollout, Slots, capacity
-from .responses import GeneratedResponse
-from .sampling import sample, sequence_key, token_keys, work_violations
-from .stopping import Decode, Stops
-from .support import cache_problems
+from .decoding import (
+    Decode,
+    GeneratedResponse,
+    PrefillGroup,
+    Rollout,
+    Slots,
+    Stops,
+    capacity,
+    sample,
+    sequence_key,
+    token_keys,
+    work_violations,
+)
+
+
+def generation_problems(config: ModelConfig) -> str:
+    """Return why responses cannot be generated with the causal LM of `config`; empty if they can.
+
+    Raises ValueError if a tiny copy of the model cannot be run, so that nothing is known.
+    """
+    if config.get_text_config() is not config:
+        return "its text model is one of several parts: save only that and use it"
+    model: Any = empty_model(config, causal=True)
+    known = structure(type(model), model.config)
+    problems = [*known.problems, *cache_problems({mask.kind for mask in known.masks.values()})]
+    try:
+        logit_transform(model)
+    except (AttributeError, ValueError) as error:
+        problems.append(str(error))
+    try:
+        model_facts("", config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        problems.append(f"its configuration does not give one size for all layers: {error}")
+    return "; ".join(problems)
+
+
+def cache_problems(masks: Collection[MaskKind]) -> list[str]:
+    """Return why a model with these kinds of masks cannot go on from cached keys and values."""
+    return ["its attention sees later tokens"] if "bidirectional" in masks else []
+
 
 _PREFILL_TOKENS = 16384  # maximum per forward, over all ranks of a sequence, unless one prompt is longer
 _ROW_MULTIPLE = 16  # prompts are padded to a multiple of this, to limit the number of shapes
@@ -38,7 +77,7 @@ _READ_MULTIPLE = 64  # the cache is read up to a multiple of this, to limit the 
 
 
 class Generator:
-    """Generates responses with this rank's stage of a model, with continuous batching.
+    """Generator of responses with this rank's stage of a model, with continuous batching.
 
     Args:
         model: a transformers causal LM, or a pipeline stage of it, after `apply_unified_sp` and `apply_tp`; its weights
@@ -48,11 +87,9 @@ class Generator:
         transform: from `logit_transform`, for models with one.
         decode: of the tokenizer, for stop strings.
 
-    Attributes:
-        cache_bytes: size of this rank's KV cache in the last call.
+    cache_bytes: size of this rank's KV cache in the last call.
 
-    Raises:
-        ValueError: naming every property of the model or the mesh that generation does not support.
+    Raises ValueError naming every property of the model or the mesh that generation does not support.
     """
 
     def __init__(
@@ -92,6 +129,12 @@ class Generator:
         spread = mesh.dims.ep > 1 and (self._sp * mesh.size("tp")) % mesh.dims.ep > 0
         self._together = mesh.group("dp_shard") if spread else None
         self.cache_bytes = 0
+
+    @staticmethod
+    def of(stage: CausalLMStage, mesh: ParallelMesh, slots: int, decode: Decode | None = None) -> Generator:
+        """Return a generator with a pipeline stage."""
+        first, last, transform = stage.first, stage.last, stage.transform
+        return Generator(stage.model, mesh, first=first, last=last, slots=slots, transform=transform, decode=decode)
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int]) -> list[GeneratedResponse]:
@@ -136,13 +179,13 @@ class Generator:
         while True:
             admitted = slots.admit()
             groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
-            own = len(groups) + slots.pending
-            most = self._most(own)
+            forwards = len(groups) + slots.pending
+            most = self._most(forwards)
             if not most:
                 break
-            for _ in range(most - own):
+            for _ in range(most - forwards):
                 serve_experts(self._experts)
-            if not own:
+            if not forwards:
                 continue
             if admitted:
                 cache.clear(torch.tensor(admitted, device=self._device))
@@ -168,23 +211,23 @@ class Generator:
         for row, prompt in enumerate(group.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         axes = self._attention.axes
-        own = axes.positions(axes.layout(self._attention.layout, group.padded))
+        local = axes.positions(axes.layout(self._attention.layout, group.padded))
         lengths = torch.tensor([len(group.prompts[row]) for row in group.rows])
-        for slot, cached in zip(group.slots, (own < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
+        for slot, cached in zip(group.slots, (local < lengths.unsqueeze(1)).sum(1).tolist(), strict=True):
             rollout = active[slot]
             assert rollout is not None
             rollout.cached = cached
         slots, rows, lengths, own_there = (
-            x.to(self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, own)
+            x.to(self._device) for x in (torch.tensor(group.slots), torch.tensor(group.rows), lengths, local)
         )
         prefill = Prefill(cache, own_there, slots, rows, lengths)
-        self._forward(ids[:, own].to(self._device), own_there.expand(len(ids), -1), prefill)
+        self._forward(ids[:, local].to(self._device), own_there.expand(len(ids), -1), prefill)
 
     def _decode(self, cache: KVCache, slots: Slots, work: Generate) -> tuple[list[int], list[float]]:
         """Decode one step of every slot; return the next tokens and their log-probabilities."""
-        inputs = slots.decode_inputs(self._sp, self._sp_rank)
-        token, position, place, own = inputs.columns.to(self._device)
-        length = min(-(-inputs.length // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
+        columns, places = slots.decode_inputs(self._sp, self._sp_rank)
+        token, position, place, own = columns.to(self._device)
+        length = min(-(-places // _READ_MULTIPLE) * _READ_MULTIPLE, cache.positions.shape[1])
         group = self._groups.get("sp")
         step = DecodeStep(cache, position, place, None if group is None else own.bool(), length=length, group=group)
         hidden = self._forward(token.unsqueeze(1), position.unsqueeze(1), step)
@@ -217,7 +260,7 @@ class Generator:
         # In prefill tokens are divided over sp.
         axes = ("sp", "tp") if isinstance(kv_cache, DecodeStep) else ("tp",)
         with same_tokens(self._experts, tuple(self._groups[axis] for axis in axes if axis in self._groups)):
-            hidden = run_cached(self._model, x, position_ids, kv_cache, first=self._first)
+            hidden = run_layers(self._model, x, first=self._first, position_ids=position_ids, kv_cache=kv_cache)
         if not self._last:
             dist.send(hidden.contiguous(), group=pp, group_dst=dist.get_rank(pp) + 1)
         return hidden
@@ -234,6 +277,36 @@ class Generator:
         logits = logits.to(softmax_dtype(hidden_BH))
         self._transform.apply_(logits)
         return logits
+
+
+def generate_samples(prompts: Samples, work: Generate, seed: int, generator: Generator) -> Samples:
+    """Generate `work.group_size` samples for each prompt p, with the ids p * group_size + k.
+
+    Returns tokens (prompt and response), mask (1 where the next token is in the response), logprobs (of the response,
+    at sampling), finished and prompt_length. A sample depends only on `seed` and its id.
+    """
+    group = range(work.group_size)
+    ids = [prompt * work.group_size + k for prompt in prompts.ids for k in group]
+    repeated = [prompt for prompt in prompts["prompt_ids"] for _ in group] if prompts.ids else []
+    responses = generator.generate(repeated, work, [derived_seed(seed, sample) for sample in ids])
+    samples = [_sample(prompt, response) for prompt, response in zip(repeated, responses, strict=True)]
+    return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in GENERATED})
+
+
+def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
+    tokens = torch.cat((prompt.cpu(), response.tokens.cpu()))
+    # Entry t is about token t + 1, so the first of the response belongs to the last token of the prompt.
+    predicted = slice(len(prompt) - 1, len(tokens) - 1)
+    mask, logprobs = torch.zeros(2, len(tokens))
+    mask[predicted] = 1
+    logprobs[predicted] = response.logprobs.float().cpu()
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "logprobs": logprobs,
+        "finished": torch.tensor(response.finished),
+        "prompt_length": torch.tensor(len(prompt)),
+    }
 
 
 def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
@@ -259,16 +332,13 @@ def _switch_violations(prompts: Sequence[Tensor], limits: Sequence[int], switch:
     ]
 
 
-def _mask_of(module: nn.Module) -> Mask | None:
-    return cast(Any, getattr(module, "unified_sp_mask", None))
-
-
 def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     violations = []
     if not isinstance(getattr(model, "unified_sp", None), UnifiedSPAttention):
         violations.append("the model's attention is not sharded: call apply_unified_sp(model, mesh) first")
     else:
-        violations += cache_problems({mask.kind for module in model.modules() if (mask := _mask_of(module))})
+        masks = filter(None, (getattr(module, "unified_sp_mask", None) for module in model.modules()))
+        violations += cache_problems({mask.kind for mask in masks})
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         violations.append("the weights are sharded with FSDP, which gathers them for every token: leave it out")
     if mesh.dims.ep > 1 and not all(hasattr(module, "ep_group") for module in expert_modules(model)):

@@ -1,4 +1,4 @@
 """Execution plans: the layout of each call, and the schedule of operations. Each file imports only earlier ones:
 
-plan, named_plans, base_reference, operations, step_weights, plan_text.
+plan, named_plans, operations.
 """

@@ -7,7 +7,8 @@
     separation     generation and inference on one half of the ranks, training on the other; weights move between them
 
 The last three: "An Adaptive Placement and Parallelism Framework for Accelerating RLHF Training" (arXiv 2312.11819).
-Functions are data-parallel over all ranks of their plan, or over the first half under `separation`.
+Functions are data-parallel over all ranks of their plan, or over the first half under `separation`. With adapters, the
+reference is the policy without them, and needs no weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,34 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from parallel import ParallelDims, divisors
-from usp.rlhf.graph.calls import ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, Inference, ModelCall
 
 from .plan import CallLayout, ExecutionPlan
+
+
+def policy_as_reference(graph: DataflowGraph, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
+    """Let the actor, with its adapters off, make the calls of the role "ref" wherever it has weights in their layout.
+
+    For an actor that trains adapters of the weights that "ref" has. Calls in other layouts keep the role.
+    """
+    layouts = {plan[call.name].of_weights for call in graph.calls if call.role == "actor"}
+    train_call = graph.train_call("actor")
+    trained = plan[train_call.name] if train_call else None
+
+    def has_weights(layout: CallLayout) -> bool:
+        # Without ZeRO, another layout with the degrees of the trained copy is in the same memory.
+        alike = trained is not None and (trained.ranks, trained.dims, trained.zero) == (layout.ranks, layout.dims, 0)
+        return layout.of_weights in layouts or (alike and layout.zero == 0)
+
+    calls = tuple(
+        replace(call, role="actor", work=replace(call.work, adapters=False))
+        if call.role == "ref" and isinstance(call.work, Inference) and has_weights(plan[call.name])
+        else call
+        for call in graph.calls
+    )
+    graph = DataflowGraph(calls, graph.given)
+    return graph, replace(plan, offload=plan.offload if "ref" in graph.roles else plan.offload - {"ref"})
+
 
 _MAX_TP = 8  # of ReaL's heuristic: the ranks of a host in its experiments
 
@@ -99,11 +124,11 @@ def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     for level in graph.levels:
         concurrent = [call for call in level if call.kind == "inference"]
         parts = min(len(concurrent), replicas)
-        sizes = [replicas // parts + (part < replicas % parts) for part in range(parts)]
+        sizes = [replicas // parts + (share < replicas % parts) for share in range(parts)]
         bounds = list(accumulate(sizes, initial=0))
         for number, call in enumerate(concurrent):
-            part = number % parts
-            ranks = tuple(range(bounds[part] * replica, bounds[part + 1] * replica))
+            share = number % parts
+            ranks = tuple(range(bounds[share] * replica, bounds[share + 1] * replica))
             layouts[call.name] = _layout(call, facts, ranks, replace(facts.dims, dp_replicate=1, dp_shard=-1))
     return ExecutionPlan("interleaving", layouts)
 
@@ -111,8 +136,7 @@ def interleaving(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
 def separation(graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Place training on the second half of the ranks, everything else on the first.
 
-    Raises:
-        ValueError: for an odd world size.
+    Raises ValueError for an odd world size.
     """
     half, rest = divmod(facts.world_size, 2)
     if rest:
@@ -135,8 +159,7 @@ NAMED_PLANS: dict[str, Callable[[DataflowGraph, Facts], ExecutionPlan]] = {
 def named_plan(name: str, graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
     """Build and check a named plan.
 
-    Raises:
-        ValueError: for an unknown name, and for degrees that do not fit the ranks.
+    Raises ValueError for an unknown name, and for degrees that do not fit the ranks.
     """
     if name not in NAMED_PLANS:
         raise ValueError(f"plan {name!r} must be one of {', '.join(NAMED_PLANS)}, or a YAML file")

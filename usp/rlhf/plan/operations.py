@@ -1,4 +1,4 @@
-"""The schedule of a step: one global order of operations, of which each rank executes those that it takes part in.
+"""The schedule of a step: one global order of operations; each rank executes those that it takes part in.
 
 Operations without a common rank overlap, because a rank only waits for its own. Messages are posted in this order and
 waited for where their values are needed, so it cannot deadlock.
@@ -7,17 +7,29 @@ With staleness 1 a step's rollouts, all calls with outputs, run beside the train
 
     rollout ranks     weights | generate, score, infer, ... (step 3) | announce, transfer | weights ...
     training ranks    weights | train (step 2) ..................... | announce, transfer | weights | train (step 3) ...
+
+Weights move from the trained copy of a role to the others:
+
+    trained copy ──fill──> copy for generation ... its last call
+         └──────fill──────────────└──fill──> copy for inference ... its last call
+
+A step computes with the weights of the step before until a role's train step, its last call. So every copy of a role in
+memory holds the same values as the trained one: a rank keeps what it has in any of them, and receives the rest from the
+nearest. A copy stays past its last call, until another one is filled, if ranks or hosts then receive less and memory
+allows: the copies on a rank during a call never take more than they do at most if none stays. While weights move,
+activations and KV caches are not in memory. With staleness, all copies are filled at the beginning, before training
+changes the weights, so they are in memory together until their last calls.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
-from parallel import ReallocPlan, format_ranks
-from usp.rlhf.graph.calls import Generate, ModelCall
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import KeyKind, canonical, key_kinds
+from parallel import ParamLayout, ReallocPlan, format_ranks, plan_realloc
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, canonical, key_kinds
 
 from .plan import CallLayout, ExecutionPlan, optimizer_of
 
@@ -26,9 +38,8 @@ from .plan import CallLayout, ExecutionPlan, optimizer_of
 class WeightCopy:
     """The weights of a role in one layout. Calls whose layouts are equal `of_weights` share them.
 
-    Attributes:
-        for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
-            wrapped for training.
+    for_generation: separate from the trained copy of the same layout, because generation needs weights that are not
+    wrapped for training.
     """
 
     role: str
@@ -44,14 +55,11 @@ class StepWeights:
         sources: for each copy that is filled: copies of its role in memory then, besides the trained one.
         kept: copies that stay past their last call -> the copy that they stay for: they are released once it is filled.
         fills: the reallocation that fills each copy, from the trained one and its sources.
-        call_bytes, fill_bytes: by rank, the most that filled copies take during a call, and while weights move.
     """
 
     sources: Mapping[WeightCopy, tuple[WeightCopy, ...]] = field(default_factory=dict)
     kept: Mapping[WeightCopy, WeightCopy] = field(default_factory=dict)
     fills: Mapping[WeightCopy, ReallocPlan] = field(default_factory=dict)
-    call_bytes: Mapping[int, int] = field(default_factory=dict)
-    fill_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,8 @@ class Operation:
         ranks: participants, ascending. With staleness, lengths are announced to the ranks of the rollouts first.
         calls: for weights: the calls that use them.
         served: for a transfer: calls that received the outputs of `call` in earlier transfers.
-        ahead: 1: of the samples of the next step. Its transfers to calls that are not ahead are the edges between two
-            iterations: those calls run in the next one.
+        ahead: by how many steps its samples are ahead of those that are trained on. Transfers to calls that are not
+            ahead are the edges between two iterations: those calls run in a later one.
     """
 
     kind: str
@@ -101,12 +109,12 @@ def copy_of(graph: DataflowGraph, plan: ExecutionPlan, call: ModelCall) -> Weigh
 
 def weight_copies(graph: DataflowGraph, plan: ExecutionPlan) -> dict[WeightCopy, tuple[ModelCall, ...]]:
     """Return the copies that a plan needs, in the order of first use, each with the calls that use it."""
-    found: dict[WeightCopy, tuple[ModelCall, ...]] = {}
+    uses: dict[WeightCopy, tuple[ModelCall, ...]] = {}
     for call in graph.order:
         if call.role:
             copy = copy_of(graph, plan, call)
-            found[copy] = (*found.get(copy, ()), call)
-    return found
+            uses[copy] = (*uses.get(copy, ()), call)
+    return uses
 
 
 def trained_copy(graph: DataflowGraph, plan: ExecutionPlan, role: str) -> WeightCopy | None:
@@ -145,12 +153,12 @@ def schedule(
 
     Args:
         aliases: copies that share the memory of their role's trained copy, and need no reallocation.
-        weights: how the others are filled; None: from the trained copy alone.
+        weights: how the others are filled; None: only from the trained copy.
         staleness: 1: return an iteration in the middle of a run. The first one has only what is ahead, the last nothing
             of it. The plan must have no `staleness_violations`.
     """
     scheduler = _Scheduler(graph, plan, world_size, aliases, weights or StepWeights())
-    return tuple(scheduler.iteration() if staleness else scheduler.operations())
+    return tuple(scheduler.operations(staleness))
 
 
 class _Scheduler:
@@ -170,33 +178,29 @@ class _Scheduler:
         self._known = set(graph.given)  # keys of sequences whose lengths every rank knows
         self._served: dict[str, tuple[str, ...]] = {}
 
-    def operations(self) -> Iterator[Operation]:
-        for level in self._graph.levels:
-            for call in level:
-                yield from self._weights(call, first=True)
-            yield from self._calls(level, self._world, [call.name for call in self._graph.calls])
-
-    def iteration(self) -> Iterator[Operation]:
-        """Yield the training of a step, and the rollouts of the next one."""
-        rollouts = self._graph.rollouts
-        names = [call.name for call in rollouts]
-        ranks = tuple(sorted({rank for name in names for rank in self._plan[name].ranks}))
-        first = {call.name: tuple(self._weights(call, first=True)) for call in rollouts}
-        moves = [move for moves in first.values() for move in moves if move.kind != "load"]
-        yield from (replace(move, ahead=1) for move in moves)
-        last = [call for call in self._graph.order if call not in rollouts]
-        for call in sorted(last, key=lambda call: call.kind == "train_step"):  # the others are short, and on any rank
+    def operations(self, staleness: int) -> Iterator[Operation]:
+        """Yield the calls of the newest step, and beside them those that train on the samples made `staleness` ago."""
+        graph, ahead = self._graph, self._graph.rollouts if staleness else self._graph.calls
+        names = [call.name for call in ahead]
+        ranks = tuple(sorted({rank for name in names for rank in self._plan[name].ranks})) if staleness else self._world
+        before = {call.name: tuple(self._weights(call, first=True)) for call in ahead}
+        early = {name: [move for move in moves if staleness and move.kind != "load"] for name, moves in before.items()}
+        behind = [call for call in graph.order if call not in ahead]
+        yield from (replace(move, ahead=staleness) for name in names for move in early[name])
+        for call in sorted(behind, key=lambda call: call.kind == "train_step"):  # the others are short, and on any rank
             yield Operation("call", self._plan[call.name].ranks, call.name)
-        for level in self._graph.levels:
-            calls = tuple(call for call in level if call in rollouts)
-            loads = [move for call in calls for move in first[call.name] if move.kind == "load"]
-            for operation in (*loads, *self._calls(calls, ranks, names)):
-                yield replace(operation, ahead=1)
-        if generated := tuple(call.name for call in rollouts if isinstance(call.work, Generate)):
-            yield Operation("announce", self._world, calls=generated, ahead=1)
-        self._known.update(key for call in rollouts for key in call.outputs)
-        for operation in self._transfers([call.name for call in last]):
-            yield replace(operation, ahead=1)
+        for level in graph.levels:
+            calls = tuple(call for call in level if call in ahead)
+            moves = [move for call in calls for move in before[call.name] if move not in early[call.name]]
+            for operation in (*moves, *self._calls(calls, ranks, names)):
+                yield replace(operation, ahead=staleness)
+        if not behind:
+            return
+        if generated := tuple(call.name for call in ahead if isinstance(call.work, Generate)):
+            yield Operation("announce", self._world, calls=generated, ahead=staleness)
+        self._known.update(key for call in ahead for key in call.outputs)
+        for operation in self._transfers([call.name for call in behind]):
+            yield replace(operation, ahead=staleness)
 
     def _calls(
         self, calls: tuple[ModelCall, ...], ranks: tuple[int, ...], consumers: Sequence[str]
@@ -229,7 +233,7 @@ class _Scheduler:
 
     def _of_copy(self, kind: str, copy: WeightCopy, *filling: WeightCopy) -> Operation:
         """Return an operation on a copy; filling: the trained copy and the sources of a reallocation."""
-        ranks = tuple(sorted({rank for one in (copy, *filling) for rank in one.layout.ranks}))
+        ranks = tuple(sorted({rank for member in (copy, *filling) for rank in member.layout.ranks}))
         calls = tuple(call.name for call in self._uses[copy])
         return Operation(kind, ranks, calls=calls, copy=copy, sources=filling[1:])
 
@@ -242,13 +246,13 @@ class _Scheduler:
     def _transfers(self, consumers: Sequence[str]) -> Iterator[Operation]:
         """Send the outputs of every completed call to those that read them, as soon as all lengths are known."""
         for name in self._done:
-            call, served = self._graph[name], self._served.get(name, ())
+            outputs, served = self._graph[name].outputs, self._served.get(name, ())
             ready = tuple(
                 consumer
                 for consumer in self._graph.consumers(name)
                 if consumer in consumers
                 and consumer not in served
-                and lengths_needed(call, self._graph[consumer], self._kinds) <= self._known
+                and self._lengths_needed(outputs, self._graph[consumer].inputs) <= self._known
             )
             if not ready:
                 continue
@@ -258,8 +262,116 @@ class _Scheduler:
             if len(ranks) > 1:
                 yield Operation("transfer", ranks, name, ready, served)
 
+    def _lengths_needed(self, outputs: Sequence[str], inputs: Sequence[str]) -> set[str]:
+        """Return the keys of the sequences whose lengths a transfer needs: for message sizes and to divide samples."""
+        moved = {self._kinds[key].tokens for key in outputs if key in inputs}
+        return {key for key in moved if key} | {key for key in inputs if canonical(key) == "tokens"}
 
-def lengths_needed(producer: ModelCall, consumer: ModelCall, kinds: Mapping[str, KeyKind]) -> set[str]:
-    """Return the keys of the sequences whose lengths a transfer needs: for message sizes and to partition samples."""
-    moved = {kinds[key].tokens for key in producer.outputs if key in consumer.inputs}
-    return {key for key in moved if key} | {key for key in consumer.inputs if canonical(key) == "tokens"}
+
+def plan_weights(
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    layouts: Mapping[WeightCopy, ParamLayout],
+    aliases: frozenset[WeightCopy] = frozenset(),
+    *,
+    bucket_bytes: int,
+    ranks_per_host: int,
+    staleness: int = 0,
+) -> StepWeights:
+    """Plan how the copies of a step are filled and how long they stay.
+
+    Args:
+        layouts: of the copies of trained roles.
+        aliases: copies that share the memory of their role's trained copy.
+    """
+    lives = _Lives(graph, plan, layouts, aliases, staleness)
+
+    def filled_from(copy: WeightCopy, sources: Sequence[WeightCopy]) -> ReallocPlan:
+        trained = trained_copy(graph, plan, copy.role)
+        assert trained
+        held = tuple(layouts[source] for source in sources)
+        options = {"bucket_bytes": bucket_bytes, "ranks_per_host": ranks_per_host}
+        return plan_realloc(layouts[trained], layouts[copy], copies=held, **options)
+
+    for copy in lives.copies:
+        best = filled_from(copy, lives.sources(copy))
+        for gone in lives.released_before(copy):
+            if lives.fits(gone, copy):
+                longer = filled_from(copy, (*lives.sources(copy), gone))
+                if longer.tier_bytes.between < best.tier_bytes.between or longer.total_bytes < best.total_bytes:
+                    lives.kept[gone], best = copy, longer
+    sources = {copy: lives.sources(copy) for copy in lives.copies}  # a copy that stays serves those in between as well
+    fills = {copy: filled_from(copy, sources[copy]) for copy in lives.copies}
+    return StepWeights(sources, lives.kept, fills)
+
+
+class _Lives:
+    """When filled copies are in memory, in levels of the graph: weights move before the calls of a level."""
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        plan: ExecutionPlan,
+        layouts: Mapping[WeightCopy, ParamLayout],
+        aliases: frozenset[WeightCopy],
+        staleness: int,
+    ) -> None:
+        level_of = {call.name: number for number, level in enumerate(graph.levels) for call in level}
+        used = {
+            copy: [level_of[call.name] for call in calls]
+            for copy, calls in weight_copies(graph, plan).items()
+            if copy not in aliases and trained_copy(graph, plan, copy.role) not in (None, copy)
+        }
+        self.copies = tuple(used)  # in the order in which they are filled
+        self.kept: dict[WeightCopy, WeightCopy] = {}
+        self._first = {copy: 0 if staleness else min(levels) for copy, levels in used.items()}
+        self._last = {copy: max(levels) for copy, levels in used.items()}
+        self._bytes = {copy: _bytes_by_rank(layouts[copy]) for copy in used}
+        self._levels = range(len(graph.levels))
+        self._most: Counter[int] = reduce(Counter.__or__, map(self._in_call, self._levels), Counter())
+
+    def sources(self, copy: WeightCopy) -> tuple[WeightCopy, ...]:
+        """Return the copies of the same role that are in memory when a copy is filled, in the order of filling."""
+        return tuple(other for other in self._at_fill(copy) if other.role == copy.role)
+
+    def released_before(self, copy: WeightCopy) -> list[WeightCopy]:
+        """Return the copies of the same role that are released before a copy is filled, the last filled first."""
+        before = self.copies[: self.copies.index(copy)]
+        here = self._at_fill(copy)
+        return [other for other in reversed(before) if other.role == copy.role and other not in here]
+
+    def fits(self, copy: WeightCopy, until: WeightCopy) -> bool:
+        """Return whether a copy can stay until another is filled, without more memory in any call than without it."""
+        between = [level for level in self._levels if self._end(copy) <= level < self._first[until]]
+        return all(
+            self._in_call(level)[rank] + size <= self._most[rank]
+            for level in between
+            for rank, size in self._bytes[copy].items()
+        )
+
+    def _end(self, copy: WeightCopy) -> int:
+        """Return the first level whose calls run without a copy that was filled before."""
+        end = self._last[copy] + 1
+        return max(end, self._first[self.kept[copy]]) if copy in self.kept else end
+
+    def _in_call(self, level: int) -> Counter[int]:
+        """Return the bytes of copies on each rank during the calls of a level."""
+        inside = (copy for copy in self.copies if self._first[copy] <= level < self._end(copy))
+        return sum((self._bytes[copy] for copy in inside), Counter())
+
+    def _at_fill(self, copy: WeightCopy) -> list[WeightCopy]:
+        """Return the copies, of all roles, that are in memory when a copy is filled."""
+        number, level = self.copies.index(copy), self._first[copy]
+        return [
+            other
+            for other in self.copies[:number]
+            if self._last[other] >= level or (other in self.kept and self.copies.index(self.kept[other]) >= number)
+        ]
+
+
+def _bytes_by_rank(layout: ParamLayout) -> Counter[int]:
+    sizes: Counter[int] = Counter()
+    for name, boxes in layout.boxes.items():
+        for rank, box in boxes.items():
+            sizes[rank] += box.numel * layout.parameters[name].dtype.itemsize
+    return sizes

@@ -1,16 +1,23 @@
-"""Execution plans: the ranks and the layout of each call of a graph."""
+"""Execution plans: the ranks and the layout of each call of a graph; as YAML:
+
+name: mine
+offload: [ref, reward, actor.optimizer]
+calls:
+  actor_generate: {ranks: 0-3, tp: 4}
+  actor_train: {ranks: 0-7, ulysses: 2, zero: 3, ac: full}     # dp_shard defaults to the remaining ranks
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from attention import LAYOUTS
 from parallel import ZERO_STAGES, ParallelDims, format_ranks
 from usp.config import AC_MODES
-from usp.rlhf.graph.calls import ModelCall, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 
@@ -55,7 +62,7 @@ class CallLayout:
 
     @cached_property
     def of_weights(self) -> CallLayout:
-        """The layout without what concerns one call alone: calls that agree in the rest use the same weights."""
+        """The layout without what concerns only one call: calls that agree in the rest use the same weights."""
         return replace(self, micro_batch_tokens=-1, ac="none", ac_offload=False, loss_chunk=0)
 
     @property
@@ -75,12 +82,12 @@ class CallLayout:
     def leaders(self) -> tuple[int, ...]:
         """The rank of each data-parallel index that returns results: last pipeline stage, first of sp and tp."""
         place = {"pp": self.dims.pp - 1, "sp": 0, "tp": 0}
-        found = {
+        by_index = {
             at["batch"]: rank
             for index, rank in enumerate(self.ranks)
             if (at := self.dims.coordinates(index)) and all(at[axis] == value for axis, value in place.items())
         }
-        return tuple(found[number] for number in range(self.dims.batch))
+        return tuple(by_index[number] for number in range(self.dims.batch))
 
     def number_of(self, rank: int) -> int:
         """Return the data-parallel index of a global rank."""
@@ -98,10 +105,8 @@ _OPTIONS = tuple(field.name for field in fields(CallLayout) if field.name not in
 class ExecutionPlan:
     """The layout of each call of a graph.
 
-    Attributes:
-        calls: layouts by the name of the call.
-        offload: untrained roles whose weights are in host memory between calls; "actor.optimizer": of a trained role
-            the optimizer's states, which are there between train steps.
+    offload: untrained roles whose weights are in host memory between calls; "actor.optimizer": of a trained role the
+    optimizer's states, which are there between train steps.
     """
 
     name: str
@@ -185,8 +190,8 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
     if kind == "generate":
         refused = {"zero": layout.zero, "tp_sequence_parallel": layout.tp_sequence_parallel}
         refused |= {"micro_batch_tokens": layout.micro_batch_tokens != -1, "loss_chunk": layout.loss_chunk}
-        if asked := [name for name, value in refused.items() if value]:
-            yield f"a generate call does not support {', '.join(asked)}: remove them"
+        if unsupported := [name for name, value in refused.items() if value]:
+            yield f"a generate call does not support {', '.join(unsupported)}: remove them"
     if kind != "train_step" and (layout.ac != "none" or layout.ac_offload):
         yield "ac and ac_offload keep less for a backward, which only a train_step call has: remove them"
     elif layout.ac_offload and layout.ac == "none":
@@ -199,3 +204,83 @@ def _kind_violations(call: ModelCall, layout: CallLayout) -> Iterator[str]:
         yield f"a function supports only data-parallel degrees, got {dims}"
     if kind == "compute" and layout != CallLayout(layout.ranks, dims, sp_layout=layout.sp_layout):
         yield "a function supports no options besides ranks and degrees: remove the others"
+
+
+PLAN_FILE = "plan.yaml"  # in the folder of a run
+_DEGREES = tuple(field.name for field in fields(ParallelDims))
+
+
+def _values(layout: CallLayout) -> dict[str, Any]:
+    degrees = {key: getattr(layout.dims, key) for key in _DEGREES}
+    return degrees | {key: getattr(layout, key) for key in _OPTIONS}
+
+
+_DEFAULTS = _values(CallLayout((), ParallelDims(dp_shard=1)))
+
+
+def parse_ranks(value: object) -> tuple[int, ...]:
+    """Parse 3, "0-3,6" or [0, 1, 2, 3, 6]. Raises ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, list) and all(type(rank) is int for rank in value):
+        return tuple(value)
+    ranks: list[int] = []
+    for part in str(value).split(","):
+        ends = [end.strip() for end in part.split("-")]
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise ValueError(f"ranks: {value!r} must be ranks and ranges, such as 0-3,6")
+        ranks += range(int(ends[0]), int(ends[-1]) + 1)
+    return tuple(ranks)
+
+
+def to_mapping(plan: ExecutionPlan) -> dict[str, Any]:
+    """Convert a plan to plain values for YAML, without defaults; the inverse of `from_mapping`."""
+
+    def entry(layout: CallLayout) -> dict[str, Any]:
+        changed = {key: value for key, value in _values(layout).items() if value != _DEFAULTS[key]}
+        return {"ranks": format_ranks(layout.ranks), **changed}
+
+    calls = {name: entry(layout) for name, layout in plan.calls.items()}
+    return {"name": plan.name, "offload": sorted(plan.offload), "calls": calls}
+
+
+def from_mapping(mapping: object) -> ExecutionPlan:
+    """Convert a YAML mapping (see the module docstring) to a plan, with dp_shard resolved.
+
+    Raises ValueError naming every unknown key and every invalid value.
+    """
+    if not isinstance(mapping, dict) or not isinstance(mapping.get("calls"), dict):
+        raise ValueError("a plan must be a mapping with `calls`, the layout of each call by name")
+    violations = [f"unknown key {key!r}" for key in mapping if key not in ("name", "offload", "calls")]
+    offload = mapping.get("offload") or []
+    if not isinstance(offload, list) or not all(isinstance(role, str) for role in offload):
+        violations.append(f"offload: {offload!r} must be a list of roles, or of optimizers such as actor.optimizer")
+    layouts: dict[str, CallLayout] = {}
+    for name, entry in mapping["calls"].items():
+        try:
+            layouts[str(name)] = _layout(entry)
+        except ValueError as error:
+            violations.append(f"{name}: {error}")
+    if violations:
+        raise ValueError("plan: " + "; ".join(violations))
+    return ExecutionPlan(str(mapping.get("name", "file")), layouts, frozenset(offload))
+
+
+def _layout(entry: object) -> CallLayout:
+    if not isinstance(entry, dict) or "ranks" not in entry:
+        raise ValueError(f"{entry!r} must be a mapping with `ranks`")
+    violations = [f"unknown key {key!r}" for key in entry if key != "ranks" and key not in _DEFAULTS]
+    values = {key: value for key, value in entry.items() if key in _DEFAULTS}
+    violations += [
+        f"{key}: {value!r} must be {type(_DEFAULTS[key]).__name__}"
+        for key, value in values.items()
+        if type(value) is not type(_DEFAULTS[key])
+    ]
+    if violations:
+        raise ValueError("; ".join(violations))
+    ranks = parse_ranks(entry["ranks"])
+    dims = ParallelDims(**{key: value for key, value in values.items() if key in _DEGREES})
+    # Degrees that do not fit stay unresolved: `ExecutionPlan.violations` reports them with everything else.
+    fits = dims.dp_shard == -1 and ranks and len(ranks) % (dims.pp * dims.dp_replicate * dims.sp * dims.tp) == 0
+    dims = dims.resolve(len(ranks)) if fits else dims
+    return CallLayout(ranks, dims, **{key: value for key, value in values.items() if key in _OPTIONS})

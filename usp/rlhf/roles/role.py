@@ -1,16 +1,68 @@
-"""The interface between the executor and a role's model."""
+"""A role's model without its layout, and its interface to the executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from parallel import ParallelMesh
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Generate, Inference, ModelCall, TrainStep
+from usp.fields import shared_values
+from usp.hf.lora import Lora
+from usp.hf.models import ModelConfig
+from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.samples import Samples
+from usp.train.build import EngineRecipe
+from usp.train.engines.base import AdamW
+
+
+@dataclass(frozen=True, eq=False)
+class RoleSpec:
+    """A role's model and training options, without ranks and degrees.
+
+    Attributes:
+        source: preset, or folder to load the weights from.
+        config: from `load_model_config(source, head, new_head)`.
+        new_head: `source` is a causal LM without a scalar head; initialize one from the seed.
+        seed: for random weights.
+        dtype: of forward and backward, and of weights that this copy does not train. Trained weights are float32.
+        optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
+        loss_chunk: tokens whose logits exist at a time in calls whose layout says nothing.
+        balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
+            `EngineRecipe`. A step is a mini-batch.
+        lora: adapters, which are trained instead of the weights of `source`.
+    """
+
+    role: str
+    source: str
+    config: ModelConfig
+    new_head: bool = False
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    optimizer: AdamW | None = None
+    learning_rate: float = 1e-6
+    max_grad_norm: float = 1.0
+    kernel: str = "auto"
+    loss_chunk: int = 2048
+    balance: float = 0.0
+    router_balance: str = "step"
+    lora: Lora | None = None
+
+    def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
+        """Return how to build the model's stages and engine in a layout."""
+        different = {
+            "model": self.config,
+            "zero": layout.zero if trained or layout.zero else None,
+            "optimizer": self.optimizer if trained else None,
+            "loss_chunk": layout.loss_chunk or self.loss_chunk,
+            "balance": self.balance if trained else 0.0,
+            "weights_dtype": torch.float32 if trained and self.lora is None else self.dtype,
+        }
+        return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
 
 
 class Role(Protocol):
@@ -20,10 +72,7 @@ class Role(Protocol):
     """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return parameters and persistent buffers by global names, DTensors or plain, with or without memory.
-
-        Without those that training leaves as they are (`SupportsSharing.frozen`).
-        """
+        """Return parameters and persistent buffers by global names, without those that training leaves as they are."""
 
     def fill(self) -> None:
         """Allocate and initialize the weights."""
@@ -44,42 +93,10 @@ class Role(Protocol):
         """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `keys.GENERATED`."""
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
-        """Return the samples with only the key `output`. Their sequences are under the key "tokens".
-
-        layout: of the call, which differs from the copy's in micro-batches and chunks alone; None: that of the copy.
-        """
+        """Return the samples with only the key `output`; see `RoleModel.inference`."""
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
         """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
-
-
-@runtime_checkable
-class SupportsSharing(Protocol):
-    """A model whose weights can share the memory of another copy."""
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        """Return the parameters that `weights` leaves out: with adapters those of the base, else none."""
-
-    def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these tensors, with the same names and boxes, instead of allocating memory.
-
-        They are all of `frozen()`, with or without those of `weights()`. Called only for copies with zero=0 that never
-        had memory.
-        """
-
-
-@runtime_checkable
-class SupportsSwitching(Protocol):
-    """A model whose values can move to that of another plan."""
-
-    def state(self) -> Mapping[str, Tensor]:
-        """Return the live weights and optimizer states of a trained copy, by names that do not depend on its layout."""
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state()`, whose tensors have been filled."""
-
-    def discard(self) -> None:
-        """Free all memory of a copy that has values between steps; it is not used again."""
 
 
 # The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that

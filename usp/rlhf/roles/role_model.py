@@ -6,8 +6,10 @@ samples  --rows-->  micro-batches  --stages, with a head on the last-->  per-tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import product
+from statistics import fmean as mean
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,23 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
 from usp.hf.disk import is_adapter, persistent_buffers
-from usp.hf.initialise import fill_buffers
-from usp.hf.lora.adapters import adapters_off
+from usp.hf.lora import adapters_off
 from usp.hf.models import is_scalar, materialise
 from usp.hf.prune import tied_ends
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.generation.responses import SupportsGenerate, generate_samples
-from usp.rlhf.graph.calls import Generate, Inference, TrainStep
+from usp.hf.weights import fill_buffers
+from usp.losses.output_heads import Head
+from usp.rlhf.generation.decoding import Decode
+from usp.rlhf.generation.generate import Generator, generate_samples
+from usp.rlhf.graph import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.samples import Samples
 from usp.run.failures import TrainingDiverged
 from usp.train.build import build_stages, first_weights, fsdp2_engine
+from usp.train.engines.base import MicroBatch, forward_only
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
-from .forward import forward_stages
-from .readers import ObjectiveLoss, TokenOutputs
-from .role_spec import RoleSpec
-from .rows import micro_batches, plan_rows, unpack
+from .role import RoleSpec
+from .rows import ObjectiveLoss, TokenOutputs, micro_batches, plan_rows, unpack
 from .weight_memory import WeightMemory, alias_buffers, alias_parameters
 
 
@@ -41,14 +44,12 @@ class RoleModel:
     Args:
         trained: this copy is the one that the optimizer updates. It is sharded with FSDP2, as is any copy with zero
             above 0; the others have plain parameters, or DTensors over tp (and ep) only.
-        make_generator: builds the generator for this copy; called once.
+        slots: maximum number of sequences to decode concurrently. decode: of the tokenizer, for stop strings.
         offload_optimizer: the optimizer's states are in host memory except during train steps.
 
-    Attributes:
-        learning_rate: for the next train steps; may be set between them.
+    learning_rate: for the next train steps; may be set between them.
 
-    Raises:
-        ValueError: for a model that does not support the layout, and for a trained role without an optimizer.
+    Raises ValueError for a model that does not support the layout, and for a trained role without an optimizer.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class RoleModel:
         mesh: ParallelMesh,
         *,
         trained: bool = False,
-        make_generator: Callable[[RoleModel], SupportsGenerate] | None = None,
+        slots: int = 32,
+        decode: Decode | None = None,
         offload_optimizer: bool = False,
     ) -> None:
         if trained and spec.optimizer is None:
@@ -71,8 +73,8 @@ class RoleModel:
         self._allocated = False
         self._memory = WeightMemory()
         self._moments, self._offload_optimizer = WeightMemory(self._optimizer_states), offload_optimizer
-        self._make_generator = make_generator
-        self._generator: SupportsGenerate | None = None
+        self._slots, self._decode = slots, decode
+        self._generator: Generator | None = None
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live parameters and persistent buffers by the names they are stored under, with or without memory.
@@ -106,19 +108,17 @@ class RoleModel:
             self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
-        """Allocate and initialize the weights."""
         self.allocate()
         if self.spec.lora is None:
             self._load()
 
     def share(self, weights: Mapping[str, Tensor]) -> None:
-        """Share the memory of another copy's `frozen()` and `weights()`, or of the former alone; boxes must be equal.
+        """Share the memory of another copy's `frozen()` and `weights()`, or only of the former; boxes must be equal.
 
-        Updates of the other copy are visible here. `release`, `allocate`, `offload` and `load` leave shared memory
-        alone.
+        Updates of the other copy are visible here. `release`, `allocate`, `offload` and `load` do not touch shared
+        memory.
 
-        Raises:
-            ValueError: for a copy that is sharded with FSDP2 or has memory, and naming mismatched parameters.
+        Raises ValueError for a copy that is sharded with FSDP2 or has memory, and naming mismatched parameters.
         """
         if isinstance(self.stage, FSDPModule) or self._allocated:
             raise ValueError(f"a copy of {self.spec.role} that shares weights must have zero=0 and no memory yet")
@@ -128,19 +128,18 @@ class RoleModel:
         fill_buffers(self.stage.model)
         alias_buffers(self.stage.model, buffers)
         self._allocated = True
-        own = self._parameters().keys() - weights.keys()
-        self._memory = WeightMemory(lambda: [weight for name, weight in self._parameters().items() if name in own])
+        not_shared = self._parameters().keys() - weights.keys()
+        self._memory = WeightMemory(
+            lambda: [weight for name, weight in self._parameters().items() if name in not_shared]
+        )
 
     def release(self) -> None:
-        """Free the memory of the weights."""
         self._memory.release()
 
     def offload(self) -> None:
-        """Move the weights to the host."""
         self._memory.offload()
 
     def load(self) -> None:
-        """Move the weights back to the device."""
         self._memory.load()
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
@@ -148,10 +147,9 @@ class RoleModel:
 
         Log-probabilities are 0 where a `mask` of the samples is.
 
-        layout: of the call, which differs from the copy's in micro-batches and chunks alone; None: that of the copy.
+        layout: of the call, which differs from the copy's only in micro-batches and chunks; None: that of the copy.
 
-        Raises:
-            ValueError: if the model does not have the head that the work names, or no adapters to leave out.
+        Raises ValueError if the model does not have the head that the work names, or no adapters to leave out.
         """
         head = TokenOutputs("logprobs" if work.head == "logprobs" else "values", work.temperature)
         self._check_head(head.head)
@@ -164,13 +162,31 @@ class RoleModel:
         if plan is not None:
             counts = "mask" if "mask" in samples.values and head.head == "logprobs" else ""
             batches = micro_batches(samples, plan, layout, self.mesh, counts=counts)
-            parts = self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
             with nullcontext() if work.adapters else adapters_off(self.stage):
-                outputs = forward_stages(self.stage, self.mesh, batches, head, dtype=self.spec.dtype, token_parts=parts)
+                outputs = self.forward(batches, head)
             values = unpack(outputs, plan, samples, layout, self.mesh) if self.stage.last else []
         if not self._leads:
             return Samples((), {})
         return Samples(samples.ids, {output: [value[-1] if work.head == "score" else value for value in values]})
+
+    def forward(self, batches: Sequence[MicroBatch], head: Head | None) -> list[Tensor]:
+        """Return the output of `head` (None: hidden states) for each micro-batch on the last stage, [] on the others.
+
+        Collective over the mesh. Nothing is kept for a backward.
+
+        batches: of one shape.
+        """
+        sent = []
+        if self.mesh.size("pp") > 1:
+            rows, tokens = batches[0]["input_ids"].shape
+            tokens //= self.mesh.size("tp") if self.layout.tp_sequence_parallel else 1
+            hidden = self.stage.model.config.hidden_size
+            sent = [torch.empty(rows, tokens, hidden, dtype=self.spec.dtype, device="meta")]
+        balance, self.stage.balance = self.stage.balance, None  # it is only part of losses
+        try:
+            return forward_only([self.stage], self.mesh, [{**batch, "head": head} for batch in batches], sent=sent)
+        finally:
+            self.stage.balance = balance
 
     def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> dict[str, float]:
         """Run optimizer steps on this data-parallel rank's part of each mini-batch, possibly empty.
@@ -179,49 +195,52 @@ class RoleModel:
             The objective's metrics and `loss`, averaged over mini-batches, `grad_norm`, averaged over optimizer steps,
             and the number of `optimizer_steps`; the same on every rank.
 
-        Raises:
-            TrainingDiverged: on every rank, if a metric or the gradient is not finite; the weights keep the values of
-                the last good optimizer step.
+        Raises TrainingDiverged on every rank, if a metric or the gradient is not finite; the weights keep the values of
+        the last good optimizer step.
         """
         engine = self._trained_engine()
         self._check_head(work.objective.head)
         self.stage.loss_chunk = self._recipe.loss_chunk
         self._moments.prefetch()
-        averages = self._optimizer_steps(engine, mini_batches, work)
+        metrics = self._optimizer_steps(engine, mini_batches, work)
         self.offload_optimizer()
-        return averages
+        return metrics
 
     def _optimizer_steps(
         self, engine: Fsdp2Engine, mini_batches: Sequence[Samples], work: TrainStep
     ) -> dict[str, float]:
         seen: list[dict[str, float]] = []
         norms: list[float] = []
-        for epoch in range(work.epochs):
-            for number, samples in enumerate(mini_batches, start=1):
-                place = f"train_step of {self.spec.role}, epoch {epoch + 1}, mini-batch {number} of {len(mini_batches)}"
-                seen.append(self._gradients(engine, samples, work, place))
-                if work.stop_above is not None and _above(seen[-1], *work.stop_above):
-                    engine.optimizer.zero_grad()
-                    return _averages(seen, norms)
-                self._moments.load()
-                norms.append(engine.step(self.learning_rate, self.spec.max_grad_norm))
-                if not math.isfinite(norms[-1]):
-                    raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, expected a finite value")
-        return _averages(seen, norms)
+        for epoch, (number, samples) in product(range(1, work.epochs + 1), enumerate(mini_batches, start=1)):
+            place = f"train_step of {self.spec.role}, epoch {epoch}, mini-batch {number} of {len(mini_batches)}"
+            seen.append(self._gradients(engine, samples, work, place))
+            name, bound = work.stop_above or ("loss", math.inf)
+            if name not in seen[-1]:
+                known = f"the objective's metrics are {', '.join(seen[-1])}"
+                raise ValueError(f"stop_above names unknown metric {name}: {known}")
+            if seen[-1][name] > bound:
+                engine.optimizer.zero_grad()
+                break
+            self._moments.load()
+            norms.append(engine.step(self.learning_rate, self.spec.max_grad_norm))
+            if not math.isfinite(norms[-1]):
+                raise TrainingDiverged(f"{place}: the gradient norm is {norms[-1]}, expected a finite value")
+        metrics = {name: mean(each[name] for each in seen) for name in seen[0]} if seen else {}
+        metrics |= {name: max(each[name] for each in seen) for name in metrics if _is_largest(name)}
+        return {**metrics, "grad_norm": mean(norms) if norms else 0.0, "optimizer_steps": float(len(norms))}
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
         """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader.
 
-        Raises:
-            ValueError: for a copy that is sharded with FSDP2, or has no generator.
+        Raises ValueError for a copy that is sharded with FSDP2.
         """
         if self._generator is None:
-            if isinstance(self.stage, FSDPModule) or self._make_generator is None:
+            if isinstance(self.stage, FSDPModule):
                 raise ValueError(
-                    f"{self.spec.role} cannot generate with trained={self.trained}, zero={self.layout.zero} and "
-                    f"make_generator={self._make_generator}: use an untrained copy with zero=0 and a generator"
+                    f"{self.spec.role} cannot generate with trained={self.trained} and zero={self.layout.zero}: use an "
+                    f"untrained copy with zero=0"
                 )
-            self._generator = self._make_generator(self)
+            self._generator = Generator.of(self.stage, self.mesh, slots=self._slots, decode=self._decode)
         samples = generate_samples(prompts, work, seed, self._generator)
         return samples if self._leads else Samples((), {})
 
@@ -249,10 +268,10 @@ class RoleModel:
             self._moments.release()
         WeightMemory(lambda: [weight for _, weight in self._stored()]).release()
 
-    def _optimizer_states(self) -> Iterator[Tensor]:
-        """Yield the moments; the step counts are single numbers."""
-        for kept in self._trained_engine().optimizer.state.values():
-            yield from (state for name, state in kept.items() if name != "step")
+    def _optimizer_states(self) -> list[Tensor]:
+        """Return the moments; the step counts are single numbers."""
+        states = self._trained_engine().optimizer.state.values()
+        return [state for kept in states for name, state in kept.items() if name != "step"]
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         ends = tied_ends(self.stage.model)
@@ -261,7 +280,7 @@ class RoleModel:
         yield from persistent_buffers(self.stage.model)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Return what of `weights()` can be freed."""
+        """Return those of `weights()` that can be freed."""
         buffers = {name for name, _ in persistent_buffers(self.stage.model)}
         return {name: weight for name, weight in self.weights().items() if name not in buffers}
 
@@ -292,7 +311,7 @@ class RoleModel:
         totals: dict[str, float] = {}
         if self.stage.last:
             names = sorted(metrics[0])
-            values = torch.stack([torch.stack([one[name].double() for name in names]) for one in metrics])
+            values = torch.stack([torch.stack([of_batch[name].double() for name in names]) for of_batch in metrics])
             total, largest = values.sum(0), values.amax(0)
             for axis in ("loss", "tp"):
                 dist.all_reduce(total, group=self.mesh.group(axis))
@@ -321,22 +340,9 @@ class RoleModel:
 
     def _check_head(self, head: str) -> None:
         if (head == "values") != is_scalar(self.spec.config):
-            found = "a scalar head" if is_scalar(self.spec.config) else "a causal LM head"
-            raise ValueError(f"{self.spec.role} cannot compute {head}, it has {found}")
-
-
-def _above(metrics: Mapping[str, float], name: str, bound: float) -> bool:
-    if name not in metrics:
-        raise ValueError(f"stop_above names unknown metric {name}: the objective's metrics are {', '.join(metrics)}")
-    return metrics[name] > bound
+            actual = "a scalar head" if is_scalar(self.spec.config) else "a causal LM head"
+            raise ValueError(f"{self.spec.role} cannot compute {head}, it has {actual}")
 
 
 def _is_largest(name: str) -> bool:
     return name.endswith("_max")
-
-
-def _averages(seen: Sequence[Mapping[str, float]], norms: Sequence[float]) -> dict[str, float]:
-    averages = {name: sum(one[name] for one in seen) / len(seen) for name in seen[0]} if seen else {}
-    averages |= {name: max(one[name] for one in seen) for name in averages if _is_largest(name)}
-    grad_norm = sum(norms) / len(norms) if norms else 0.0
-    return {**averages, "grad_norm": grad_norm, "optimizer_steps": float(len(norms))}

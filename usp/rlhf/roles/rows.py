@@ -3,13 +3,15 @@
     samples  --plan_rows-->  RowPlan  --micro_batches-->  this rank's tokens of each row
     the model's output for this rank's tokens  --unpack-->  one tensor per sample, on the CPU
 
-A micro-batch is one row. Padding follows the last boundary of `cu_seqlens`, and neither attends nor is attended to.
+A micro-batch is one row. Padding follows the last boundary of `cu_seqlens`, and neither attends nor is attended to. On
+the last pipeline stage a head reads the outputs: per token for inference, an objective's loss for training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,11 @@ from torch import Tensor
 
 from attention import SequenceLayout
 from parallel import ParallelMesh
-from usp.rlhf.data.samples import Samples
+from usp.losses.output_heads import LastHidden
+from usp.rlhf.graph import Objective, Sequences
 from usp.rlhf.plan.plan import CallLayout
-from usp.sp.batch import IGNORED_LABEL, shard_batch
-from usp.sp.sequence import shard_sequence, unshard_sequence
+from usp.rlhf.samples import Samples
+from usp.sp.sequence import IGNORED_LABEL, shard_batch, shard_sequence, unshard_sequence
 
 SEQUENCE = "sequence"  # key in a micro-batch: the index, within the row, of each token's sequence
 
@@ -38,16 +41,6 @@ class RowPlan:
     row_len: int
 
 
-def pack(samples: Samples, *, unit: int = 1, budget: int = 0, at_least: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the samples in each row, as `pack_lengths`.
-
-    Raises:
-        ValueError: naming samples without tokens, and incomplete units.
-    """
-    lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
-    return pack_lengths(samples.ids, lengths, unit=unit, budget=budget, at_least=at_least)
-
-
 def pack_lengths(
     ids: Sequence[int], lengths: Sequence[int], *, unit: int = 1, budget: int = 0, at_least: int = 1
 ) -> tuple[tuple[int, ...], ...]:
@@ -57,12 +50,10 @@ def pack_lengths(
     separate row.
 
     Args:
-        lengths: tokens of each of `ids`.
         unit: number of samples with consecutive ids, starting at a multiple of it, that share a row.
         budget: 0: no limit.
 
-    Raises:
-        ValueError: naming samples without tokens, and incomplete units.
+    Raises ValueError naming samples without tokens, and incomplete units.
     """
     empty = [sample for sample, length in zip(ids, lengths, strict=True) if not length]
     units: dict[int, list[int]] = {}
@@ -93,8 +84,9 @@ def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: in
 
     Collective over the batch axis, on every rank of the mesh. Returns None if no rank has a sample.
     """
-    rows = pack(samples, unit=unit, budget=layout.token_budget, at_least=mesh.size("pp"))
-    longest = max(sum(len(samples["tokens"][index]) for index in row) for row in rows)
+    lengths = [len(tokens) for tokens in samples["tokens"]] if samples.ids else []
+    rows = pack_lengths(samples.ids, lengths, unit=unit, budget=layout.token_budget, at_least=mesh.size("pp"))
+    longest = max(sum(lengths[index] for index in row) for row in rows)
     shape = torch.tensor([len(rows), longest], device=mesh.device_type)
     dist.all_reduce(shape, dist.ReduceOp.MAX, group=mesh.group("batch"))
     number, longest = shape.tolist()
@@ -107,12 +99,7 @@ def plan_rows(samples: Samples, layout: CallLayout, mesh: ParallelMesh, unit: in
 
 
 def micro_batches(
-    samples: Samples,
-    plan: RowPlan,
-    layout: CallLayout,
-    mesh: ParallelMesh,
-    keys: Iterable[str] = (),
-    counts: str = "",
+    samples: Samples, plan: RowPlan, layout: CallLayout, mesh: ParallelMesh, keys: Iterable[str] = (), counts: str = ""
 ) -> list[dict[str, Tensor]]:
     """Return this rank's tokens of each row, on the mesh's device; no communication.
 
@@ -121,15 +108,49 @@ def micro_batches(
     `keys` as float32, 0 in padding.
     All but `cu_seqlens` are (1, this rank's tokens).
 
-    Args:
-        counts: key of the samples that is 0 at tokens without a label; "": all have one, but the last of a sequence.
+    counts: key of the samples that is 0 at tokens without a label; "": all have one, but the last of a sequence.
 
-    Raises:
-        ValueError: naming values that do not have one number per token of their sample.
+    Raises ValueError naming values that do not have one number per token of their sample.
     """
     keys = tuple(keys)
-    _check(samples, (*keys, counts) if counts else keys)
-    return [_micro_batch(samples, row, plan.row_len, layout, mesh, keys, counts) for row in plan.rows]
+    checked = (*keys, counts) if counts else keys
+    violations = [
+        f"{key} of sample {sample} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)}"
+        for key in (checked if samples.ids else ())  # empty samples may lack keys
+        for sample, tokens, value in zip(samples.ids, samples["tokens"], samples[key], strict=True)
+        if value.shape != tokens.shape
+    ]
+    if violations:
+        raise ValueError(f"per-token values must have one number per token: {'; '.join(violations[:5])}")
+
+    def joined(values: Sequence[Tensor], padding: int, dtype: torch.dtype) -> Tensor:
+        whole = torch.full((1, plan.row_len), padding, dtype=dtype)
+        if values:
+            content = torch.cat([value.to(dtype) for value in values])
+            whole[0, : len(content)] = content
+        return whole.to(mesh.device_type)
+
+    batches = []
+    for row in plan.rows:
+        tokens = [samples["tokens"][index] for index in row]
+        lengths = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32)
+        whole = {
+            "input_ids": joined(tokens, 0, torch.int64),
+            "labels": joined(tokens, IGNORED_LABEL, torch.int64),
+            "cu_seqlens": lengths.cumsum(0, dtype=torch.int32).unsqueeze(0),
+        }
+        batch = shard_batch(whole, mesh, layout.sp_layout)
+        numbers = joined([torch.full((len(ids),), n) for n, ids in enumerate(tokens)], len(tokens), torch.int64)
+        others = {key: joined([samples[key][index] for index in row], 0, torch.float32) for key in keys}
+        for key, value in {SEQUENCE: numbers, **others}.items():
+            batch[key] = shard_sequence(value, mesh, layout.sp_layout)
+        batch["real"] = batch[SEQUENCE] < len(tokens)
+        if counts:
+            counted = joined([samples[counts][index] != 0 for index in row], 0, torch.bool)
+            labels, kept = batch["shift_labels"], shard_sequence(counted, mesh, layout.sp_layout)
+            batch["shift_labels"] = labels.where(kept, IGNORED_LABEL)
+        batches.append(batch)
+    return batches
 
 
 def unpack(
@@ -148,50 +169,40 @@ def unpack(
     return [values[index] for index in range(len(samples))]
 
 
-def _micro_batch(
-    samples: Samples,
-    row: Sequence[int],
-    row_len: int,
-    layout: CallLayout,
-    mesh: ParallelMesh,
-    keys: Sequence[str],
-    counts: str,
-) -> dict[str, Tensor]:
-    def joined(values: Iterable[Tensor], padding: int, dtype: torch.dtype) -> Tensor:
-        whole = torch.full((1, row_len), padding, dtype=dtype)
-        if row:
-            content = torch.cat([value.to(dtype) for value in values])
-            whole[0, : len(content)] = content
-        return whole.to(mesh.device_type)
+@dataclass(frozen=True)
+class TokenOutputs:
+    """A head that returns (B, S) log-probabilities of the next tokens at `temperature`, or values."""
 
-    tokens = [samples["tokens"][index] for index in row]
-    lengths = torch.tensor([0, *map(len, tokens)] if row else [0, 0], dtype=torch.int32)
-    whole = {
-        "input_ids": joined(tokens, 0, torch.int64),
-        "labels": joined(tokens, IGNORED_LABEL, torch.int64),
-        "cu_seqlens": lengths.cumsum(0, dtype=torch.int32).unsqueeze(0),
-    }
-    batch = shard_batch(whole, mesh, layout.sp_layout)
-    numbers = joined([torch.full((len(ids),), n) for n, ids in enumerate(tokens)], len(tokens), torch.int64)
-    others = {key: joined([samples[key][index] for index in row], 0, torch.float32) for key in keys}
-    for key, value in {SEQUENCE: numbers, **others}.items():
-        batch[key] = shard_sequence(value, mesh, layout.sp_layout)
-    batch["real"] = batch[SEQUENCE] < len(tokens)
-    if counts:
-        counted = joined([samples[counts][index] != 0 for index in row], 0, torch.bool)
-        labels = batch["shift_labels"]
-        batch["shift_labels"] = labels.where(shard_sequence(counted, mesh, layout.sp_layout), IGNORED_LABEL)
-    return batch
+    head: Literal["logprobs", "values"]
+    temperature: float = 1.0
+
+    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+        if self.head == "values":
+            return last.values()
+        return last.logprobs(inputs["shift_labels"], self.temperature)[0]
 
 
-def _check(samples: Samples, keys: Sequence[str]) -> None:
-    if not samples.ids:  # empty samples may lack keys
-        return
-    violations = [
-        f"{key} of sample {sample} has shape {tuple(value.shape)}, expected {tuple(tokens.shape)}"
-        for key in keys
-        for sample, tokens, value in zip(samples.ids, samples["tokens"], samples[key], strict=True)
-        if value.shape != tokens.shape
-    ]
-    if violations:
-        raise ValueError(f"per-token values must have one number per token: {'; '.join(violations[:5])}")
+@dataclass(frozen=True, eq=False)
+class ObjectiveLoss:
+    """A head that returns this rank's share of an objective's loss. metrics: of each micro-batch so far."""
+
+    objective: Objective
+    sp_group: dist.ProcessGroup
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+        objective, entropy = self.objective, None
+        if objective.head == "values":
+            output = last.values()
+        else:
+            output, entropy = last.logprobs(inputs["shift_labels"], objective.temperature, objective.entropy)
+        per_token = {key: inputs[key] for key in objective.keys}
+        loss, metrics = objective(output, entropy, per_token, sequences_of(inputs, self.sp_group))
+        self.metrics.append({**metrics, "loss": loss.detach()})
+        return loss
+
+
+def sequences_of(inputs: Mapping[str, Tensor], group: dist.ProcessGroup) -> Sequences:
+    """Return the sequences of a micro-batch of `micro_batches`, whose row is sharded over `group`."""
+    # A pipeline pads cu_seqlens by repeating the last boundary.
+    return Sequences(inputs[SEQUENCE], int((inputs["cu_seqlens"].diff() > 0).sum()), group)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.reallocation.boxes import local_box, local_part
-from usp.hf.models import kept_names
+from usp.hf.disk import kept_names
 from usp.hf.prune import tied_ends
 
 
@@ -20,8 +20,7 @@ class WeightMemory:
     Storages are resized in place, as FSDP2 does with gathered parameters, so that parameters, hooks, views and
     optimizers keep referring to the same tensors.
 
-    Args:
-        weights: returns the tensors, always in the same order.
+    weights: returns the tensors, always in the same order.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -54,7 +53,8 @@ class WeightMemory:
             pinned = storage.device.type != "cpu"
             values = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             self._host.append(values.copy_(_bytes(storage), non_blocking=True))
-        _synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
         self.release()
 
     def load(self) -> None:
@@ -87,8 +87,7 @@ def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: to
 
     What is allocated is not initialized.
 
-    Raises:
-        ValueError: naming parameters of which `weights` has another box or dtype than this rank's model.
+    Raises ValueError naming parameters whose box or dtype in `weights` is not that of this rank's model.
     """
     kept, ends = kept_names(model), tied_ends(model)
     own_weights = {ends.get(name, name): own for name, own in model.named_parameters()}
@@ -128,11 +127,6 @@ def _placed_like(own: Tensor, values: Tensor) -> Tensor:
         return values
     shape, stride = own.shape, own.stride()
     return DTensor.from_local(values, own.device_mesh, own.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Reallocation, gather_layout, plan_realloc
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, trained_copy, weight_copies
+from usp.rlhf.graph import DataflowGraph
+from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.plan.step_weights import plan_weights
-from usp.rlhf.roles.role import BuildRole, Role, SupportsSharing, SupportsSwitching
+from usp.rlhf.roles.role import BuildRole, Role
+from usp.rlhf.roles.role_model import RoleModel
 
-from .timeline import BytesMoved
+from .timeline import Event
 
 _BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, per rank
 
@@ -28,13 +28,12 @@ class RoleCopies:
 
     Args:
         ranks_per_host: for reallocation, which prefers sources on the same host.
-        before: the copies of another plan, between two steps; every role's model must be a `SupportsSwitching`. What
-            both plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
+        before: the copies of another plan, between two steps; their models must be of the class `RoleModel`. What both
+            plans have stays, and from the others weights and optimizer states move here, exactly, so that `before`
             cannot be used afterwards. Of one role at a time, a rank holds what it had and what it gets.
-        moved: is filled in with what this rank sends and receives then.
+        event: is filled in with what this rank sends and receives then; given with `before`.
 
-    Attributes:
-        aliases: copies that share the memory of their role's trained copy.
+    aliases: copies that share the memory of their role's trained copy.
     """
 
     def __init__(
@@ -46,36 +45,38 @@ class RoleCopies:
         device: torch.device,
         ranks_per_host: int,
         before: RoleCopies | None = None,
-        moved: BytesMoved | None = None,
+        event: Event | None = None,
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
-        self._graph, self._plan, self._moved = graph, plan, moved or BytesMoved()
+        self._plan, self._event = plan, event
         self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], Reallocation] = {}
-        self._minimum: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[int, int]] = {}  # what this rank lacks
+        self._moved: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], dict[str, int]] = {}  # fields of an `Event`
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
-        kept = kept_copies(graph, before._plan, plan) if before else frozenset()
+        staying = kept_copies(graph, before._plan, plan) if before else frozenset()
         meshes: dict[tuple[tuple[int, ...], ParallelDims], ParallelMesh] = {}
         for role in dict.fromkeys(copy.role for copy in self._uses):
-            new = [copy for copy in self._uses if copy.role == role and copy not in kept]
+            new = [copy for copy in self._uses if copy.role == role and copy not in staying]
             for copy in new:
                 place = (copy.layout.ranks, copy.layout.dims)
                 if place not in meshes:
                     meshes[place] = ParallelMesh.create(copy.layout.dims, device.type, copy.layout.ranks, groups)
                 if meshes[place].member:
-                    self._models[copy] = self._build(copy, build_role, meshes[place])
+                    train = graph.train_call(role) if copy == self._trained.get(role) else None
+                    call = train or self._uses[copy][0]
+                    self._models[copy] = build_role(call, plan[call.name], meshes[place])
                     if before is None and self._holds_values(copy):
                         self._models[copy].fill()
             if before:
-                self._take_over(role, new, before, kept)
+                self._take_over(role, new, before, staying)
         filled = [copy for copy in self._uses if not self._holds_values(copy)]
         copies = [*self._trained.values(), *(copy for copy in self._uses if copy not in self._trained.values())]
-        layouts = self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
+        self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
-        shared = before.aliases & kept if before else frozenset()
-        unsure = [copy for copy in filled if copy not in kept]
-        self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, layouts, frozen))
+        shared = before.aliases & staying if before else frozenset()
+        unsure = [copy for copy in filled if copy not in staying]
+        self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, frozen))
 
     @property
     def trained(self) -> dict[str, Role]:
@@ -86,32 +87,23 @@ class RoleCopies:
         """Plan how the copies of a step are filled, and get ready for it. Collective over the world."""
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
-        rank = dist.get_rank()
         for copy, fill in step.fills.items():
             key = copy, step.sources[copy]
             self._reallocations[key] = Reallocation(fill, self._groups, self._device)
-            self._minimum[key] = fill.lacking_bytes(rank), fill.host_lacking_bytes(rank)
+            self._moved[key] = _moved(self._reallocations[key])
         return step
 
     def model(self, copy: WeightCopy) -> Role:
         """Return the model of a copy that this rank has a part of."""
         return self._models[copy]
 
-    def reallocate(self, copy: WeightCopy, sources: tuple[WeightCopy, ...], moved: BytesMoved) -> None:
+    def reallocate(self, copy: WeightCopy, sources: tuple[WeightCopy, ...], event: Event) -> None:
         """Allocate a copy and fill it from the trained one and `sources`. Collective over the ranks of all of them."""
         if copy in self._models:
             self._models[copy].allocate()
         reallocation, others = self._reallocations[copy, sources], [self._weights(source) for source in sources]
         reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy), others)
-        fill, rank = reallocation.plan, dist.get_rank()
-        moved.sent, moved.received = fill.sent_bytes.get(rank, 0), fill.received_bytes.get(rank, 0)
-        moved.crossed = fill.crossed_bytes.get(rank, 0)
-        moved.minimum, moved.host_minimum = self._minimum[copy, sources]
-
-    def _build(self, copy: WeightCopy, build_role: BuildRole, mesh: ParallelMesh) -> Role:
-        train = self._graph.train_call(copy.role) if copy == self._trained.get(copy.role) else None
-        call = train or self._uses[copy][0]
-        return build_role(call, self._plan[call.name], mesh)
+        vars(event).update(self._moved[copy, sources])
 
     def _holds_values(self, copy: WeightCopy) -> bool:
         """Return whether a copy has its values between steps, instead of being filled where it is needed."""
@@ -123,20 +115,18 @@ class RoleCopies:
         sources = [copy for copy in old if before._holds_values(copy)]
         targets = [copy for copy in new if self._holds_values(copy)]
         loaded = [copy for copy in sources if targets or role not in self._plan.offload]
-        for model in (before._models[copy] for copy in loaded if copy in before._models):
-            model.load()
+        for copy in (copy for copy in loaded if copy in before._models):
+            before._models[copy].load()
         for copy in targets:
             self._fill_from(before, sources, copy)
-        for copy in old:
-            if copy not in before._models:
-                continue
+        for copy in [copy for copy in old if copy in before._models]:
             model = before._models.pop(copy)
             if copy in kept:
                 self._models[copy] = model
-            elif isinstance(model, SupportsSwitching) and copy in sources:
+            elif isinstance(model, RoleModel) and copy in sources:
                 model.discard()
         if role in self._plan.offload:
-            for copy in (copy for copy in self._uses if copy.role == role and copy in self._models):
+            for copy in [copy for copy in self._models if copy.role == role]:
                 self._models[copy].offload()
 
     def _fill_from(self, before: RoleCopies, sources: Sequence[WeightCopy], copy: WeightCopy) -> None:
@@ -146,31 +136,23 @@ class RoleCopies:
         if copy in self._models:
             self._models[copy].allocate()
         wanted = self._values(copy, trained)
-        layouts, target = [gather_layout(one) for one in held], gather_layout(wanted)
-        plan = plan_realloc(
-            layouts[0],
-            target,
-            copies=layouts[1:],
-            bucket_bytes=_BUCKET_BYTES,
-            ranks_per_host=self._ranks_per_host,
-        )
-        Reallocation(plan, self._groups, self._device).run(held[0], wanted, held[1:])
+        layouts, target = [gather_layout(values) for values in held], gather_layout(wanted)
+        options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host}
+        plan = plan_realloc(layouts[0], target, copies=layouts[1:], **options)
+        reallocation = Reallocation(plan, self._groups, self._device)
+        reallocation.run(held[0], wanted, held[1:])
         model = self._models.get(copy)
-        if trained and isinstance(model, SupportsSwitching):
+        if trained and isinstance(model, RoleModel):
             model.restore(wanted)
-        rank = dist.get_rank()
-        self._moved.sent += plan.sent_bytes.get(rank, 0)
-        self._moved.received += plan.received_bytes.get(rank, 0)
-        self._moved.crossed += plan.crossed_bytes.get(rank, 0)
-        self._moved.minimum += plan.lacking_bytes(rank)
-        self._moved.host_minimum += plan.host_lacking_bytes(rank)
+        for name, nbytes in _moved(reallocation).items():
+            setattr(self._event, name, getattr(self._event, name) + nbytes)
 
     def _values(self, copy: WeightCopy, states: bool) -> Mapping[str, Tensor]:
         """Return all that a copy on this rank has between steps: its weights, and if trained its optimizer's states."""
         model = self._models.get(copy)
         if model is None or not states:
             return self._weights(copy)
-        assert isinstance(model, SupportsSwitching), f"{copy.role} cannot change its layout"
+        assert isinstance(model, RoleModel), f"{copy.role} cannot change its layout"
         return model.state()
 
     def _weights(self, copy: WeightCopy) -> Mapping[str, Tensor]:
@@ -178,27 +160,37 @@ class RoleCopies:
 
     def _frozen(self, copy: WeightCopy) -> Mapping[str, Tensor]:
         model = self._models.get(copy)
-        return model.frozen() if isinstance(model, SupportsSharing) else {}
+        return model.frozen() if isinstance(model, RoleModel) else {}
 
-    def _share(
-        self, copy: WeightCopy, layouts: Mapping[WeightCopy, ParamLayout], frozen: Mapping[WeightCopy, ParamLayout]
-    ) -> bool:
+    def _share(self, copy: WeightCopy, frozen: Mapping[WeightCopy, ParamLayout]) -> bool:
         """Share the memory of the trained copy where that has the same boxes on every rank of this one.
 
-        Returns whether all weights are shared; if not, the frozen ones alone may be.
+        Returns whether all weights are shared; if not, the frozen ones may be.
         """
         source, model = self._trained[copy.role], self._models.get(copy)
-        supported = model is None or isinstance(model, SupportsSharing)
+        supported = model is None or isinstance(model, RoleModel)
         same_frozen = supported and copy.layout.zero == 0 and _holds(frozen[source], frozen[copy])
-        same = same_frozen and _holds(layouts[source], layouts[copy])
+        same = same_frozen and _holds(self._layouts[source], self._layouts[copy])
         agreed = torch.tensor([same_frozen, same], dtype=torch.int64, device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         same_frozen, same = agreed.bool().tolist()
-        if isinstance(model, SupportsSharing) and (same or (same_frozen and frozen[copy].parameters)):
+        if isinstance(model, RoleModel) and (same or (same_frozen and frozen[copy].parameters)):
             has = {**self._frozen(copy), **self._weights(copy)}  # of a pipeline stage not all that the source has
             shared = {**self._frozen(source), **(self._weights(source) if same else {})}
             model.share({name: weight for name, weight in shared.items() if name in has})
         return same
+
+
+def _moved(reallocation: Reallocation) -> dict[str, int]:
+    """Return what this rank sends and receives, as fields of an `Event`."""
+    plan, rank = reallocation.plan, dist.get_rank()
+    return {
+        "sent": plan.sent_bytes.get(rank, 0),
+        "received": plan.received_bytes.get(rank, 0),
+        "crossed": plan.crossed_bytes.get(rank, 0),
+        "minimum": plan.lacking_bytes(rank),
+        "host_minimum": plan.host_lacking_bytes(rank),
+    }
 
 
 def _holds(source: ParamLayout, copy: ParamLayout) -> bool:

@@ -1,9 +1,9 @@
 """Execute the steps of a graph under a plan, without a controller: every rank runs the same program.
 
 The ranks compare the graph (a hash of each call) and the plan at the start, and from then on know what the others do.
-In a step, each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics. With
-staleness 1, an iteration runs those of two steps: one trains while the next one's samples are made. Between two steps
-another plan may begin: all values move to its layouts.
+Each rank runs the operations of `schedule` that it takes part in, in order, then all exchange metrics. With staleness 1
+one step trains while the next one's samples are made. Between two steps another plan may begin: all values move to its
+layouts.
 """
 
 from __future__ import annotations
@@ -19,24 +19,18 @@ import torch.distributed as dist
 
 from parallel import ProcessGroups, agree
 from usp.rlhf.algorithms.algorithm import stateful
-from usp.rlhf.data.fingerprint import fingerprint
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import key_kinds
+from usp.rlhf.graph import DataflowGraph, TrainStep, key_kinds
 from usp.rlhf.plan.operations import schedule
-from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations
-from usp.rlhf.plan.plan_text import to_mapping
+from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
 from usp.rlhf.roles.role import BuildRole, Role
+from usp.rlhf.samples import Samples, fingerprint
 from usp.run.failures import UserCodeFailed
 
 from .copies import RoleCopies
-from .in_flight import InFlight, SavedInFlight
-from .measure import with_measures
-from .step_plan import StepData, step_violations
+from .measure import Summary, merge, summarize, with_measures
 from .step_run import TRANSFER_LANE, RunContext, StepRunner
-from .summary import Summary, merge, summarize
 from .timeline import Event, Timeline, clock_offset
+from .transfer import InFlight, StepData, step_violations
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +49,6 @@ class StepResult:
     Attributes:
         metrics: see `summary.merge`; the same on every rank.
         samples: the collected samples, on rank 0.
-        events: of this rank.
         lengths: see `StepData`; the same on every rank.
     """
 
@@ -66,21 +59,20 @@ class StepResult:
 
 
 class Executor:
-    """Executes steps with the models of a plan. Construction is collective over the world.
+    """Executor of steps with the models of a plan. Construction is collective over the world.
 
     Args:
-        build_role: see `role.BuildRole`.
         ranks_per_host: for reallocation, which prefers sources on the same host.
         folder: of the run, for its timeline; None: no files.
         collect: keys whose values are collected on rank 0 after every step.
         progress: called with every operation of this rank as it begins.
         before_changes: called on every rank before the first operation of a step that changes weights, or the state of
-            a function, else at its end: what it raises on all of them leaves everything as the last step did.
+            a function, else at its end. It returns metrics of the step's samples; what it raises on all ranks leaves
+            everything as the last step did.
         copies: those of another executor, which hold all that this plan needs; None: built here.
-        staleness: 0: `run_step` runs a step after another. 1: `roll_out`, then `train` for every step; see `schedule`.
+        staleness: by how many steps samples are made ahead of the training on them; see `schedule`.
 
-    Attributes:
-        in_flight: with staleness 1, the samples that `train` trains on; set to continue from a checkpoint.
+    in_flight: the samples that are made and not trained on yet; set to continue from a checkpoint.
 
     Raises:
         ValueError: naming every violation, if the plan does not fit the graph, the world size and the staleness.
@@ -99,7 +91,7 @@ class Executor:
         folder: Path | None = None,
         collect: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda doing: None,
-        before_changes: Callable[[], None] = lambda: None,
+        before_changes: Callable[[], Mapping[str, float]] = dict,
         copies: RoleCopies | None = None,
         staleness: int = 0,
     ) -> None:
@@ -108,6 +100,7 @@ class Executor:
         self.device, self._build_role, self._ranks_per_host = device, build_role, ranks_per_host
         self._progress, self._before_changes = progress, before_changes
         self._failure: UserCodeFailed | None = None
+        self._checked: Mapping[str, float] = {}
         self.in_flight: InFlight | None = None
         self._collected: list[Samples] = []
         assert dist.group.WORLD
@@ -138,30 +131,29 @@ class Executor:
         """
         old = self._context
         graph, plan = self._agreed(plan)
-        with self.timeline.record("switch", plan.name) as moved:
+        with self.timeline.record("switch", plan.name) as event:
             for name, state in self.function_states().items():
                 stateful(self._graph)[name].load_state_dict(state)
             in_flight = self.in_flight and (self.in_flight.to_extra(), self.in_flight.whole(self.device))
             copies = RoleCopies(
-                graph, plan, self._groups, self._build_role, self.device, self._ranks_per_host, old.copies, moved
+                graph, plan, self._groups, self._build_role, self.device, self._ranks_per_host, old.copies, event
             )
             self._context = self._ready(graph, plan, copies)
             if in_flight:
                 extra, whole = in_flight
-                saved = self.saved_in_flight(extra)
-                saved.values.update(whole)
-                self.in_flight = saved.restored()
+                self.in_flight = self.saved_in_flight(extra)
+                self.in_flight.fill(whole)
             gc.collect()  # models refer to themselves
         self.timeline.take()
 
     def function_states(self) -> dict[str, dict[str, float]]:
         """Collect the state of stateful functions, which only the ranks that call them have. Collective."""
-        found = {}
+        states = {}
         for name, function in stateful(self._graph).items():
             state = [function.state_dict()]
             dist.broadcast_object_list(state, src=self._context.plan[name].ranks[0], device=self.device)
-            found[name] = state[0]
-        return found
+            states[name] = state[0]
+        return states
 
     def _agreed(self, plan: ExecutionPlan) -> tuple[DataflowGraph, ExecutionPlan]:
         """Check a plan, on all ranks the same, and return it and the graph with what is measured."""
@@ -214,71 +206,62 @@ class Executor:
         )
 
     def run_step(self, given: Samples, number: int, seed: int) -> StepResult:
-        """Run step `number`. Every rank passes all samples: prompts, if the graph generates.
+        """Make the samples of step `number` and train on them: `run` with staleness 0."""
+        result = self.run(StepInput(given, number, seed))
+        assert result is not None
+        return result
+
+    def run(self, asked: StepInput | None) -> StepResult | None:
+        """Make the samples of a step, and train on those made `staleness` steps before; those are made with the weights
+        from before this training. Every rank passes all samples: prompts, if the graph generates.
+
+        asked: None at the end of a run, when all samples are made. Returns None at its beginning, when none are due.
 
         Raises:
             ValueError: before anything runs, for samples that the calls cannot divide, such as an empty batch; and if a
                 call's outputs do not match the graph.
             RanksDisagree: on every rank, if ranks pass samples of different lengths, or different seeds.
+            UserCodeFailed: what `before_changes` raised. If a step has trained meanwhile, that step is done, no samples
+                are in flight, and the next call raises it.
         """
-        assert not self._staleness
-        runner = self._begin(StepInput(given, number, seed))
-        self._context.timeline.step = number
-        self._run({0: runner})
-        self._progress("end of the step")
-        runner.finish()
-        metrics = merge(self._told(summarize(runner.step, runner.metrics)), runner.step.lengths)
-        return StepResult(metrics, self._take_collected(), self._context.timeline.take(), runner.step.lengths)
-
-    def roll_out(self, asked: StepInput) -> None:
-        """Make the samples of a step, with staleness 1 and none in flight: at the beginning of a run.
-
-        Raises as `run_step`, and what `before_changes` raised in the iteration before, which left no samples.
-        """
-        assert self._staleness and self.in_flight is None
-        if self._failure is None:
-            self._context.timeline.step = asked.number
-            self._iterate(None, asked)
         if self._failure is not None:
             raise self._failure
-
-    def train(self, following: StepInput | None) -> StepResult:
-        """Train on the samples in flight, and meanwhile make those of the step that follows, if there is one.
-
-        These are made with the weights from before. If `before_changes` raises UserCodeFailed, none are in flight
-        afterwards, and `roll_out` raises it: the step that has trained is done.
-        """
-        assert self._staleness and self.in_flight is not None
-        self._context.timeline.step = self.in_flight.number
-        lengths = self.in_flight.step.lengths
-        metrics = self._iterate(self.in_flight, following)
-        return StepResult(metrics, self._take_collected(), self._context.timeline.take(), lengths)
-
-    def _iterate(self, trained: InFlight | None, following: StepInput | None) -> dict[str, float]:
-        """Run an iteration, and return the metrics of the step that it trained."""
-        runners = {}
-        if trained is not None:
-            runners[0] = StepRunner(self._context, trained.step, seed=0)
-        if following is not None:
-            runners[1] = self._begin(following)
-        self._run(runners)
-        self._progress("end of the iteration")
-        ahead = runners.get(1)
-        self.in_flight = None
-        if ahead is not None:
-            ahead.hand_over()
+        due, runners = self.in_flight, dict[int, StepRunner]()
+        if due is not None:
+            runners[0] = StepRunner(self._context, due.step, seed=0)
+            self.timeline.step = due.number
+        if asked is not None:
+            runners[self._staleness] = self._begin(asked)
+            self.timeline.step = due.number if due else asked.number
+        self._checked = {}
+        self._operate(runners)
+        self._progress("end of the step")
+        summaries = {} if due is None else {0: Summary(runners[0].metrics, {})}
+        if asked is not None:
+            runner = runners[self._staleness]
+            runner.finish()
             if self._failure is None:
-                assert following is not None
-                rolled_out = merge(self._told(summarize(ahead.step, {})), ahead.step.lengths)
-                self.in_flight = InFlight.of(following.number, ahead.step, rolled_out)
-        if trained is None:
-            return {}
-        return trained.metrics | merge(self._told(Summary(runners[0].metrics, {})), {})
+                summaries[self._staleness] = summarize(runner.step, runner.metrics)
+        self.in_flight = None
+        if self._failure is not None and due is None:
+            raise self._failure
+        told: list[Mapping[int, Summary]] = [summaries] * dist.get_world_size()
+        dist.all_gather_object(told, summaries)
+        if asked is not None and self._failure is None:
+            step = runners[self._staleness].step
+            rollout_metrics = merge([summaries[self._staleness] for summaries in told], step.lengths) | self._checked
+            if not self._staleness:
+                return StepResult(rollout_metrics, self._take_collected(), self.timeline.take(), step.lengths)
+            self.in_flight = InFlight.of(asked.number, step, rollout_metrics)
+        if due is None:
+            return None
+        metrics = due.metrics | merge([summaries[0] for summaries in told], {})
+        return StepResult(metrics, self._take_collected(), self.timeline.take(), due.step.lengths)
 
-    def saved_in_flight(self, extra: Mapping[str, Any]) -> SavedInFlight:
-        """Return samples in flight of a checkpoint, to be filled in and then set as `in_flight`."""
+    def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
+        """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
         context = self._context
-        return SavedInFlight(context.graph, context.plan, context.kinds, extra, self.device)
+        return InFlight.from_extra(context.graph, context.plan, context.kinds, extra)
 
     def _begin(self, asked: StepInput) -> StepRunner:
         context = self._context
@@ -289,33 +272,20 @@ class Executor:
         agree(value, self._world, "number, seed and samples of a step", context.device)
         return StepRunner(context, step, asked.seed)
 
-    def _run(self, runners: Mapping[int, StepRunner]) -> None:
+    def _operate(self, runners: Mapping[int, StepRunner]) -> None:
         """Run the operations that have a runner: by `Operation.ahead`."""
         operations = self._context.operations
-        for place, operation in enumerate(operations):
+        for place, operation in enumerate((*operations, None)):
             if place == self._first_change and self._staleness in runners:
-                self._check()
-            if self._failure is not None and operation.kind not in ("release", "offload"):
+                try:
+                    self._checked = self._before_changes()
+                except UserCodeFailed as failed:
+                    self._failure = failed
+            if operation is None or (self._failure is not None and operation.kind not in ("release", "offload")):
                 continue
             if operation.ahead in runners and self._rank in operation.ranks:
                 self._progress(f"{operation.kind} {operation.name}")
                 runners[operation.ahead].run(operation)
-        if self._first_change == len(operations) and self._staleness in runners:
-            self._check()
-
-    def _check(self) -> None:
-        try:
-            self._before_changes()
-        except UserCodeFailed as failed:
-            if not self._staleness:
-                raise
-            self._failure = failed
-
-    def _told(self, summary: Summary) -> list[Summary]:
-        """Return the summaries of all ranks."""
-        summaries = [summary] * dist.get_world_size()
-        dist.all_gather_object(summaries, summary)
-        return summaries
 
     def _take_collected(self) -> Samples | None:
         return self._collected.pop() if self._collected else None

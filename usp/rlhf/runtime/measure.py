@@ -1,19 +1,28 @@
-"""Calls added to every graph: the rollout/train logprob difference, and samples to log."""
+"""The metrics of a step from all ranks, the calls that measure them, and the lengths of its samples
+(RUN/timeline/lengths.jsonl, one step per line).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from parallel import ParallelDims
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, ModelCall, Reduce
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, ModelCall, Reduce, tokens_key
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.samples import Samples
 
+from .timeline import FOLDER, read_lines
+from .transfer import PROMPTS, StepData
+
+LENGTHS_FILE = f"{FOLDER}/lengths.jsonl"
 MAX, SUM, TOKENS = "difference_max", "difference_sum", "difference_tokens"
 _COMPARED = ("logprobs", "old_logprobs", "mask")
 
@@ -26,8 +35,7 @@ def with_measures(
     sampling_difference compares the log-probabilities at sampling with those of the training layout, on the ranks that
     compute the latter. collect passes the keys `collect` of a step's samples to `keep` on rank 0.
 
-    Raises:
-        ValueError: for keys that the graph does not have.
+    Raises ValueError for keys that the graph does not have.
     """
     keys = {*graph.given, *graph.producers}
     if unknown := [key for key in collect if key not in keys]:
@@ -46,15 +54,106 @@ def with_measures(
 
 def sampling_difference(samples: Samples, reduce: Reduce) -> Samples:
     """Return per sample the maximum and the sum of |logprobs - old_logprobs| and the number of response tokens."""
-    found: dict[str, list[torch.Tensor]] = {MAX: [], SUM: [], TOKENS: []}
+    differences: dict[str, list[torch.Tensor]] = {MAX: [], SUM: [], TOKENS: []}
     for sampled, trained, mask in zip(*(samples[key] for key in _COMPARED), strict=True):
         difference = (sampled - trained).abs()[mask > 0]
-        found[MAX].append(difference.max() if len(difference) else torch.tensor(0.0))
-        found[SUM].append(difference.sum())
-        found[TOKENS].append(torch.tensor(float(len(difference))))
-    return Samples(samples.ids, found)
+        differences[MAX].append(difference.max() if len(difference) else torch.tensor(0.0))
+        differences[SUM].append(difference.sum())
+        differences[TOKENS].append(torch.tensor(float(len(difference))))
+    return Samples(samples.ids, differences)
 
 
 def _collect(keep: Callable[[Samples], None], samples: Samples, reduce: Reduce) -> Samples:
     keep(samples)
     return Samples(samples.ids, {})
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The contribution of one rank.
+
+    Attributes:
+        trained: metrics of train steps.
+        numbers: key -> the value of each sample whose leader this rank is.
+    """
+
+    trained: Mapping[str, float]
+    numbers: Mapping[str, list[float]]
+
+
+def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
+    """Return this rank's summary of a finished step. Each sample counts on its leader."""
+    rank = dist.get_rank()
+    numbers: dict[str, list[float]] = {}
+    for call in step.graph.calls:
+        leaders = step.plan[call.name].leaders
+        if rank in leaders:
+            ids = step.transfer_end(call, ()).ids[leaders.index(rank)]
+            scalars = [key for key in call.outputs if not step.kinds[key].tokens]
+            numbers.update({key: [float(step.store[key][i]) for i in ids] for key in scalars})
+    return Summary(trained, numbers)
+
+
+def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return the metrics of a step.
+
+    "actor/loss": of a train step. "score": mean over samples but those with nan, for every key with one number per
+    sample.
+    "tokens_length": mean length, for every key of sequences. logprob_difference_max, logprob_difference_mean: of
+    |logprobs - old_logprobs| over the tokens in `mask`, if the graph has these keys, or else the actor's train step's.
+    "actor/rollout_is_eff_sample_size": as a fraction of all tokens, of a train step with importance sampling.
+    """
+    metrics: dict[str, float] = {}
+    numbers: dict[str, list[float]] = {}
+    for summary in summaries:
+        metrics.update(summary.trained)
+        for key, values in summary.numbers.items():
+            numbers.setdefault(key, []).extend(values)
+    of_keys = {key: torch.tensor(values, dtype=torch.float64) for key, values in numbers.items()}
+    if {MAX, SUM, TOKENS} <= of_keys.keys():
+        largest, total, tokens = (of_keys.pop(key) for key in (MAX, SUM, TOKENS))
+        metrics["logprob_difference_max"] = largest.max().item()
+        metrics["logprob_difference_mean"] = (total.sum() / tokens.sum().clamp(min=1)).item()
+    for name in ("logprob_difference_max", "logprob_difference_mean"):
+        if f"actor/{name}" in metrics:
+            metrics[name] = metrics.pop(f"actor/{name}")
+    for name in [name for name in metrics if name.endswith(f"/{IS_SQUARE}")]:
+        role, square = name.removesuffix(IS_SQUARE), metrics.pop(name)
+        metrics[f"{role}rollout_is_eff_sample_size"] = metrics[f"{role}{IS_MEAN}"] ** 2 / square if square else 0.0
+    of_keys |= {f"{key}_length": torch.tensor(of_key, dtype=torch.float64) for key, of_key in lengths.items()}
+    return metrics | {key: values.nanmean().item() for key, values in of_keys.items()}
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """Tokens of each sample's prompt and response. The samples of a prompt, group_size of them, are adjacent."""
+
+    prompts: tuple[int, ...]
+    responses: tuple[int, ...]
+    group_size: int
+
+    @staticmethod
+    def of(graph: DataflowGraph, lengths: Mapping[str, Sequence[int]]) -> StepLengths:
+        """Return those of the first call that generates, from the lengths of a step's sequences by key."""
+        call = next(call for call in graph.calls if isinstance(call.work, Generate))
+        prompts = lengths[PROMPTS]
+        responses = (whole - prompt for whole, prompt in zip(lengths[tokens_key(call)], prompts, strict=True))
+        return StepLengths(tuple(prompts), tuple(responses), graph.group_size)
+
+    def line(self, step: int) -> str:
+        """Return the line of a step."""
+        return json.dumps({"step": step, **asdict(self)})
+
+
+def read_lengths(run: Path) -> StepLengths:
+    """Return the lengths of a run's last step.
+
+    Raises ValueError if the run or the file does not exist, has no step, or a line that is none.
+    """
+    path = run / LENGTHS_FILE
+    if not path.is_file():
+        raise ValueError(f"{run} is not the folder of an RLHF run that generates: {LENGTHS_FILE} does not exist")
+    steps = list(read_lines(path, "a step's lengths", {"prompts", "responses", "group_size"}))
+    if not steps:
+        raise ValueError(f"{path} has the lengths of no step")
+    return StepLengths(tuple(steps[-1]["prompts"]), tuple(steps[-1]["responses"]), steps[-1]["group_size"])

@@ -10,19 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ProcessGroups
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import KeyKind, canonical, tokens_key
+from usp.rlhf.graph import (
+    Compute,
+    DataflowGraph,
+    Generate,
+    Inference,
+    KeyKind,
+    ModelCall,
+    TrainStep,
+    canonical,
+    tokens_key,
+)
 from usp.rlhf.plan.operations import Operation, copy_of
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role import Role
+from usp.rlhf.samples import Samples, derived_seed
 
 from .copies import RoleCopies
-from .step_plan import StepData
-from .timeline import BytesMoved, Timeline
-from .transfer import PendingTransfer, plan_transfer, post_transfer
+from .timeline import Event, Timeline
+from .transfer import PendingTransfer, StepData, plan_transfer, post_transfer
 
 TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication must not wait for them
 
@@ -40,27 +46,20 @@ class RunContext:
     timeline: Timeline
     device: torch.device
 
-    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return the group of an announcement; None for all ranks."""
-        return None if len(ranks) == dist.get_world_size() else self.groups.get(ranks)
-
 
 @dataclass(frozen=True, eq=False)
 class _Posted:
     """A transfer that this rank has not waited for yet."""
 
     consumers: tuple[str, ...]
-    name: str
-    start: float
-    moved: BytesMoved
+    event: Event
     pending: PendingTransfer
 
 
 class StepRunner:
-    """Runs one step on this rank: `run` for each operation in order, then `finish`.
+    """Runner of one step on this rank: `run` for each operation in order, then `finish`.
 
-    Attributes:
-        metrics: of the train steps whose first rank this is, such as "actor/loss".
+    metrics: of the train steps whose first rank this is, such as "actor/loss".
     """
 
     def __init__(self, context: RunContext, step: StepData, seed: int) -> None:
@@ -77,26 +76,22 @@ class StepRunner:
         elif operation.kind == "transfer":
             self._transfer(operation)
         else:
-            with context.timeline.record(operation.kind, operation.name) as moved:
+            with context.timeline.record(operation.kind, operation.name) as event:
                 if operation.kind == "announce":
                     self._announce(operation.calls, operation.ranks)
                 elif operation.kind == "reallocate":
                     assert operation.copy
-                    context.copies.reallocate(operation.copy, operation.sources, moved)
+                    context.copies.reallocate(operation.copy, operation.sources, event)
                 else:
                     assert operation.copy and operation.kind in ("release", "load", "offload"), operation.kind
                     getattr(context.copies.model(operation.copy), operation.kind)()
 
     def finish(self) -> None:
-        """Wait for all posted transfers."""
-        self._wait(self._posted)
-
-    def hand_over(self) -> None:
-        """Wait for what the next iteration trains on, the last of the posted transfers."""
-        if any(transfer.moved.received for transfer in self._posted):
+        """Wait for all posted transfers: with staleness, for those of the samples that the next iteration trains on."""
+        if any(transfer.event.received for transfer in self._posted):
             with self._context.timeline.record("wait", "the next iteration"):
                 self._wait(self._posted)
-        self.finish()
+        self._wait(self._posted)
 
     def _announce(self, calls: Sequence[str], ranks: Sequence[int]) -> None:
         """Tell ranks the lengths of the generated sequences: leaders fill in theirs, an all-reduce sums them."""
@@ -108,7 +103,7 @@ class StepRunner:
             if self._rank in leaders:
                 for i in step.transfer_end(graph[name], ()).ids[leaders.index(self._rank)]:
                     lengths[row, i] = len(step.store[key][i])
-        dist.all_reduce(lengths, group=self._context.group_of(ranks))
+        dist.all_reduce(lengths, group=None if len(ranks) == dist.get_world_size() else self._context.groups.get(ranks))
         step.lengths.update(zip(keys, lengths.tolist(), strict=True))
 
     def _transfer(self, operation: Operation) -> None:
@@ -124,27 +119,27 @@ class StepRunner:
             return
         group = context.groups.get(operation.ranks, TRANSFER_LANE)
         assert group
-        start = context.timeline.now()
+        event = context.timeline.begin("transfer", operation.name)
         sizes = (context.kinds, step.lengths)
-        received = plan.received(self._rank, *sizes)
-        moved = BytesMoved(plan.sent(self._rank, *sizes), received, received)
+        event.sent = plan.sent(self._rank, *sizes)
+        event.received = event.minimum = plan.received(self._rank, *sizes)
         tag = context.operations.index(operation)
-        pending = post_transfer(plan, step.store, *sizes, group=group, device=context.device, tag=tag)
-        if moved.sent and not moved.received:
-            context.timeline.add("transfer", operation.name, start, moved)
-        self._posted.append(_Posted(operation.calls, operation.name, start, moved, pending))
+        pending = post_transfer(plan, step, group=group, device=context.device, tag=tag)
+        if event.sent and not event.received:
+            context.timeline.end(event)
+        self._posted.append(_Posted(operation.calls, event, pending))
 
     def _wait(self, transfers: Sequence[_Posted]) -> None:
         for transfer in transfers:
-            transfer.pending.wait(self.step.store)
-            if transfer.moved.received:
-                self._context.timeline.add("transfer", transfer.name, transfer.start, transfer.moved)
+            transfer.pending.wait()
+            if transfer.event.received:
+                self._context.timeline.end(transfer.event)
         self._posted = [transfer for transfer in self._posted if transfer not in transfers]
 
     def _call(self, call: ModelCall) -> None:
         context = self._context
         layout = context.plan[call.name]
-        needed = [transfer for transfer in self._posted if call.name in transfer.consumers and transfer.moved.received]
+        needed = [transfer for transfer in self._posted if call.name in transfer.consumers and transfer.event.received]
         if needed:
             with context.timeline.record("wait", call.name):
                 self._wait(needed)
@@ -167,7 +162,7 @@ class StepRunner:
     def _model(self, call: ModelCall) -> Role:
         return self._context.copies.model(copy_of(self._context.graph, self._context.plan, call))
 
-    def _run_work(self, call: ModelCall, samples: Samples, recorded: BytesMoved) -> Samples:
+    def _run_work(self, call: ModelCall, samples: Samples, recorded: Event) -> Samples:
         if isinstance(call.work, Generate):
             result = self._model(call).generate(samples, call.work, derived_seed(self._seed, call.name))
             names = {key: canonical(key) for key in call.outputs}

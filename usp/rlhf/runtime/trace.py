@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, pstdev
@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .activity import Activity, activities, bounds, covered, critical_path, rank_times
-from .timeline import Event
+from .timeline import Activity, Event, activities, bounds, covered, critical_path, rank_times
 
 _COLOURS = {
     "generate": "#4477aa",
@@ -31,6 +30,7 @@ _COLOURS = {
     "critical path": "black",
 }
 _HATCHED = ("reallocate", "load", "offload")
+_SHOWN = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")  # of an event, in a trace
 _SHORT = 0.005  # of a step: shorter parts of the critical path are listed as one
 
 
@@ -40,7 +40,6 @@ class Total:
 
     Attributes:
         seconds: in which at least one rank works on it; deviation: their standard deviation over steps.
-        share: fraction of the step time.
         waiting: seconds that its first rank waits for the last to arrive.
         bytes, minimum: received by all ranks, and the least that they need.
         crossed, host_minimum: of these, received from other hosts, and the least that hosts need.
@@ -107,10 +106,10 @@ def totals(events: Sequence[Event]) -> list[Total]:
 
 def by_step(events: Sequence[Event]) -> dict[int, list[Activity]]:
     """Return the activities of each step."""
-    found: dict[int, list[Activity]] = {step: [] for step in sorted({event.step for event in events})}
+    of_step: dict[int, list[Activity]] = {step: [] for step in sorted({event.step for event in events})}
     for activity in activities(events):
-        found[activity.event.step].append(activity)
-    return found
+        of_step[activity.event.step].append(activity)
+    return of_step
 
 
 def _length(step: Sequence[Activity]) -> float:
@@ -121,17 +120,15 @@ def _length(step: Sequence[Activity]) -> float:
 def summary_table(events: Sequence[Event]) -> Table:
     """Return the totals of one or more steps as a table to print."""
     lengths = {step: _length(found) for step, found in by_step(events).items()}
-    steps, average = list(lengths), mean(lengths.values())
-    ranks = f"{len({event.rank for event in events})} ranks"
-    if len(steps) == 1:
-        result = _table(f"step {steps[0]}, {ranks}: {average:.3f} s", ("kind", "name"))
+    steps, average, several = list(lengths), mean(lengths.values()), len(lengths) > 1
+    title = f"{len({event.rank for event in events})} ranks: {average:.3f} s"
+    if several:
+        title = f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}, {title}"
+        title = f"{title}, standard deviation {pstdev(lengths.values()):.3f} s"
     else:
-        length = f"{average:.3f} s, standard deviation {pstdev(lengths.values()):.3f} s"
-        result = _table(f"mean of {len(steps)} steps, {steps[0]} to {steps[-1]}, {ranks}: {length}", ("kind", "name"))
-    several = len(steps) > 1
-    times = ("work (s)", "deviation", "of step") if several else ("work (s)", "of step")
-    for heading in (*times, "wait before (s)", "bytes", "minimum", "ratio", "between hosts", "minimum"):
-        result.add_column(heading, justify="right")
+        title = f"step {steps[0]}, {title}"
+    times = ("work (s)", *(("deviation",) if several else ()), "of step", "wait before (s)")
+    result = _table(title, ("kind", "name"), (*times, "bytes", "minimum", "ratio", "between hosts", "minimum"))
     for row in totals(events):
         moved = (f"{row.bytes:,}", f"{row.minimum:,}") if row.bytes or row.minimum else ("", "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
@@ -144,9 +141,7 @@ def summary_table(events: Sequence[Event]) -> Table:
 
 def rank_table(number: int, step: Sequence[Activity]) -> Table:
     """Return what every rank did with the time of a step as a table to print."""
-    result = _table(f"step {number}: each rank", ("rank",))
-    for heading in ("work (s)", "waiting (s)", "no operation (s)", "idle"):
-        result.add_column(heading, justify="right")
+    result = _table(f"step {number}: each rank", ("rank",), ("work (s)", "waiting (s)", "no operation (s)", "idle"))
     for time in rank_times(step):
         seconds = (f"{value:.3f}" for value in (time.work, time.waiting, time.between))
         result.add_row(str(time.rank), *seconds, f"{time.idle_share:.1%}")
@@ -155,63 +150,47 @@ def rank_table(number: int, step: Sequence[Activity]) -> Table:
 
 def path_table(number: int, step: Sequence[Activity]) -> Table:
     """Return the critical path of a step as a table to print, in order of time."""
-    result = _table(f"step {number}: critical path", ("rank", "kind", "name"))
-    for heading in ("seconds", "of step"):
-        result.add_column(heading, justify="right")
+    result = _table(f"step {number}: critical path", ("rank", "kind", "name"), ("seconds", "of step"))
     length, path = _length(step), critical_path(step)
     long = [part for part in path if part.seconds >= _SHORT * length]
-    for part in long:
-        share = f"{part.seconds / length:.1%}" if length else ""
-        result.add_row(str(part.rank), part.kind, part.name, f"{part.seconds:.3f}", share)
+    lines = [(str(part.rank), part.kind, part.name, part.seconds) for part in long]
     if len(long) < len(path):
         rest = sum(part.seconds for part in path) - sum(part.seconds for part in long)
-        share = f"{rest / length:.1%}"
-        result.add_row("", "", f"{len(path) - len(long)} parts below {_SHORT:.1%}", f"{rest:.3f}", share)
+        lines.append(("", "", f"{len(path) - len(long)} parts below {_SHORT:.1%}", rest))
+    for *texts, seconds in lines:
+        result.add_row(*texts, f"{seconds:.3f}", f"{seconds / length:.1%}" if length else "")
     return result
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     result = Table(title=title, title_justify="left")
-    for heading in headings:
-        result.add_column(heading)
+    for heading in (*texts, *numbers):
+        result.add_column(heading, justify="left" if heading in texts else "right")
     return result
 
 
 def write_chrome_trace(events: Sequence[Event], path: Path) -> None:
     """Write a JSON trace with one process per rank; waiting is a slice of its own, transfers are a second thread."""
     records: list[dict[str, Any]] = []
+
+    def add(event: Event, name: str, kind: str, start: float, end: float, thread: int = 0) -> None:
+        times = {"ts": start * 1e6, "dur": (end - start) * 1e6, "args": {key: getattr(event, key) for key in _SHOWN}}
+        records.append({"ph": "X", "name": name, "cat": kind, "pid": event.rank, "tid": thread, **times})
+
     for rank in sorted({event.rank for event in events}):
         records.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for thread, name in enumerate(("operations", "transfers")):
             records.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
     for activity in activities(events):
-        records += _slices(activity)
+        event, last = activity.event, activity.last
+        if activity.waiting:
+            name = f"wait for {event.name}" if last == event.rank else f"{event.name}: wait for rank {last}"
+            add(event, name, "waiting", activity.start, activity.begin)
+        if activity.work or not activity.waiting:
+            add(event, event.name, event.kind, activity.begin, activity.end)
     for event in shown(events):
-        records.append(_slice(event, event.name, event.kind, 1, event.start, event.end, _moved(event)))
+        add(event, event.name, event.kind, event.start, event.end, thread=1)
     path.write_text(json.dumps({"traceEvents": records}), encoding="utf-8")
-
-
-def _slices(activity: Activity) -> Iterator[dict[str, Any]]:
-    event = activity.event
-    if activity.waiting:
-        name = (
-            f"wait for {event.name}" if activity.last == event.rank else f"{event.name}: wait for rank {activity.last}"
-        )
-        yield _slice(event, name, "waiting", 0, activity.start, activity.begin, {"step": event.step})
-    if activity.work or not activity.waiting:
-        yield _slice(event, event.name, event.kind, 0, activity.begin, activity.end, _moved(event))
-
-
-def _moved(event: Event) -> dict[str, Any]:
-    keys = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")
-    return {key: getattr(event, key) for key in keys}
-
-
-def _slice(
-    event: Event, name: str, kind: str, thread: int, start: float, end: float, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-    return {"ph": "X", "name": name, "cat": kind, "pid": event.rank, "tid": thread, **times, "args": more}
 
 
 def plot(events: Sequence[Event], path: Path) -> None:
@@ -251,7 +230,9 @@ def plot(events: Sequence[Event], path: Path) -> None:
             bar(rank, kind, activity.begin, activity.end)
     for event in transfers:
         bar(event.rank, event.kind, event.start, event.end, thin=True)
-    _draw_path(axes, step, rows, begin)
+    # The critical path, as one line along the tops of its bars.
+    points = [(at - begin, rows[part.rank] - 0.44) for part in critical_path(step) for at in (part.start, part.end)]
+    axes.plot(*zip(*points, strict=True) if points else ((), ()), color=_COLOURS["critical path"], linewidth=1.8)
     _label(axes, step, rows, begin, width)
     axes.set_yticks(range(len(rows)), [f"rank {time.rank}\nidle {time.idle_share:.0%}" for time in times])
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -263,12 +244,6 @@ def plot(events: Sequence[Event], path: Path) -> None:
     handles = [Patch(facecolor=_COLOURS[k], hatch="////" if k in _HATCHED else None, edgecolor="white") for k in kinds]
     figure.legend(handles, kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
     FigureCanvasAgg(figure).print_png(str(path))
-
-
-def _draw_path(axes: Any, step: Sequence[Activity], rows: Mapping[int, int], begin: float) -> None:
-    """Draw the critical path as one line along the tops of its bars."""
-    points = [(at - begin, rows[part.rank] - 0.44) for part in critical_path(step) for at in (part.start, part.end)]
-    axes.plot(*zip(*points, strict=True) if points else ((), ()), color=_COLOURS["critical path"], linewidth=1.8)
 
 
 def _label(axes: Any, step: Sequence[Activity], rows: Mapping[int, int], begin: float, width: float) -> None:

@@ -1,21 +1,27 @@
-"""Transfer values of samples from the ranks that produced them to the ranks that consume them, each once.
+"""The data of a step on a rank, and its transfer from the ranks that produce values to those that consume them.
 
 The leader that has a sample sends it, as in ReaL (arXiv 2406.14088); a receiver gets what it lacks, in one message per
 sender. All sizes are known in advance, so messages are posted early and waited for where they are needed.
+
+With staleness, each rank that trains keeps the samples in flight between two iterations. A checkpoint holds all of
+them, whole, so that any plan and number of ranks continues with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.graph.keys import KeyKind
-from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.graph import DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, unit
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.samples import Partition, Samples, batch_violation, partition
 
+PROMPTS = "prompt_ids"
 Lengths = Mapping[str, Sequence[int]]  # key of sequences -> number of tokens by sample id
 Store = dict[str, dict[int, Tensor]]  # key -> sample id -> value, of the values on this rank
 
@@ -55,21 +61,20 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan the messages that bring outputs of `producer` to the ranks of `consumers`.
 
-    Args:
-        served: consumers that already have their inputs.
+    served: consumers that already have their inputs.
     """
     leaders = {i: leader for leader, ids in zip(producer.layout.leaders, producer.ids, strict=True) for i in ids}
     produced = set(producer.keys)
 
     def needs(ends: Sequence[TransferEnd]) -> dict[int, set[tuple[str, int]]]:
-        found: dict[int, set[tuple[str, int]]] = {}
+        needed: dict[int, set[tuple[str, int]]] = {}
         for end in ends:
             keys = produced & set(end.keys)
             for ranks, ids in zip(end.layout.groups, end.ids, strict=True):
                 wanted = {(key, i) for key in keys for i in ids}
                 for rank in ranks:
-                    found.setdefault(rank, set()).update(wanted)
-        return found
+                    needed.setdefault(rank, set()).update(wanted)
+        return needed
 
     held = needs(served)
     items: dict[tuple[int, int], list[tuple[str, int]]] = {}
@@ -80,6 +85,110 @@ def plan_transfer(
     return TransferPlan({pair: tuple(message) for pair, message in items.items()})
 
 
+def step_violations(graph: DataflowGraph, given: Samples) -> list[str]:
+    """Return why a step cannot run on the given samples, one message per violation."""
+    if not len(given):
+        return ["empty batch: a step must have at least one sample"]
+    violations = []
+    if given.ids != tuple(range(len(given))):
+        violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank passes all samples of the step")
+    if set(given.values) != set(graph.given):
+        violations.append(f"keys {sorted(given.values)} must be the given keys of the graph, {sorted(graph.given)}")
+    return violations + batch_violations(graph, len(given) * graph.group_size)
+
+
+def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
+    """Return why the graph's calls cannot divide a step of `samples` samples, one message per call."""
+    violations = []
+    for call in graph.calls:
+        mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
+        if violation := batch_violation(samples, mini_batches, unit(call)):
+            violations.append(f"{call.name}: {violation}")
+    return violations
+
+
+class StepData:
+    """The data of a step on this rank.
+
+    Attributes:
+        lengths: key of sequences -> number of tokens by sample id; the same on every rank that has to know.
+        store: values on this rank, including the given ones.
+    """
+
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], samples: int) -> None:
+        self.graph, self.plan, self.kinds, self.samples = graph, plan, kinds, samples
+        self._partitions: dict[str, Partition] = {}
+        self.store: Store = {}
+        self.lengths: dict[str, Sequence[int]] = {}
+
+    @staticmethod
+    def of(graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> StepData:
+        """Begin a step with the given samples, or prompts."""
+        group = graph.group_size
+        step = StepData(graph, plan, kinds, len(given) * group)
+        for key, values in given.values.items():
+            step.store[key] = {i: values[i // group] for i in range(step.samples)}
+            if key == PROMPTS or canonical(key) == "tokens":
+                step.lengths[key] = [len(step.store[key][i]) for i in range(step.samples)]
+        return step
+
+    def partition(self, call: ModelCall) -> Partition:
+        """Partition the samples over the data-parallel ranks of a call, balanced by tokens."""
+        if call.name not in self._partitions:
+            keys = [key for key in call.inputs if key == PROMPTS or canonical(key) == "tokens"]
+            weights = [1 + sum(self.lengths[key][i] for key in keys) for i in range(self.samples)]
+            parts = self.plan[call.name].dims.batch
+            mini_batches = call.work.mini_batches if isinstance(call.work, TrainStep) else 1
+            self._partitions[call.name] = partition(weights, parts, mini_batches, unit(call))
+        return self._partitions[call.name]
+
+    def transfer_end(self, call: ModelCall, keys: tuple[str, ...]) -> TransferEnd:
+        """Return the call's end of a transfer of `keys`."""
+        ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.partition(call))
+        return TransferEnd(self.plan[call.name], ids, keys)
+
+    def take(self, call: ModelCall, ids: Sequence[int]) -> Samples:
+        """Return a call's inputs for the given ids; for a generate call those of the prompts, with prompt ids."""
+        if isinstance(call.work, Generate):
+            group = call.work.group_size
+            prompts = sorted({i // group for i in ids})
+            return Samples(tuple(prompts), {k: [self.store[k][p * group] for p in prompts] for k in call.inputs})
+        ids = sorted(ids)
+        return Samples(tuple(ids), {key: [self.store[key][i] for i in ids] for key in call.inputs})
+
+    def put(self, call: ModelCall, ids: Sequence[int], result: Samples) -> None:
+        """Store a call's outputs. Raises ValueError if they do not match the graph, which other ranks rely on."""
+        wanted = tuple(sorted(ids))
+        if result.ids != wanted:
+            raise ValueError(f"call {call.name} returned samples {result.ids}, expected {wanted}")
+        if missing := [key for key in call.outputs if key not in result.values]:
+            raise ValueError(f"call {call.name} must return {', '.join(missing)}, got {', '.join(result.values)}")
+        for key in call.outputs:
+            self.store[key] = dict(zip(wanted, result[key], strict=True))
+        for key, kind in ((key, self.kinds[key]) for key in call.outputs):
+            for i, value in self.store[key].items():
+                shape: tuple[int, ...] = ()
+                if kind.tokens:  # those of sequences that were just generated are not in `lengths` yet
+                    known = kind.tokens in self.lengths
+                    shape = (self.lengths[kind.tokens][i] if known else len(self.store[kind.tokens][i]),)
+                if tuple(value.shape) != shape or value.dtype != kind.dtype:
+                    meaning = f"one per token of {kind.tokens!r}" if kind.tokens else "one number (see `scalars`)"
+                    raise ValueError(
+                        f"call {call.name} returned {key!r} of sample {i} as {value.dtype} of shape "
+                        f"{tuple(value.shape)}, expected {kind.dtype} of shape {shape}: {meaning}"
+                    )
+
+    def readers(self) -> dict[str, ModelCall]:
+        """Map the keys of samples in flight to a call that reads them: one that makes no samples."""
+        calls = [call for call in self.graph.calls if not call.outputs]
+        return {key: call for call in calls for key in sorted(call.inputs) if key in self.kinds}
+
+    def sizes(self, key: str) -> list[int]:
+        """Return how many numbers each sample has under a key."""
+        tokens = self.kinds[key].tokens
+        return list(self.lengths[tokens]) if tokens else [1] * self.samples
+
+
 @dataclass(frozen=True, eq=False)
 class PendingTransfer:
     """Posted messages of this rank, with the buffers that must stay alive until they complete."""
@@ -88,48 +197,100 @@ class PendingTransfer:
     outgoing: Sequence[Tensor]
     incoming: Mapping[int, Tensor]
     plan: TransferPlan
-    kinds: Mapping[str, KeyKind]
-    lengths: Lengths
+    step: StepData
 
-    def wait(self, store: Store) -> None:
+    def wait(self) -> None:
         """Wait, and put the received values into the store."""
+        kinds = self.step.kinds
         for work in self.works:
             work.wait()
         for source, received in self.incoming.items():
             message = self.plan.items[source, dist.get_rank()]
-            sizes = [message_bytes([item], self.kinds, self.lengths) for item in message]
+            sizes = [message_bytes([item], kinds, self.step.lengths) for item in message]
             for (key, i), piece in zip(message, received.cpu().split(sizes), strict=True):
-                value = piece.clone().view(self.kinds[key].dtype)  # pieces may be misaligned for their dtype
-                store.setdefault(key, {})[i] = value if self.kinds[key].tokens else value.reshape(())
+                value = piece.clone().view(kinds[key].dtype)  # pieces may be misaligned for their dtype
+                self.step.store.setdefault(key, {})[i] = value if kinds[key].tokens else value.reshape(())
 
 
 def post_transfer(
-    plan: TransferPlan,
-    store: Store,
-    kinds: Mapping[str, KeyKind],
-    lengths: Lengths,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    tag: int,
+    plan: TransferPlan, step: StepData, *, group: dist.ProcessGroup, device: torch.device, tag: int
 ) -> PendingTransfer:
     """Post this rank's messages, one per peer, without waiting.
 
     Point to point: a collective that waits for one sender would delay the next one in its group.
 
-    Args:
-        kinds, lengths: of the keys in the plan.
-        tag: unique among the group's concurrent transfers.
+    tag: unique among the group's concurrent transfers.
     """
     rank = dist.get_rank()
     outgoing, incoming, posts = [], {}, []
     for (source, target), message in plan.items.items():
         if source == rank:
-            values = [store[key][i].reshape(-1).contiguous().view(torch.uint8) for key, i in message]
+            values = [step.store[key][i].reshape(-1).contiguous().view(torch.uint8) for key, i in message]
             outgoing.append(torch.cat(values).to(device))
             posts.append(dist.P2POp(dist.isend, outgoing[-1], target, group, tag))
         elif target == rank:
-            incoming[source] = torch.empty(message_bytes(message, kinds, lengths), dtype=torch.uint8, device=device)
+            size = message_bytes(message, step.kinds, step.lengths)
+            incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
             posts.append(dist.P2POp(dist.irecv, incoming[source], source, group, tag))
     works = dist.batch_isend_irecv(posts) if posts else []
-    return PendingTransfer(works, outgoing, incoming, plan, kinds, lengths)
+    return PendingTransfer(works, outgoing, incoming, plan, step)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Samples in flight.
+
+    Attributes:
+        number: of the step that trains on them.
+        step: what this rank has of them.
+        metrics: of their rollouts, the same on every rank.
+    """
+
+    number: int
+    step: StepData
+    metrics: dict[str, float]
+
+    @staticmethod
+    def of(number: int, step: StepData, metrics: dict[str, float]) -> InFlight:
+        """Return the samples of a step whose rollouts are done, without the values that only these needed."""
+        step.store = {key: values for key, values in step.store.items() if key in step.readers()}
+        return InFlight(number, step, metrics)
+
+    def to_extra(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides `whole`, as JSON values."""
+        lengths = {key: list(of_key) for key, of_key in self.step.lengths.items()}
+        return {"step": self.number, "samples": self.step.samples, "lengths": lengths, "metrics": self.metrics}
+
+    @staticmethod
+    def from_extra(
+        graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], extra: Mapping[str, Any]
+    ) -> InFlight:
+        """Return the samples of a checkpoint; `fill` gives them their values."""
+        step = StepData(graph, plan, kinds, extra["samples"])
+        step.lengths.update(extra["lengths"])
+        return InFlight(extra["step"], step, dict(extra["metrics"]))
+
+    def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return zeros like `whole`."""
+        sizes = {key: sum(self.step.sizes(key)) for key in self.step.readers()}
+        return {key: torch.zeros(size, dtype=self.step.kinds[key].dtype, device=device) for key, size in sizes.items()}
+
+    def whole(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the values of all samples by key, one sample after another, on every rank. Collective."""
+        whole, rank = self.blank(), dist.get_rank()
+        for key, call in self.step.readers().items():
+            leaders, pieces = self.step.plan[call.name].leaders, whole[key].split(self.step.sizes(key))
+            if rank in leaders:
+                for i in self.step.transfer_end(call, (key,)).ids[leaders.index(rank)]:
+                    pieces[i].copy_(self.step.store[key][i].reshape(-1))
+            bytes_of_one_rank = whole[key].view(torch.uint8).to(device)  # and zeros of the others
+            dist.all_reduce(bytes_of_one_rank)
+            whole[key] = bytes_of_one_rank.view(whole[key].dtype)
+        return whole
+
+    def fill(self, whole: Mapping[str, Tensor]) -> None:
+        """Take the values of all samples, on every rank."""
+        for key, joined in whole.items():
+            pieces = joined.cpu().split(self.step.sizes(key))
+            shaped = pieces if self.step.kinds[key].tokens else [piece.reshape(()) for piece in pieces]
+            self.step.store[key] = dict(enumerate(shaped))

@@ -1,16 +1,26 @@
-"""The interface of an engine, and the optimizer that all engines use."""
+"""The interface of an engine and its optimizer; running pipeline stages; forward passes without gradients.
+
+Forward passes evaluate a model, infer for RLHF, and count which experts a step's tokens choose for its load-balancing
+loss. They keep nothing for a backward, so they do not raise the peak memory, and they are exact for every layout and
+schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from parallel import ParallelMesh, local_tensor, rank_stages
+from parallel.pipeline import Pipeline
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
@@ -19,24 +29,20 @@ MicroBatch = Mapping[str, Tensor]
 
 
 class Engine(Protocol):
-    """Trains the stages of this rank. Every rank calls every method, in the same order."""
+    """Trainer of the stages of this rank. Every rank calls every method, in the same order."""
 
     stages: Sequence[CausalLMStage]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached.
-
-        The loss is the sum of the shares over the loss axis on the last pipeline stage; other stages return zero.
-        """
+        """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached. The loss is
+        the sum of the shares over the loss axis on the last pipeline stage; other stages return zero."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
         """Return this rank's share of the loss as `forward_backward`, without gradients and load-balancing loss."""
 
     def step(self, learning_rate: float, max_norm: float) -> float:
-        """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping.
-
-        Weights are not updated if the norm is not finite.
-        """
+        """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping. Weights
+        are not updated if the norm is not finite."""
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and optimizer state under names that depend on neither layout nor engine.
@@ -59,19 +65,206 @@ class AdamW:
     eps: float = 1e-8
 
     def over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """Return torch's fused AdamW over `parameters`, with weight decay on matrices only.
-
-        Parameters are grouped by their device mesh, because one multi-tensor update cannot span several.
-        """
-        groups: dict[Any, dict[str, Any]] = {}
+        """Return torch's fused AdamW over `parameters`, with weight decay on matrices only."""
+        groups: dict[float, dict[str, Any]] = {}
+        kind = torch.optim.AdamW  # itself for plain tensors: DeepSpeed takes no class that it does not know
         for parameter in parameters:
             decay = self.weight_decay if parameter.ndim >= 2 else 0.0
-            key = (decay, parameter.device_mesh if isinstance(parameter, DTensor) else None)
-            groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
-        return torch.optim.AdamW(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
+            groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
+            kind = _LocalAdamW if isinstance(parameter, DTensor) else kind
+        return kind(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
 
     @staticmethod
     def first_state(parameter: Tensor) -> dict[str, Tensor]:
         """Return the state that the first step would make: the count is where the fused kernel updates it."""
         moment = partial(torch.zeros_like, parameter.detach())
         return {"step": torch.zeros((), device=parameter.device), "exp_avg": moment(), "exp_avg_sq": moment()}
+
+
+class _LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates the local parts of DTensors, which are sharded like their gradients. DTensor itself would look
+    for a sharding of every parameter's update, which takes seconds on every new mesh."""
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *tensors)
+        for kind in tensors:
+            kind[:] = map(local_tensor, kind)
+        return has_complex
+
+
+def loss_share(
+    stages: Sequence[CausalLMStage], mesh: ParallelMesh, micro_batches: Sequence[MicroBatch], head: Head, **options: Any
+) -> Tensor:
+    """Return `Engine.evaluate` of these stages. Collective. Options as of `forward_only`."""
+    inputs = [{**batch, "head": head} for batch in micro_batches]
+    with _evaluating(stages):
+        shares = forward_only(stages, mesh, inputs, **options)
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()  # with ZeRO 1 and 2, a backward would do it
+    return sum(shares, torch.zeros((), device=mesh.device_type))
+
+
+def count_choices(
+    stages: Sequence[CausalLMStage], mesh: ParallelMesh, micro_batches: Sequence[MicroBatch], **options: Any
+) -> None:
+    """Give the last stage the step's counts, if its load-balancing loss is one of several micro-batches. Collective.
+
+    The layers run on every micro-batch without the output head, which costs the time of a forward. Options as of
+    `forward_only`.
+    """
+    balance = stages[-1].balance
+    if balance is None or balance.by_micro_batch:
+        return
+    balances: list[Tensor] = []
+    if len(micro_batches) > 1:
+        inputs = [{**batch, "head": None} for batch in micro_batches]
+        outputs = forward_only(stages, mesh, inputs, **options)
+        balances = [chosen for _, chosen in outputs]
+    if stages[-1].last:
+        balance.set_step(balances)
+
+
+@torch.no_grad()
+def forward_only(
+    stages: Sequence[CausalLMStage],
+    mesh: ParallelMesh,
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    calls: Sequence[Callable[..., Any]] | None = None,
+    schedule: str = "1f1b",
+    sent: Sequence[Tensor] = (),
+) -> list[Any]:
+    """Run this rank's stages forward on all micro-batches; return the outputs of the last stage, if it is here.
+
+    In step t stage s runs micro-batch t - s; then the messages of the step are exchanged together, so that ranks that
+    send to one another do not wait for one another. Collective over the pp axis, which may have one rank.
+
+    stages: in the order of `rank_stages`.
+    micro_batches: keyword arguments of all stages, and `input_ids` for the first.
+    calls: how the stages are called, if not directly.
+    schedule: places the stages on the pp ranks.
+    sent: examples of what a stage sends for one micro-batch; the micro-batches have one shape.
+    """
+    pp, group = mesh.size("pp"), mesh.group("pp")
+    owner = {stage: rank for rank in range(pp) for stage in rank_stages(schedule, pp, rank)}
+    local = dict(zip(rank_stages(schedule, pp, mesh.rank("pp")), calls or stages, strict=True))
+    last, outputs = len(owner) - 1, []
+    arrived: dict[int, tuple[Tensor, ...]] = {}  # inputs of the next step, by stage
+    for step in range(len(micro_batches) + last):
+        computed: dict[int, Any] = {}
+        for index, stage in local.items():
+            if 0 <= step - index < len(micro_batches):
+                options = dict(micro_batches[step - index])
+                ids = options.pop("input_ids")
+                computed[index] = stage(*(arrived.pop(index) if index else (ids,)), **options)
+        if last in computed:
+            outputs.append(computed.pop(last))
+        messages: list[dist.P2POp] = []
+        for index in range(last):
+            if not 0 <= step - index < len(micro_batches) or not {index, index + 1} & local.keys():
+                continue
+            if {index, index + 1} <= local.keys():
+                arrived[index + 1] = _sendable(computed[index])
+            elif index in local:
+                peer = dist.get_global_rank(group, owner[index + 1])
+                messages += [dist.P2POp(dist.isend, x.contiguous(), peer, group) for x in _sendable(computed[index])]
+            else:
+                peer = dist.get_global_rank(group, owner[index])
+                arrived[index + 1] = tuple(torch.empty_like(x, device=mesh.device_type) for x in sent)
+                messages += [dist.P2POp(dist.irecv, x, peer, group) for x in arrived[index + 1]]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+    for module in stages:
+        if isinstance(module, FSDPModule):
+            # FSDP2 would prefetch for the backwards of these forwards, which never come.
+            module.reset_iter_state()
+    return outputs
+
+
+def _sendable(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else output
+
+
+@contextmanager
+def _evaluating(stages: Sequence[CausalLMStage]) -> Iterator[None]:
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.train()
+
+
+@dataclass(eq=False)
+class PipelineRunner:
+    """Runner of the stages of this rank. Every rank calls it in the same order, with micro-batches of the same shapes.
+
+    stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
+    hidden_size, dtype: of the hidden states that a stage sends to the next.
+    token_parts: ranks that share the tokens of a sequence-parallel rank: tp with tp_sequence_parallel.
+    num_experts: of a model with a load-balancing loss, whose float32 counts (2, num_experts) are sent as well.
+    """
+
+    stages: Sequence[CausalLMStage]
+    mesh: ParallelMesh
+    schedule: str
+    zero: int
+    hidden_size: int
+    dtype: torch.dtype
+    token_parts: int = 1
+    num_experts: int = 0
+
+    def __post_init__(self) -> None:
+        # A pipeline keeps its receive buffers, so those of shapes that vary from step to step must not accumulate.
+        self._prepare = lru_cache(maxsize=4)(self._pipeline)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Accumulate gradients; return the loss share, float32, 0-dim, on the last stage's rank, zero elsewhere."""
+        batch = joined(micro_batches)
+        ids = batch.pop("input_ids")
+        rows, tokens = micro_batches[0]["input_ids"].shape
+        count_choices(self.stages, self.mesh, micro_batches, schedule=self.schedule, sent=self._sent(rows, tokens))
+        return self._prepare(len(micro_batches), rows, tokens).step(ids, **batch, head=head)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Return the loss share as `forward_backward`, without gradients and the load-balancing loss."""
+        sent = self._sent(*micro_batches[0]["input_ids"].shape)
+        return loss_share(self.stages, self.mesh, micro_batches, head, schedule=self.schedule, sent=sent)
+
+    def _pipeline(self, micro_batches: int, rows: int, tokens: int) -> Pipeline:
+        return Pipeline(
+            self.stages,
+            self.mesh,
+            self.schedule,
+            micro_batches=micro_batches,
+            stage_outputs=self._sent(rows, tokens),
+            zero=self.zero,
+        )
+
+    def _sent(self, rows: int, tokens: int) -> tuple[Tensor, ...]:
+        """Return examples of what a stage sends to the next one for a micro-batch, without memory."""
+        hidden = torch.empty(rows, tokens // self.token_parts, self.hidden_size, dtype=self.dtype, device="meta")
+        return (hidden, torch.empty(2, self.num_experts, device="meta")) if self.num_experts else (hidden,)
+
+
+def joined(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Concatenate micro-batches of one shape to the batch whose consecutive rows they are.
+
+    `cu_seqlens` become (rows, documents + 1); rows with fewer documents repeat their last boundary. Raises ValueError
+    if their `input_ids` differ in shape.
+    """
+    shapes = {tuple(batch["input_ids"].shape) for batch in micro_batches}
+    if len(shapes) != 1:
+        raise ValueError(f"micro-batches of input_ids {sorted(shapes)} must have the same shape in a pipeline")
+    keys = [key for key, value in micro_batches[0].items() if key != "cu_seqlens"]
+    whole = {key: torch.cat([batch[key] for batch in micro_batches]) for key in keys}
+    if micro_batches[0].get("cu_seqlens") is not None:
+        ((rows, _),) = shapes
+        boundaries = [torch.atleast_2d(batch["cu_seqlens"]).expand(rows, -1) for batch in micro_batches]
+        widest = max(part.shape[1] for part in boundaries)
+        whole["cu_seqlens"] = torch.cat(
+            [torch.cat([part, part[:, -1:].expand(-1, widest - part.shape[1])], dim=1) for part in boundaries]
+        )
+    return whole

@@ -30,8 +30,7 @@ from usp.hf.disk import stored_tensors
 from usp.hf.stage import CausalLMStage
 from usp.losses.output_heads import Head
 
-from .base import AdamW, MicroBatch
-from .forward_only import count_choices, loss_share
+from .base import AdamW, MicroBatch, count_choices, loss_share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
@@ -40,15 +39,13 @@ LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
 class DeepSpeedEngine:
     """An `Engine` over one stage with plain parameters, equal on every rank or at least set on rank 0.
 
-    Args:
-        stages: a single stage; pipeline parallelism is not supported.
-        zero: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
-        param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
-        offload: keep master weights and optimizer states in host memory, and update them there; not in stage 0.
+    stages: a single stage; pipeline parallelism is not supported.
+    zero: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
+    param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
+    offload: keep master weights and optimizer states in host memory, and update them there; not in stage 0.
 
-    Raises:
-        ValueError: for a mesh or dtype that is not supported, and a model of which not all is trained.
-        RuntimeError: where DeepSpeed is not installed.
+    Raises ValueError for a model with parameters that are not trained, and RuntimeError where DeepSpeed is not
+    installed. `usp.train.validate` refuses degrees and dtypes that DeepSpeed does not support.
     """
 
     def __init__(
@@ -62,7 +59,8 @@ class DeepSpeedEngine:
         offload: bool = False,
     ) -> None:
         stored = {name: x for stage in stages for name, x in stored_tensors(stage.model).items()}
-        _check(mesh, zero, offload, param_dtype, [name for name, x in stored.items() if not x.requires_grad])
+        if untrained := [name for name, x in stored.items() if not x.requires_grad]:
+            raise ValueError(f"DeepSpeed does not support {untrained[0]}, which is not trained: use engine=fsdp2")
         self.stages, self.stage, self.mesh, self.zero = stages, stages[0], mesh, zero
         self.parameters = dict(self.stage.model.named_parameters())
         self.deepspeed = load_deepspeed(mesh.device_type)
@@ -129,8 +127,8 @@ class DeepSpeedEngine:
             for key in MOMENTS:
                 self._put(parameter, _full(state[f"optimizer.{name}.{key}"]), key)
             step = state[f"optimizer.{name}.step"]
-        for kept in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have the same step
-            kept["step"].copy_(step)
+        for moments in self.optimizer.state.values():  # by DeepSpeed's flat groups: all parameters have the same step
+            moments["step"].copy_(step)
 
     def _flat_groups(self) -> list[Tensor]:
         """Return what AdamW updates on this rank: parameters, or one vector of parts of all parameters of a group."""
@@ -149,7 +147,6 @@ class DeepSpeedEngine:
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
-        """Gather the fp32 weight, or a moment, on every rank."""
         if self.zero == 0:
             return parameter.detach() if key is None else self.optimizer.state[parameter][key]
         if key is None:
@@ -157,11 +154,10 @@ class DeepSpeedEngine:
         return self.deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
 
     def _put(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Write the fp32 weight and its compute copy, or a moment."""
         if self.zero == 0:
             (parameter if key is None else self.optimizer.state[parameter][key]).copy_(value)
             return
-        # ZeRO-3 cuts the flat value into equal parts, the last of which may extend past its end.
+        # ZeRO-3 cuts the flat value into equal parts; the last may extend past its end.
         padded = nn.functional.pad(value.flatten(), (0, -value.numel() % dist.get_world_size()))
         value_or_padded = padded if self.zero == 3 else value
         if key is not None:
@@ -176,7 +172,6 @@ class DeepSpeedEngine:
                 parameter.copy_(value)
 
     def _sharded(self, whole: Tensor) -> Tensor:
-        """Copy this rank's rows."""
         ranks = self.mesh.device_mesh("loss")
         parts = whole.chunk(ranks.size())
         rank = ranks.get_local_rank()
@@ -187,10 +182,8 @@ class DeepSpeedEngine:
 def deepspeed_config(
     zero: int, param_dtype: torch.dtype, shapes: Sequence[torch.Size], offload: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a model whose parameters have `shapes`; `offload` of the optimizer.
-
-    Batch sizes are only DeepSpeed's bookkeeping: the engine says which micro-batch is the last.
-    """
+    """Return DeepSpeed's configuration for a model whose parameters have `shapes`; `offload` of the optimizer. Batch
+    sizes are only DeepSpeed's bookkeeping: the engine says which micro-batch is the last."""
     vectors = [shape.numel() for shape in shapes if len(shape) < 2]
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -208,25 +201,6 @@ def deepspeed_config(
         },
         "zero_force_ds_cpu_optimizer": False,  # its own is compiled on first use; torch's fused AdamW runs on the CPU
     }
-
-
-def _check(mesh: ParallelMesh, zero: int, offload: bool, param_dtype: torch.dtype, untrained: Sequence[str]) -> None:
-    violations = [
-        f"{axis}={mesh.size(axis)} is not supported by DeepSpeed, whose ZeRO spans only dp_shard x sp: use "
-        f"{axis}=1, or engine=fsdp2"
-        for axis in ("pp", "dp_replicate", "tp", "ep")
-        if mesh.size(axis) > 1
-    ]
-    if zero == 0 and param_dtype == torch.bfloat16:
-        violations.append("zero=0 would accumulate gradients in bfloat16 with DeepSpeed: use zero=1 or dtype=float32")
-    if zero == 0 and offload:
-        violations.append("zero=0 has no optimizer states of DeepSpeed's that could be offloaded: use zero=1")
-    if untrained:
-        violations.append(
-            f"{untrained[0]} is saved but not trained, which DeepSpeed does not support: use engine=fsdp2"
-        )
-    if violations:
-        raise ValueError("; ".join(violations))
 
 
 def _full(value: Tensor) -> Tensor:
@@ -249,18 +223,13 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def load_deepspeed(device_type: str) -> Any:
-    """Import and set up deepspeed for "cuda" or "cpu"; on CPU it compiles nothing and communicates over gloo.
-
-    Raises:
-        RuntimeError: if it is not installed.
-    """
+    """Import and set up deepspeed for "cuda" or "cpu"; on CPU it compiles nothing and communicates over gloo. Raises
+    RuntimeError if it is not installed."""
     try:
         with _own_errors_only():
             import deepspeed
     except ImportError as error:
-        raise RuntimeError(
-            "engine=deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
-        ) from error
+        raise RuntimeError("engine=deepspeed needs deepspeed: pip install 'usp-toolkit[deepspeed]'") from error
     # DeepSpeed calls torch's collectives by deprecated names, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if device_type == "cpu":

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from parallel import ParallelDims, ParallelMesh
 from usp import UnifiedSPAttention, shard_sequence, unshard_sequence
-from usp.hf.mixers.sharded_mixers import apply_mixers
+from usp.hf.mixers import apply_mixers
 
 VOCAB, ROWS, SEQ_LEN = 48, 2, 64
 # The documents of two rows. They end inside spans, one has a single token, and the last row ends in padding.

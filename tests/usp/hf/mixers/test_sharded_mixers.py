@@ -10,10 +10,11 @@ from torch import nn
 
 from attention import LAYOUTS
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 from tests.usp.hf.mixers.hybrids import FAMILIES, SIZES, errors, hybrid, relative, sharded
 from usp import shard_sequence
-from usp.hf.mixers.sharded_mixers import Mixer, apply_mixers, sharded_mixers
+from usp.hf.mixers import Mixer, apply_mixers, sharded_mixers
 from usp.sp.in_order import SequenceOrder
 from usp.sp.spans import HaloPlan
 
@@ -64,9 +65,9 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
         moved = moves.wire_bytes(2, SIZES["hidden_size"], torch.float32)
         back = moves.inverse.wire_bytes(2, SIZES["hidden_size"], torch.float32)
         parts += [moved, back]
-    with count_sent_bytes() as forward:
+    with SentBytes() as forward:
         out = mixer(x, cu_seqlens=cu_seqlens)
-    with count_sent_bytes() as backward:
+    with SentBytes() as backward:
         out.sum().backward()
     planned = (sum(part.forward for part in parts), sum(part.backward for part in parts))
     return [(forward.total, planned[0]), (backward.total, planned[1])]

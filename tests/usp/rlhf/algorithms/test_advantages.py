@@ -15,28 +15,27 @@ from torch import Tensor
 from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import Function, alone, on_ranks
 from usp.rlhf.algorithms.algorithm import Stateful
-from usp.rlhf.algorithms.grpo import GRPO, grpo_advantages
-from usp.rlhf.algorithms.grpo_variants import DAPO
-from usp.rlhf.algorithms.loss_weights import Weighting
-from usp.rlhf.algorithms.policy import PolicyOptions
-from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
-from usp.rlhf.algorithms.preferences import DPO, pair_weights
-from usp.rlhf.algorithms.reinforce import (
+from usp.rlhf.algorithms.critic_free import (
+    DAPO,
+    GRPO,
     RLOO,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
+    grpo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
 )
-from usp.rlhf.algorithms.response_rows import discounted_sums
+from usp.rlhf.algorithms.objectives import Weighting
+from usp.rlhf.algorithms.policy import PolicyOptions
+from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
+from usp.rlhf.algorithms.preferences import DPO, pair_weights
+from usp.rlhf.algorithms.response_rows import Moments, RunningMoments, discounted_sums
 from usp.rlhf.algorithms.rewards import ScoreWith
-from usp.rlhf.algorithms.statistics import Moments, RunningMoments
-from usp.rlhf.data.mini_batches import mini_batch_ids
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
+from usp.rlhf.samples import Samples, mini_batch_ids
 
 RESPONSES = (3, 1, 6, 2, 4, 4, 1, 5, 2, 3, 7, 1)  # tokens of each; groups of 4 (and of 2)
 GROUP = Generate(group_size=4, max_new_tokens=7, stop_ids=(0,))

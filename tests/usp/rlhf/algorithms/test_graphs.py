@@ -13,22 +13,23 @@ from torch import Tensor
 from tests.usp.rlhf.algorithms.variants import dapo, dr_grpo
 from tests.usp.rlhf.simulate import minimise, on_ranks
 from usp.rlhf.algorithms.algorithm import Options, stateful
-from usp.rlhf.algorithms.grpo import GRPO
-from usp.rlhf.algorithms.grpo_variants import CISPO, DAPO, GSPO
+from usp.rlhf.algorithms.critic_free import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
-from usp.rlhf.algorithms.preferences import DPO, RewardModel
+from usp.rlhf.algorithms.preferences import DPO, SFT, RewardModel
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
-from usp.rlhf.algorithms.reinforce import RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from usp.rlhf.algorithms.rewards import ScoreWith
-from usp.rlhf.algorithms.sft import SFT
-from usp.rlhf.data.fingerprint import fingerprint
-from usp.rlhf.data.mini_batches import mini_batch_ids, mini_batch_of
-from usp.rlhf.data.partition import partition
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph, unit
-from usp.rlhf.graph.keys import key_kinds
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, key_kinds, unit
+from usp.rlhf.samples import Samples, fingerprint, mini_batch_ids, mini_batch_of, partition
 
 
 def reward(prompt: list[int], response: list[int], answer: int) -> float:

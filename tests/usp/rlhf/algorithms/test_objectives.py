@@ -22,8 +22,8 @@ from usp.rlhf.algorithms.objectives import (
     kl_estimate,
 )
 from usp.rlhf.algorithms.preferences import DPO, DirectPreference, PreferredScore, pair_weights
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Objective
+from usp.rlhf.graph import Objective
+from usp.rlhf.samples import Samples
 
 IMPORTANCE: tuple[RolloutIS, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LENGTHS = (5, 2, 7, 4, 3, 6)  # prompts of 1 token at least: the second sample has one response token

@@ -14,7 +14,7 @@ import torch
 
 from tests.usp.rlhf.simulate import alone, on_ranks
 from usp.rlhf.algorithms.rewards import RewardFailed, RewardShape, ScoreWith
-from usp.rlhf.data.samples import Samples
+from usp.rlhf.samples import Samples
 
 ANSWERS = ("a", "bb", "ccc")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from usp.rlhf.algorithms.grpo import GRPO
-from usp.rlhf.config import parse_options
+from usp.fields import parse_options
+from usp.rlhf.algorithms.critic_free import GRPO
 
 DR_GRPO = "scale_by_std=false,aggregation=constant"
 DAPO = "eps_high=0.28,kl=0,aggregation=token_mean,drop_equal_groups=true"

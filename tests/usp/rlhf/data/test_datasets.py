@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from usp.data.tokenizer import ByteTokenizer, Tokenizer
 from usp.hf.tokenizers import load_tokenizer
 from usp.rlhf.algorithms.rewards import match
-from usp.rlhf.data.datasets import MARKS, QUESTION, Examples, example_indices, open_examples, sequences_of
+from usp.rlhf.datasets import MARKS, QUESTION, Examples, example_indices, open_examples, sequences_of
 
 KEYS = ("prompt", "answer")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from usp.rlhf.data.mini_batches import mini_batch_ids
-from usp.rlhf.data.partition import batch_violation, partition
+from usp.rlhf.samples import batch_violation, mini_batch_ids, partition
 
 
 @given(st.data())

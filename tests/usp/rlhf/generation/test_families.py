@@ -15,17 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention import DecodeStep, KVCache, Prefill
 from parallel import ParallelDims, ParallelMesh, stage_layers
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
 from usp.hf.integrate import apply_unified_sp, decoder_layers
+from usp.hf.probe import structure
 from usp.hf.prune import prune_to_stage
+from usp.hf.shrink import VOCAB
 from usp.hf.stage import logit_transform
-from usp.hf.structure.probe import structure
-from usp.hf.structure.shrink import VOCAB
 from usp.hf.tensor_parallel import apply_tp
-from usp.rlhf.generation.generate import Generator
-from usp.rlhf.generation.support import generation_problems
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.generation.generate import Generator, generation_problems
+from usp.rlhf.graph import Generate
 
 LENGTHS = (37, 1, 2, 20, 9, 33, 5)  # more than slots, so that these are used again
 TOLERANCE = 1e-5
@@ -203,10 +202,10 @@ BROKEN: dict[str, tuple[str, Callable[[], AbstractContextManager]]] = {
     "chunks": ("llama4_text", lambda: without("chunk")),
     "sinks": ("gpt_oss", lambda: without("sinks")),
     "states of former sequences stay": ("qwen3_next", lambda: patch.object(KVCache, "clear", clear_positions)),
-    "padding is read": ("falcon_h1", lambda: patch("usp.hf.mixers.sharded_mixers.prompt_documents", whole_rows)),
+    "padding is read": ("falcon_h1", lambda: patch("usp.hf.mixers.prompt_documents", whole_rows)),
     "heads of other ranks": (
         "qwen3_next",
-        lambda: patch("usp.sp.recurrent_cache.own_heads", lambda heads, group: slice(0, heads // 2)),
+        lambda: patch("usp.sp.in_order.own_heads", lambda heads, group: slice(0, heads // 2)),
     ),
 }
 
@@ -220,7 +219,7 @@ def broken_on_ranks() -> dict[str, Responses | str]:
 
 
 def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool) -> None:
-    found = ranks.run(broken_on_ranks, 2, timeout=300)[0]
+    found = ranks.run(broken_on_ranks, 2)[0]
     wanted = {model_type: expected(model_type) for model_type, _ in BROKEN.values()}
     errors = {what: difference(found[what], wanted[model_type]) for what, (model_type, _) in BROKEN.items()}
     assert {what: error for what, error in errors.items() if not error > TOLERANCE} == {}
@@ -235,7 +234,7 @@ def test_tokens_are_those_of_transformers(ranks: RankPool, exhaustive: bool) -> 
     wrong: dict[tuple[str, str], Any] = {}
     for model_types in [[name] for name in chosen] if exhaustive else [list(chosen)]:
         cases = [(name, grid) for name in model_types for grid in chosen[name]]
-        per_rank = ranks.run(on_ranks, 4, cases, timeout=600)
+        per_rank = ranks.run(on_ranks, 4, cases)
         wanted = {name: expected(name) for name in model_types}
         for (name, grid), *found in zip(cases, *per_rank, strict=True):
             if isinstance(found[0], str):

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from parallel import ParallelDims, ParallelMesh, stage_layers
-from parallel.testing import RankPool
-from usp.hf.initialise import initialise
+from tests.harness.ranks import RankPool
 from usp.hf.integrate import apply_unified_sp
 from usp.hf.models import empty_model, materialise
 from usp.hf.prune import prune_to_stage
 from usp.hf.tensor_parallel import apply_tp
+from usp.hf.weights import initialise
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
 
 ALONE = ParallelDims()
 LAYOUTS = (
@@ -82,10 +82,10 @@ def differing(
     layouts: tuple[ParallelDims, ...] = LAYOUTS,
 ) -> dict[str, list[int]]:
     """The number of sequences with another token than one process samples, by layout and work."""
-    alone = ranks.run(sampled, 1, vocabulary, ALONE, dtype, works, sequences, timeout=600)[0]
+    alone = ranks.run(sampled, 1, vocabulary, ALONE, dtype, works, sequences)[0]
     found = {}
     for dims in layouts:
-        per_rank = ranks.run(sampled, 4, vocabulary, dims, dtype, works, sequences, timeout=600)
+        per_rank = ranks.run(sampled, 4, vocabulary, dims, dtype, works, sequences)
         found[str(dims)] = [
             len({n for rank in per_rank for n, tokens in rank[work].items() if tokens != alone[work][n]})
             for work in range(len(works))

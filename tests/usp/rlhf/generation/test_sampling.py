@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from usp.data.tokenizer import ByteTokenizer
-from usp.rlhf.generation.batching import Rollout, Slots, capacity
-from usp.rlhf.generation.sampling import (
+from usp.rlhf.generation.decoding import (
+    Rollout,
+    Slots,
+    Stops,
+    capacity,
     exponential,
     probabilities,
     sample,
     sequence_key,
+    stop_problems,
     token_keys,
     work_violations,
 )
-from usp.rlhf.generation.stopping import Stops, stop_problems
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
 
 VOCAB = 7
 LOGITS = torch.tensor([[0.5, -1.0, 2.0, 0.0, 1.5, -3.0, 1.0], [3.0, 2.9, -9.0, 0.0, 0.0, 1.0, -1.0]])
@@ -158,7 +161,7 @@ def test_freed_slots_are_refilled() -> None:
     steps = 0
     while slots.pending:
         slots.admit()
-        kept = [slots.decode_inputs(2, rank).columns[3] for rank in (0, 1)]
+        kept = [slots.decode_inputs(2, rank)[0][3] for rank in (0, 1)]
         assert (kept[0] + kept[1]).tolist() == [int(rollout is not None) for rollout in slots.active]
         slots.append([9] * 3, [0.0] * 3, lambda tokens: False)
         steps += 1

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.usp.rlhf.toy import ppo
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
-from usp.rlhf.graph.keys import key_kinds
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, key_kinds
+from usp.rlhf.samples import Samples
 
 
 def nothing(samples: Samples, reduce: object) -> Samples:

@@ -14,15 +14,12 @@ import yaml
 
 from parallel import ParallelDims
 from tests.usp.rlhf.toy import ppo
-from usp.rlhf.data.fingerprint import fingerprint
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
 from usp.rlhf.plan.operations import Operation, copy_of, schedule, trained_copy
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.plan.plan_text import from_mapping, parse_ranks, to_mapping
-from usp.rlhf.runtime.measure import sampling_difference, with_measures
-from usp.rlhf.runtime.summary import Summary, merge
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, from_mapping, parse_ranks, to_mapping
+from usp.rlhf.runtime.measure import Summary, merge, sampling_difference, with_measures
+from usp.rlhf.samples import Samples, fingerprint
 
 FACTS = Facts(world_size=16, ranks_per_host=8, heads=16, layers=4)
 EVERYWHERE = tuple(range(16))

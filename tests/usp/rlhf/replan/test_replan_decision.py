@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.usp.rlhf.toy import ppo
+from usp.rlhf.config import ReplanOptions
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.replan.measured_steps import call_seconds
-from usp.rlhf.replan.replan_decision import Decision, SwitchCost
-from usp.rlhf.replan.replan_options import ReplanOptions
-from usp.rlhf.runtime.step_lengths import StepLengths
+from usp.rlhf.replanning import Decision, SwitchCost, call_seconds
+from usp.rlhf.runtime.measure import StepLengths
 from usp.rlhf.runtime.timeline import Event
 
 COST = SwitchCost(nbytes=2**20, move_seconds=3.0, build_seconds=1.0, search_seconds=100.0)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
-from usp.rlhf.data.samples import Samples
+from tests.harness.ranks import RankPool
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.readers import RowSequences
-from usp.rlhf.roles.rows import SEQUENCE, RowPlan, micro_batches, pack, plan_rows, unpack
+from usp.rlhf.roles.rows import SEQUENCE, RowPlan, micro_batches, pack_lengths, plan_rows, sequences_of, unpack
+from usp.rlhf.samples import Samples
 from usp.sp.sequence import unshard_sequence
 
 
@@ -31,7 +30,7 @@ def samples_of(lengths: list[int], first: int = 0) -> Samples:
 def test_every_sample_is_in_one_row_and_rows_respect_the_budget(
     lengths: list[int], unit: int, budget: int, at_least: int
 ) -> None:
-    rows = pack(samples_of(lengths), unit=unit, budget=budget, at_least=at_least)
+    rows = pack_lengths(range(len(lengths)), lengths, unit=unit, budget=budget, at_least=at_least)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert len(rows) >= at_least and (budget or len(rows) == at_least)
     for row in rows:
@@ -41,12 +40,11 @@ def test_every_sample_is_in_one_row_and_rows_respect_the_budget(
 
 
 def test_units_share_rows_by_sample_id() -> None:
-    samples = samples_of([5, 9, 2, 1], first=6)
-    assert pack(samples, unit=2, at_least=2) == ((0, 1), (2, 3))
+    assert pack_lengths(range(6, 10), [5, 9, 2, 1], unit=2, at_least=2) == ((0, 1), (2, 3))
     with pytest.raises(ValueError, match=r"samples \[6, 9\] are in incomplete units, expected 2 consecutive samples"):
-        pack(samples.of([6, 8, 9]).of([6, 9]), unit=2)
+        pack_lengths([6, 9], [5, 1], unit=2)
     with pytest.raises(ValueError, match=r"samples \[7\] have no tokens"):
-        pack(samples_of([3, 0], first=6))
+        pack_lengths([6, 7], [3, 0])
 
 
 def layout_of(dims: ParallelDims, **options: int | bool | str) -> CallLayout:
@@ -80,7 +78,7 @@ def rows_on_ranks() -> None:
 
 def _check_sums(batch: dict[str, Tensor], whole: Tensor, mesh: ParallelMesh) -> None:
     """Check the sums over whole sequences, and that all ranks' shares together reach every token's gradient once."""
-    sequences = RowSequences.of(batch, mesh.group("sp"))
+    sequences = sequences_of(batch, mesh.group("sp"))
     x = batch["x"].clone().requires_grad_()
     sums = sequences.sums(x)
     cuts = batch["cu_seqlens"][0].diff().tolist()

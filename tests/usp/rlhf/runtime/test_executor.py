@@ -16,21 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.rlhf.toy import HIDDEN, VOCABULARY, Alone, SharingModel, ToyModel, ppo, prompts
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.graph.calls import Compute, Generate, Inference, ModelCall, Reduce
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.executor import Executor, StepResult
-from usp.rlhf.runtime.timeline import BytesMoved, Event
+from usp.rlhf.runtime.timeline import Event
 from usp.rlhf.runtime.trace import totals
+from usp.rlhf.samples import Samples, derived_seed
 
 STEPS, PROMPTS = 3, 5
-SLOW = 0.5  # seconds
+SLOW = 2.0  # seconds
 COLLECTED = ("tokens", "advantages", "returns", "old_logprobs", "finished")
 FACTS = Facts(world_size=8, ranks_per_host=4, heads=4, layers=2)
 
@@ -108,7 +106,7 @@ def run_plans(folder: Path) -> list[Run]:
 def test_every_plan_matches_a_single_process(ranks: RankPool, tmp_path: Path) -> None:
     graph, alone = ppo(), Alone()
     wanted = [alone.step(graph, prompts(PROMPTS, n), derived_seed(n, "actor_generate")) for n in range(1, STEPS + 1)]
-    found = ranks.run(run_plans, 8, tmp_path, timeout=240)
+    found = ranks.run(run_plans, 8, tmp_path)
     for number, plan in enumerate(plans(graph)):
         runs = [of_rank[number] for of_rank in found]
         for n, (metrics, values) in enumerate(wanted):
@@ -156,7 +154,7 @@ class Meeting(ToyModel):
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         (self._folder / output).touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not all((self._folder / key).exists() for key in ("ref_logprobs", "score", "values")):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{output} does not overlap with the other calls")
@@ -174,7 +172,7 @@ def run_meeting(folder: Path) -> None:
 
 
 def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(run_meeting, 8, tmp_path, timeout=120)
+    ranks.run(run_meeting, 8, tmp_path)
 
 
 class Slow(ToyModel):
@@ -192,7 +190,7 @@ def run_stale() -> tuple[list[dict[str, float]], tuple[Event, ...]]:
     made = executor(graph, plan, ProcessGroups(), build_role=partial(Slow, stale=True))
     copies = made._context.copies
 
-    def forget(copy: WeightCopy, sources: tuple[WeightCopy, ...], moved: BytesMoved) -> None:
+    def forget(copy: WeightCopy, sources: tuple[WeightCopy, ...], event: Event) -> None:
         if dist.get_rank() in copy.layout.ranks:
             copies.model(copy).allocate()
 

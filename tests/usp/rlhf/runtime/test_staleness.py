@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.rlhf.toy import Alone, ToyModel, ppo, prompts
-from usp.rlhf.data.samples import Samples
-from usp.rlhf.data.seeds import derived_seed
-from usp.rlhf.graph.calls import Generate, ModelCall, TrainStep
-from usp.rlhf.graph.dataflow import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall, TrainStep
 from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
-from usp.rlhf.runtime.summary import Summary, merge
+from usp.rlhf.runtime.measure import Summary, merge
+from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import UserCodeFailed
 
 STEPS, PROMPTS = 4, 5
@@ -81,13 +79,14 @@ def made(plan: ExecutionPlan, trained: dict[str, ToyModel], **options: Any) -> E
 
 
 def iterate(executor: Executor, first: int, steps: int) -> list[StepResult]:
-    return [executor.train(asked(n + 1) if n < STEPS else None) for n in range(first, first + steps)]
+    results = [executor.run(asked(n + 1) if n < STEPS else None) for n in range(first, first + steps)]
+    return [result for result in results if result is not None]
 
 
 def run_plan(plan: ExecutionPlan) -> Run:
     trained: dict[str, ToyModel] = {}
     executor = made(plan, trained, collect=COLLECTED)
-    executor.roll_out(asked(1))
+    assert executor.run(asked(1)) is None
     results = iterate(executor, 1, 2)
     assert executor.in_flight
     saved = executor.in_flight.to_extra(), executor.in_flight.whole(executor.device)
@@ -103,10 +102,11 @@ def run_plans() -> tuple[list[Run], dict[str, float]]:
     executor = made(apart(ppo()), {})
     extra, values = runs[0].in_flight
     saved = executor.saved_in_flight(extra)
-    for key, value in saved.values.items():
-        value.copy_(values[key])
-    executor.in_flight = saved.restored()
-    return runs, executor.train(None).metrics
+    saved.fill(values)
+    executor.in_flight = saved
+    result = executor.run(None)
+    assert result is not None
+    return runs, result.metrics
 
 
 def test_samples_are_made_with_the_weights_before_the_last_train_steps(ranks: RankPool) -> None:
@@ -121,7 +121,7 @@ def test_samples_are_made_with_the_weights_before_the_last_train_steps(ranks: Ra
         if number == 3:
             restarted = initial.train(graph, values[2])
         wanted.append(alone.train(graph, values[number - 1]))
-    found = ranks.run(run_plans, 8, timeout=240)
+    found = ranks.run(run_plans, 8)
     for place, plan in enumerate(("halves", "apart")):
         runs = [of_rank[0][place] for of_rank in found]
         for n, metrics in enumerate(wanted):
@@ -149,7 +149,7 @@ class Meeting(ToyModel):
 
     def _meet(self, own: str, other: str) -> None:
         (self._folder / own).touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not (self._folder / other).exists():
             assert time.monotonic() < deadline, f"{own} does not overlap with {other}"
             time.sleep(0.01)
@@ -170,21 +170,22 @@ def run_meeting(folder: Path) -> list[str]:
     """Return what each rank was told, of a reward that failed beside the training of the first step, too."""
     refuse = False
 
-    def check() -> None:
+    def check() -> dict[str, float]:
         if refuse:
             raise UserCodeFailed("no score")
+        return {}
 
     graph = ppo()
     plan = separation(graph, replace(FACTS, world_size=4))
     executor = made(plan, {}, build_role=partial(Meeting, folder=folder), before_changes=check)
-    executor.roll_out(asked(1))
-    executor.train(asked(2))
+    executor.run(asked(1))
+    executor.run(asked(2))
     refuse = True
-    executor.train(asked(3))  # of the samples that did not fail
+    executor.run(asked(3))  # of the samples that did not fail
     said = [str(executor.in_flight)]
     refuse = False
     for wrong in (
-        lambda: executor.roll_out(asked(3)),
+        lambda: executor.run(asked(3)),
         lambda: made(flattening(graph, replace(FACTS, world_size=4)), {}),
     ):
         try:
@@ -195,7 +196,7 @@ def run_meeting(folder: Path) -> list[str]:
 
 
 def test_rollouts_run_at_the_time_of_training_and_may_fail_without_it(ranks: RankPool, tmp_path: Path) -> None:
-    for none, failed, shared in ranks.run(run_meeting, 4, tmp_path, timeout=120):
+    for none, failed, shared in ranks.run(run_meeting, 4, tmp_path):
         assert (none, failed) == ("None", "no score")
         assert "staleness=1: actor_generate, ref_inference, " in shared
         assert "advantages must not run on ranks 0-3, of actor_train, critic_train" in shared

@@ -14,10 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.__main__ import main
-from usp.rlhf.runtime.activity import BETWEEN, activities, bounds, critical_path, rank_times
-from usp.rlhf.runtime.timeline import Event, Timeline, clock_offset, read_events
+from usp.rlhf.runtime.timeline import (
+    BETWEEN,
+    Event,
+    Timeline,
+    activities,
+    bounds,
+    clock_offset,
+    critical_path,
+    rank_times,
+    read_events,
+)
 from usp.rlhf.runtime.trace import plot, totals, write_chrome_trace
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel import ParallelDims
-from usp.rlhf.data.partition import balance
-from usp.rlhf.graph.keys import KeyKind
+from usp.rlhf.graph import KeyKind
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.runtime.transfer import TransferEnd, plan_transfer
+from usp.rlhf.samples import balance
 
 KINDS = {
     "tokens": KeyKind(torch.int64, "tokens"),

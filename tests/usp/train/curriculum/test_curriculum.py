@@ -12,17 +12,16 @@ import torch.distributed as dist
 import yaml
 
 from parallel import load_hardware
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.commands.flags import parse
-from usp.config import TrainConfig, by_stage, config_from_mapping
-from usp.cost.job import job_of
-from usp.cost.planner.choice import choose
-from usp.curriculum import CurriculumStage, read_stages
+from usp.config import CurriculumStage, TrainConfig, by_stage, read_stages
+from usp.fields import config_from_mapping
+from usp.planning.choice import choose
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
+from usp.train.checkpoints import CHECKPOINTS
 from usp.train.prepare import prepare
-from usp.train.resolve import resolve, trained_model
-from usp.train.resume import CHECKPOINTS
+from usp.train.resolve import job_of, resolve, trained_model
 from usp.train.trainer import Trainer
 
 SHORT = CurriculumStage(steps=2, seq_len=128, global_batch_size=8)
@@ -76,8 +75,8 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
     ]
     alone = replace(base, curriculum=ALONE, output=str(tmp_path / "alone"))
     on_one = replace(resumed[0], curriculum=ALONE, output=str(tmp_path / "on-one"))
-    ranks.run(each, 4, [sharded, *resumed], timeout=300)
-    ranks.run(each, 1, [alone, on_one], timeout=180)
+    ranks.run(each, 4, [sharded, *resumed])
+    ranks.run(each, 1, [alone, on_one])
     whole, wanted = metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone")
     assert whole[:, :4].tolist() == [[n, 1, 128, 1024] for n in (1, 2)] + [[n, 2, 256, 1024] for n in (3, 4, 5)]
     assert (whole / wanted - 1).abs().max() <= 1e-5
@@ -110,10 +109,13 @@ def test_a_curriculum_is_read_from_a_file_or_a_configuration(base: TrainConfig, 
     assert (first.steps, first.seq_len, first.batch_size, first.sp_ring, first.data) == (5, 8192, 2, 2, "a=0.7,b=0.3")
     assert (second.steps, second.seq_len, second.batch_size, second.sp_ulysses) == (5, 4096, 4, 1)
     for wrong, said in (
-        ("- {step: 2}", "stage 1 of the curriculum has an unknown key 'step': use steps, seq_len"),
+        (
+            "- {step: 2}",
+            r"stage 1 of the curriculum: unknown key 'step' .*'steps'\?\); its keys are steps, seq_len",
+        ),
         ("- {seq_len: 8K}", "stage 1 of the curriculum needs its number of steps"),
         ("- {steps: 1}\n- {steps: 2, seq_len: 8Q}", "8Q must be a number of tokens"),
-        ("- {steps: two}", "steps = 'two' in stage 1 of the curriculum must be a number, at least 0"),
+        ("- {steps: two}", "stage 1 of the curriculum: steps = 'two' must be an integer"),
         ("steps: 3", "a curriculum is a list of stages"),
     ):
         (tmp_path / "wrong.yaml").write_text(wrong)

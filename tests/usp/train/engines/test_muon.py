@@ -22,19 +22,18 @@ from transformers import AutoModelForCausalLM
 
 from parallel import ParallelMesh
 from parallel.reallocation.boxes import local_box
-from parallel.testing import RankPool, count_sent_bytes
+from parallel.wire import SentBytes
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import ADAM_EPS, ROWS, SEQ_LEN, loss_alone, packed_batch, tiny_model, whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
-from usp.cost.dry_run.dry_run import dry_run
-from usp.cost.dry_run.live_memory import OPTIMIZER
-from usp.cost.job import job_of
 from usp.hf.models import empty_model, load_model_config
+from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.train.build import EngineRecipe, build_engine, first_weights
-from usp.train.engines.fsdp2 import Fsdp2Engine
-from usp.train.engines.muon import MuonAdamW
-from usp.train.resolve import resolve
+from usp.train.dry_run import dry_run
+from usp.train.engines.fsdp2 import Fsdp2Engine, MuonAdamW
+from usp.train.resolve import job_of, resolve
 from usp.train.step import train_step
 
 STEPS, RATE = 3, 3e-3
@@ -125,7 +124,7 @@ def updated(config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
             shape, stride = parameter.shape, parameter.stride()
             placed = parameter.device_mesh, parameter.placements
             parameter.grad = DTensor.from_local(part, *placed, run_check=False, shape=shape, stride=stride)
-        with count_sent_bytes() as sent:
+        with SentBytes() as sent:
             engine.optimizer.step()
     optimizer = cast(MuonAdamW, engine.optimizer)
     shared = (m.shape for ranks, found in optimizer._shared.items() if len(ranks) > 1 for m in found)
@@ -151,7 +150,7 @@ def each(configs: list[TrainConfig]) -> list[tuple[dict[str, Tensor], int, int, 
 def test_three_steps_are_those_of_torch_in_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     wanted, losses = Alone(tmp_path).updated(), torch.tensor(Alone(tmp_path).trained(), dtype=torch.float64)
-    found = ranks.run(each, 8, [config_of(tmp_path, **flags) for flags in LAYOUTS[family]], timeout=240)
+    found = ranks.run(each, 8, [config_of(tmp_path, **flags) for flags in LAYOUTS[family]])
     for number, (flags, times) in enumerate(zip(LAYOUTS[family], SENT[family], strict=True)):
         weights: Mapping[str, Tensor] = {name: x for of_rank in found for name, x in of_rank[number][0].items()}
         assert weights.keys() == wanted.keys()
@@ -202,5 +201,4 @@ def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=said):
             resolve(replace(config, **changes), 2).valid()
     _, model_config, _, _ = resolve(config, 2).valid()
-    with pytest.raises(ConfigurationError, match="--optimizer = muon is not modelled, only AdamW"):
-        job_of(config, model_config, 2)
+    assert job_of(config, model_config, 2).approximate == "temporaries of Muon are estimated"

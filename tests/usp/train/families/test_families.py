@@ -14,17 +14,17 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from parallel import ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import TYPES, reason, tiny_config, tiny_model
 from tests.usp.tiny import whole_loss
 from usp import shard_batch
 from usp.config import TrainConfig
-from usp.hf.balance import aux_loss_coefficient
 from usp.hf.disk import stored_tensors
+from usp.hf.expert_parallel import aux_loss_coefficient
+from usp.hf.experts import has_balancing_loss
 from usp.hf.models import FAMILIES, load_model_config, model_facts, training_problems
 from usp.hf.prune import tied_ends
-from usp.hf.structure.experts import has_balancing_loss
-from usp.hf.structure.shrink import VOCAB
+from usp.hf.shrink import VOCAB
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights
@@ -163,7 +163,7 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
         tiny_model(model_type).save_pretrained(folder)
         expected = torch.tensor(plain_steps(model_type), dtype=torch.float64)
         for mesh in meshes:
-            found = ranks.run(steps, 4, str(folder), (MESHES | EXPERT_MESHES)[mesh], timeout=240)
+            found = ranks.run(steps, 4, str(folder), (MESHES | EXPERT_MESHES)[mesh])
             if isinstance(found[0], str):
                 if not (exhaustive and any(part in found[0] for part in REFUSALS)):
                     wrong[model_type, mesh] = found[0]

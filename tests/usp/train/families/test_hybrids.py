@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from parallel import ParallelMesh
-from parallel.testing import RankError, RankPool
+from tests.harness.ranks import RankError, RankPool
 from tests.usp.hf.mixers.hybrids import hybrid
 from tests.usp.tiny import drawn_model, whole_loss
 from usp.config import TrainConfig
@@ -23,12 +23,12 @@ from usp.hf.export import save_weights
 from usp.hf.models import model_facts
 from usp.model.facts import NO_ATTENTION, training_flops
 from usp.run.launch import Launch
-from usp.sp.batch import shard_batch
+from usp.sp.sequence import shard_batch
 from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.checkpoints import CHECKPOINTS
 from usp.train.engines.fsdp2 import Fsdp2Engine
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
-from usp.train.resume import CHECKPOINTS
 from usp.train.step import part_of, train_step
 from usp.train.trainer import Trainer
 
@@ -153,7 +153,7 @@ def test_steps_are_those_of_plain_transformers(ranks: RankPool, tmp_path: Path, 
         write(family, tmp_path / family)
         expected = plain_steps(family)
         for mixture in mixtures:
-            steps_of_ranks = ranks.run(steps, 4, str(tmp_path / family), MIXTURES[mixture], timeout=240)
+            steps_of_ranks = ranks.run(steps, 4, str(tmp_path / family), MIXTURES[mixture])
             found[family, mixture] = difference(steps_of_ranks[0], expected)
     assert max(found.values()) <= 1e-5, found
 
@@ -187,7 +187,7 @@ def watch_engines(patch: pytest.MonkeyPatch) -> list[Fsdp2Engine]:
 
 def test_messages_are_not_repeated_and_bfloat16_is_near(ranks: RankPool, tmp_path: Path) -> None:
     write("qwen3_5_text", tmp_path)
-    found = ranks.run(modes, 4, str(tmp_path), timeout=240)
+    found = ranks.run(modes, 4, str(tmp_path))
     for (none, saved, _), loss, wanted in found:
         assert none == saved and loss == pytest.approx(wanted[0][0], rel=0.01)
     assert sum(sent[2] for sent, *_ in found) > 1.4 * sum(sent[0] for sent, *_ in found)
@@ -257,10 +257,10 @@ def test_runs_continue_on_another_mixture_and_export(ranks: RankPool, tmp_path: 
         folder = tmp_path / family
         write(family, folder / "first")
         config = replace(RUN, model=str(folder / "first"), eval_data=str(held_out), data_cache=str(tmp_path / "cache"))
-        ranks.run(run, 4, replace(config, **RUNS[0], output=str(folder / "whole")), timeout=240)
+        ranks.run(run, 4, replace(config, **RUNS[0], output=str(folder / "whole")))
         checkpoint = folder / "whole" / CHECKPOINTS / "step-00000002"
         ranks.run(
-            run, 4, replace(config, **RUNS[1], output=str(folder / "resumed"), resume=str(checkpoint)), timeout=240
+            run, 4, replace(config, **RUNS[1], output=str(folder / "resumed"), resume=str(checkpoint)), timeout=600
         )
         assert difference(losses_of(folder / "resumed"), losses_of(folder / "whole")[2:]) <= 1e-5, family
         one, other = (exported(folder / name / "model") for name in ("whole", "resumed"))

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from parallel import ParallelDims, ParallelMesh
-from parallel.testing import RankPool
+from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, materialise
 from usp.rlhf.generation.generate import Generator
-from usp.rlhf.graph.calls import Generate
+from usp.rlhf.graph import Generate
 from usp.train.build import EngineRecipe, build_stages, first_weights
-from usp.train.resume import CHECKPOINTS
+from usp.train.checkpoints import CHECKPOINTS
 
 from .test_families import plain_steps, steps
 from .test_families import write as write_tiny
@@ -47,7 +47,7 @@ def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path
         write_tiny(model_type, folder / "tiny")
         expected = plain_steps(model_type, steps_of_a_run)
         for mixture, flags in MODELS[model_type].items():
-            found = ranks.run(steps, 4, str(folder / "tiny"), flags, steps_of_a_run, timeout=240)
+            found = ranks.run(steps, 4, str(folder / "tiny"), flags, steps_of_a_run)
             assert not isinstance(found[0], str), (model_type, mixture, found[0])
             assert difference(found[0], expected) <= 1e-5, (model_type, mixture, difference(found[0], expected))
         resumes_and_exports(ranks, model_type, folder, steps_of_a_run)
@@ -62,10 +62,10 @@ def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of
     config = replace(RUN, model=str(folder / "first"), steps=steps_of_a_run, checkpoint_every=half)
     config = replace(config, data_cache=str(folder / "cache"))
     rows = {"batch_size": 2}
-    ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")), timeout=240)
+    ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")))
     checkpoint = folder / "whole" / CHECKPOINTS / f"step-{half:08}"
     resumed = replace(config, **rows | second, output=str(folder / "resumed"), resume=str(checkpoint))
-    ranks.run(run, 4, resumed, timeout=240)
+    ranks.run(run, 4, resumed)
     assert difference(losses_of(folder / "resumed"), losses_of(folder / "whole")[half:]) <= 1e-5, model_type
     whole, other = (exported(folder / name / "model") for name in ("whole", "resumed"))
     for name, parameter in whole.named_parameters():
@@ -78,7 +78,7 @@ def generated(folder: str, dims: ParallelDims) -> list[tuple[list[int], torch.Te
     (stage,) = build_stages(recipe, mesh)
     materialise(stage, torch.device("cpu"))
     first_weights(stage, folder, seed=0)
-    generator = Generator(stage.model, mesh, first=stage.first, last=stage.last, slots=2, transform=stage.transform)
+    generator = Generator.of(stage, mesh, slots=2)
     found = generator.generate(PROMPTS, Generate(max_new_tokens=12, temperature=0), [0] * len(PROMPTS))
     return [(response.tokens.tolist(), response.logprobs) for response in found]
 

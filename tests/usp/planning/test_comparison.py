@@ -1,0 +1,277 @@
+"""The comparison of methods: names, errors, tables, the plot, and the generated document."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel import load_hardware
+from usp.__main__ import main
+from usp.config import TrainConfig
+from usp.fields import token_count
+from usp.hf.models import load_model_config
+from usp.planning.comparison import Compared, Setting, compare, judge
+from usp.planning.comparison_page import DOCUMENT, document, plot, sweep
+from usp.planning.methods import DEFAULT, Method
+from usp.planning.step_report import StepReport
+from usp.predict.traffic import step_traffic
+from usp.run.metrics import size
+from usp.train.resolve import job_of
+
+TINY = ["cost", "--model", "tiny", "--seq-len", "1K", "--world-size", "4", "--global-batch-size", "4"]
+
+
+def setting(devices: int = 4, batch: int = 4, model: str = "tiny", rows: int = 1, seq_len: int = 1024) -> Setting:
+    return Setting(
+        hardware=load_hardware("h100"),
+        world_size=devices,
+        base=TrainConfig(model=model, seq_len=seq_len, dtype="bfloat16"),
+        model_config=load_model_config(model),
+        sequences=batch,
+        rows=rows,
+    )
+
+
+def compared(names: str, **changes: Any) -> tuple[dict[str, Compared], dict[str, str]]:
+    feasible, problems = compare(map(Method.parse, names.split(",")), setting(**changes))
+    return {each.method: each for each in feasible}, problems
+
+
+def test_names_become_degrees() -> None:
+    feasible, _ = compared("tp-sp2+ring,ulysses2+dp2+zero3,zero2,usp", batch=4)
+    assert [each.degrees for each in feasible.values()] == [
+        "ring=2 tp=2 zero=1",
+        "dp_shard=2 ulysses=2 zero=3",
+        "dp_shard=4 zero=2",
+        "ulysses=4 zero=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ulises4", r"unknown part 'ulises4' \(did you mean 'ulysses'\?\)"),
+        ("ring+ulysses", "at most one part may omit its degree; without a degree: ring, ulysses"),
+        ("ring0", "degrees must be at least 1"),
+        ("zero4", "zero must be followed by its stage"),
+        ("usp+ring2", "usp chooses ulysses and ring itself"),
+        ("tp2+tp2", "tp is given twice"),
+    ],
+)
+def test_invalid_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Method.parse(name)
+
+
+def test_infeasible_methods_state_the_reason() -> None:
+    feasible, problems = compared("dp,tp8+dp1,ep,pp,ring", devices=8, batch=1)
+    needs = "--global-batch-size 1 must be a multiple of the 8 data-parallel ranks: use --global-batch-size 8"
+    assert problems["dp"] == needs and list(feasible) == ["ring"]
+    assert "must divide num_key_value_heads=4" in problems["tp8+dp1"]
+    assert problems["pp"].startswith("pp=8 needs 8 micro-batches")
+
+
+def test_every_method_has_micro_batches_of_the_same_size() -> None:
+    names = "usp,usp+zero3,ulysses2+zero2,pp2+usp"
+    (one, _), (two, _), (whole, problems) = (compared(names, batch=8, rows=rows) for rows in (1, 2, 8))
+    for name in ("usp", "usp+zero3"):  # a block's activations are sent once per sequence, whatever a micro-batch is
+        sizes = [each[name].step.memory.activations for each in (one, two, whole)]
+        assert sizes == sorted(set(sizes)) and len(sizes) == 3
+        assert len({sum(s.nbytes for s in each[name].block_activations) for each in (one, two, whole)}) == 1
+    assert "multiple of the 2 data-parallel ranks x --micro-batch 8" in problems["ulysses2+zero2"]
+    assert "pp2+usp" in one and "pp2+usp" in two
+    assert problems["pp2+usp"] == (
+        "pp=2 needs 2 micro-batches, --global-batch-size 8 gives 1: use --global-batch-size 16"
+    )
+
+
+def test_the_cost_by_the_paper_and_on_the_wire() -> None:
+    ulysses = compared("ulysses")[0]["ulysses"]
+    assert ulysses.paper is not None
+    # 8 heads over 4 key-value heads: 4/N + 4/(2 N) of bs L d bfloat16 elements; a rank keeps a quarter of each
+    assert ulysses.paper.activations == (4 + 2) * 4 * 1024 * 128 * 2 // 4
+    assert sum(sent.nbytes for sent in ulysses.block_activations) == ulysses.paper.activations * 3 // 4
+    assert ulysses.paper.parameters == 24 * 128**2 * 2 == 2 * ulysses.paper.parameters_printed
+
+
+def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "Sent in a step by the busiest rank" in shown and "| ep | " in shown and "tiny has none" in shown
+    assert main([*TINY, "--methods", "usp+zero1,ep", "--json"]) == 0
+    usp, ep = json.loads(capsys.readouterr().out)
+    assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" not in usp
+    assert ep.keys() == {"method", "problem"} and {"rank", "memory", "paper"} < usp.keys()
+
+
+def test_pipeline_messages_are_exposed_as_in_the_time_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--methods", "pp2+dp", "--markdown"]) == 0
+    shown = capsys.readouterr().out
+    assert "| pp | exposed |" in shown and "| loss | overlaps with" not in shown and "| fsdp | overlaps with" in shown
+    assert "As the paper counts" not in shown  # no row of Table 2
+
+
+def test_the_bytes_are_those_of_the_busiest_rank() -> None:
+    base = TrainConfig(model="llama2-7b", seq_len=2**17, dtype="bfloat16", micro_batches=8, batch_size=8, zero=1, pp=8)
+    job = job_of(base, load_model_config("llama2-7b"), 8)
+    found = compared("pp8", devices=8, batch=8, model="llama2-7b", seq_len=2**17)[0]["pp8"]
+    by_rank = [sum(sent.nbytes for sent in step_traffic(job, rank)) for rank in range(8)]
+    assert found.sent_bytes == max(by_rank) > 1.9 * by_rank[0] and found.sender not in (0, 7) and found.rank == 0
+
+
+VOID = ("meta", "br", "input")
+
+
+class Reader(HTMLParser):
+    """The texts by element, and the external references of a page; elements must be well nested."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.outside: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        links = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.outside += [link for link in links if not link.startswith("#")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def test_the_page_has_tables_and_charts_and_no_external_references(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, image = tmp_path / "cost.html", tmp_path / "cost.png"
+    methods = ["--methods", "usp+zero1,zero3,ep"]
+    assert main([*TINY, *methods, "--html", str(path), "--plot", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    found = Reader(path.read_text())
+    assert found.outside == []
+    assert found.texts["h1"] == ["tiny, 1K tokens, batch 4, 4 x H100"]
+    assert {
+        "Memory of the rank that needs most, MiB",
+        "Sent in a step by the busiest rank, on the wire",
+        "Cannot run as asked",
+    } <= set(found.texts["h2"])
+    usp = compared("usp+zero1")[0]["usp+zero1"]
+    assert "dp_shard 4, ZeRO-3" in found.texts["small"]
+    assert {usp.degrees, size(usp.sent_bytes)} <= set(found.texts["td"]) and {"usp+zero1", "ep"} <= set(
+        found.texts["th"]
+    )
+    assert path.read_text().count("<figure") == 4 and "GiB that the busiest rank sends" in path.read_text()
+
+
+def test_what_does_not_fit_names_the_memory_of_the_device_or_of_the_host() -> None:
+    large = setting(devices=1, batch=1, model="llama3-8b", seq_len=4096)
+    small = replace(large, hardware=replace(large.hardware, host_memory_bytes=5e10))
+    methods = [Method.parse("usp+zero1")]
+    (verdict,), (neither,) = (judge(compare(methods, case)[0], case) for case in (large, small))
+    assert verdict.short.startswith("with --optim-offload: ") and neither.short == "no"
+    assert " of a device " in neither.reason and "host's memory" not in neither.reason
+    assert neither.reason.endswith("MLP tiles, and activations and optimizer on the host do not suffice.")
+    assert verdict.remedy is not None
+    on_host = replace(verdict, step=StepReport(verdict.remedy[1].job, small.hardware), remedy=None)
+    assert on_host.reason.startswith("Needs 119.7 GiB of a host's memory where 41.9 GiB are usable. ")
+
+
+def test_the_fastest_that_fits_comes_first_and_others_say_what_would_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cost.html"
+    asked = ["cost", "--seq-len", "128K", "--methods", "ring,ring+zero3,usp+zero3,usp+zero1", "--hardware", "h100"]
+    assert main([*asked, "--html", str(path), "--json"]) == 0
+    lines = {line["method"]: line for line in json.loads(capsys.readouterr().out)}
+    assert {name: line["fits"] for name, line in lines.items()} == {
+        "ring": False,
+        "ring+zero3": True,
+        "usp+zero3": True,
+        "usp+zero1": False,
+    }
+    for line in lines.values():
+        assert sum(line["parts"].values()) == pytest.approx(line["seconds"])
+        assert line["fits"] == (line["memory"]["peak"] <= line["memory_limit_bytes"]) == (line["reason"] == "")
+    assert "most for optimizer states" in lines["ring"]["reason"] and "It fits with --zero " in lines["ring"]["reason"]
+    text = path.read_text()
+    found = Reader(text)
+    (headline,) = [words for words in found.texts["p"] if "fastest that fits" in words]
+    assert headline.startswith("usp+zero3 is the fastest that fits: ")
+    assert [words.strip() for words in found.texts["h3"] if words.strip()] == [
+        "usp+zero3",
+        "ring+zero3",
+        "usp+zero1",
+        "ring",
+    ]
+    bars = re.findall(r'aria-label="(Step|Memory) ([^:"]*):([^"]*)"', text)
+    assert len(bars) == 8 and all("attention" in parts for what, _, parts in bars if what == "Step")
+    widths = [float(value) for value in re.findall(r'<i class="\w+" style="--v: ([\d.e-]+)"', text)]
+    assert sum(widths) == pytest.approx(
+        sum(line["seconds"] + line["memory"]["peak"] for line in lines.values()), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--world-size", "0", "--global-batch-size", "-1"],
+            "--global-batch-size -1 must be at least 1; --world-size 0",
+        ),
+        (["--model", "llama9"], "is neither a preset"),
+        (["--hardware", "h900"], "hardware 'h900' must be a file or one of"),
+        (["--ac", "ful"], "did you mean 'full'"),
+        (["--json", "--markdown"], "give one"),
+        (["--plot", "a.pdf", "--html", "no/page.html"], "must end in .png; --html no/page.html: no is not a directory"),
+        (["--methods", "sp"], "unknown part 'sp'"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, *arguments]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+
+
+def test_the_plot_has_points_where_methods_are_feasible() -> None:
+    panels = sweep([Method.parse(name) for name in ("ulysses", "dp")], setting(batch=2))
+    by_number, _, by_length, _ = panels
+    assert {name: list(line) for name, line in by_number.lines.items()} == {"ulysses": [2, 4], "dp": [2]}
+    assert list(by_length.lines) == ["ulysses"] and len(by_length.lines["ulysses"]) == 7
+    axes = plot(panels).axes
+    points = {line.get_label(): len(line.get_xdata()) for line in axes[0].lines}
+    assert len(axes) == 4 and points == {"ulysses": 2, "dp": 1}
+
+
+def test_sequence_lengths_are_parsed() -> None:
+    assert [token_count(text) for text in ("131072", "128K", "1m")] == [131072, 131072, 2**20]
+    for text in ("many", "K", "1.5K"):
+        with pytest.raises(ValueError, match="must be a number of tokens such as 131072, 128K or 1M"):
+            token_count(text)
+
+
+def test_every_default_method_has_a_name_that_parses() -> None:
+    assert [Method.parse(name).name for name in DEFAULT] == list(DEFAULT)
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text() == document(), "run `python -m usp.planning.comparison_page`"

@@ -1,0 +1,94 @@
+"""Chosen plans beside the named ones, and what is said about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.usp.planning.estimates import Simple
+from tests.usp.rlhf.toy import ppo
+from usp.model.facts import ModelFacts
+from usp.planning.report import render_choice
+from usp.planning.rlhf_question import RlhfChoice, choose_plan, suppose
+from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options
+from usp.planning.simulator import Simulator
+from usp.rlhf.plan.named_plans import Facts
+from usp.rlhf.plan.plan import from_mapping, to_mapping
+
+GRAPH = ppo()
+MODELS = {role: ModelFacts("", 8, 8, 16, 256, (0,) * 4) for role in GRAPH.roles}
+SPACE = OptionSpace(4, 2, 64, 2, zero=(0, 1), models=MODELS)
+FACTS = Facts(4, 2, heads=8, layers=4)
+
+
+def problem(memory: float) -> Problem:
+    estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
+    layouts = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
+    simulator = Simulator(GRAPH, estimates, 4)  # type: ignore[arg-type]
+    return Problem(simulator, layouts, memory, ("ref", "reward")).that_fit()
+
+
+def choose(memory: float) -> RlhfChoice:
+    return choose_plan(problem(memory), SPACE, FACTS, budget=0.5, report=lambda seconds, simulated, best: None)
+
+
+@pytest.fixture(scope="module")
+def choice() -> RlhfChoice:
+    return choose(memory=24.0)
+
+
+def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: RlhfChoice) -> None:
+    seconds, plan = choice.found.best[0]
+    assert choice.simulation.seconds == pytest.approx(seconds)
+    plan.check(GRAPH, 4)
+    assert from_mapping(to_mapping(plan)).calls == plan.calls
+    for one in choice.named:
+        assert one.plan
+        assert one.peak_bytes > 24.0 or one.seconds >= seconds
+    assert choice.next_best.keys() == choice.problem.options.keys()
+    for name, other in choice.next_best.items():
+        seconds, layout = other
+        changed = replace(plan, calls={**plan.calls, name: layout})
+        assert choice.problem.simulator.measure(changed)[0] == seconds
+        assert (layout.dims, len(layout.ranks)) != (plan[name].dims, len(plan[name].ranks))
+
+
+def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
+    much, little = ({one.name: one for one in baselines(problem(memory), SPACE, FACTS)} for memory in (1e9, 20.0))
+    assert list(much) == ["heuristic", "flattening", "interleaving", "separation"]
+    assert much["heuristic"] == little["heuristic"]  # it has no choice
+    assert much["flattening"].seconds < little["flattening"].seconds
+    assert little["flattening"].peak_bytes <= 20.0
+    tight = {one.name: one for one in baselines(replace(problem(1e9), memory_bytes=1.0), SPACE, FACTS)}
+    assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
+
+
+def test_suppositions_tell_what_the_chosen_plan_would_lose(choice: RlhfChoice) -> None:
+    little = replace(choice.problem, memory_bytes=2.0)
+    supposed = [("as it is", lambda: choice.problem), ("with little memory", little.that_fit)]
+    same, nothing = suppose(supposed, choice, budget=0.5)
+    assert same[1] is not None
+    assert same[2] < 0.01 or same[1].calls != choice.plan.calls
+    assert nothing[1:] == (None, 0.0)
+
+
+def test_the_report_names_every_call_and_plan(choice: RlhfChoice) -> None:
+    with (console := Console(width=200)).capture() as captured:
+        console.print(render_choice(choice, [("with less memory", None, 0.0)]))
+    text = captured.get()
+    for word in (
+        *(call.name for call in GRAPH.calls),
+        "heuristic",
+        "separation",
+        "what if with less memory: nothing would fit",
+    ):
+        assert word in text
+
+
+def test_a_cluster_without_a_plan_is_told_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no layout of some calls fits.* actor_train needs 0.0 GiB on ranks 0"):
+        choose(memory=2.0)
+    with pytest.raises(ValueError, match=r"no plan fits into 0.0 GiB per rank. The nearest needs 0.0 GiB: actor"):
+        choose(memory=12.0)

@@ -1,0 +1,79 @@
+"""Searched plans against all plans of small spaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.usp.planning.estimates import Simple, every_plan
+from tests.usp.rlhf.toy import ppo
+from usp.planning.rlhf_search import OptionSpace, Problem, options, search
+from usp.planning.simulator import Simulator
+from usp.rlhf.plan.named_plans import Facts, named_plan
+from usp.rlhf.plan.plan import staleness_violations
+
+GRAPH = ppo()
+SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
+
+
+def problem(memory: float, smallest: int = 2) -> Problem:
+    """Every call on two or all of four ranks, without pipelines, five of them with tp alone."""
+    space = OptionSpace(4, 4, 64, smallest, max_tp=2)
+    found = {call.name: [o for o in options(call, space) if o.dims.pp == 1] for call in GRAPH.calls}
+    found["advantages"] = found["advantages"][-1:]
+    for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
+        found[name] = [o for o in found[name] if o.dims.tp == 2]
+    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory)  # type: ignore[arg-type]
+
+
+def optimum(of: Problem) -> float:
+    return min(seconds for seconds, peak in map(of.simulator.measure, every_plan(of)) if peak <= of.memory_bytes)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Problem, float]:
+    return problem(memory=16.0), optimum(problem(memory=16.0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_finds_the_optimum(small: tuple[Problem, float], seed: int) -> None:
+    given, least = small
+    assert search(given, seed=seed, budget=60).best[0][0] == pytest.approx(least)
+
+
+def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
+    given = problem(memory=60.0, smallest=4)
+    plan = named_plan("interleaving", GRAPH, Facts(4, 4, heads=8, layers=4))
+    found = search(given, starts=[plan], budget=0.0)
+    assert found.best[0][0] <= given.simulator.measure(plan)[0]
+    best = search(given, starts=[plan]).best
+    assert [energy for energy, _ in best] == sorted(energy for energy, _ in best)
+    for energy, one in best:
+        assert given.simulator.measure(one)[0] == pytest.approx(energy)
+
+
+def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, float]) -> None:
+    assert small[1] < optimum(problem(15.0))
+    too_little = problem(14.0, smallest=4)
+    assert not search(too_little).best
+    both = ("ref", "critic.optimizer")
+    assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
+
+
+def test_where_no_plan_fits_the_nearest_is_told() -> None:
+    little = problem(memory=1.0)
+    found = search(little)
+    assert not found.best
+    assert found.nearest
+    assert found.nearest[0] <= min(little.simulator.measure(plan)[1] for plan in every_plan(little)) * 1.25
+
+
+def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
+    given = problem(memory=60.0)
+    two = [layout for layout in options(GRAPH["advantages"], OptionSpace(4, 4, 64, 2)) if len(layout.ranks) == 2]
+    given = replace(
+        given, options={**given.options, "advantages": two}, simulator=Simulator(GRAPH, Simple(SIZES), 4, staleness=1)
+    )
+    found = search(given, budget=2.0)
+    assert found.best and not any(any(staleness_violations(GRAPH, plan)) for _, plan in found.best)

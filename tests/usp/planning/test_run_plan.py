@@ -1,0 +1,111 @@
+"""The plan of a run with --plan search, before any communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from usp.planning.rlhf_question import answer
+from usp.planning.run_plan import SearchedPlan, question_of
+from usp.rlhf.config import RlhfConfig
+from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
+from usp.rlhf.prepare import PreparedRlhf, prepare
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.train.checkpoints import Start
+
+FOUR = Launch(world_size=4, local_world_size=2)
+SMALL = RlhfConfig(
+    plan="search",
+    hardware="a100",
+    search_budget=0.2,
+    prompts=4,
+    group_size=4,
+    prompt_tokens=64,
+    sft_steps=0,
+    device="cpu",
+)
+
+
+def searched(run: PreparedRlhf) -> ExecutionPlan:
+    question = question_of(run)
+    samples = {"prompts": 16, "pairs": 8, "answers": 4}
+    assert len(question.workload.prompts) == samples[run.algorithm.data]
+    assert question.ranks_per_host == 2 and question.hardware.memory_bytes < 80 * 2**30
+    return answer(question, budget=run.config.search_budget, report=lambda seconds, simulated, best: None).plan
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": "ppo"},
+        {"model": "mixtral-tiny"},
+        {"staleness": 1},
+        {"algorithm": "dpo", "group_size": 0},
+        {"algorithm": "sft", "group_size": 0},
+    ],
+    ids=str,
+)
+def test_a_run_gets_a_plan_that_its_models_and_flags_allow(changes: dict[str, object], tmp_path: Path) -> None:
+    config = replace(SMALL, output=str(tmp_path / "run"), **changes)  # type: ignore[arg-type]
+    prepared = prepare(config, FOUR, planner=searched)
+    assert prepared.plan.name == "search"
+    assert not (config.staleness and list(staleness_violations(prepared.graph, prepared.plan)))
+
+
+def test_the_search_is_refused_for_what_it_does_not_predict(tmp_path: Path) -> None:
+    config = replace(SMALL, output=str(tmp_path / "run"))
+    for changes, planner, text in (
+        ({"offload": True}, searched, "--offload is chosen by --plan search: remove it"),
+        ({"lora_rank": 4, "sft_steps": 1}, searched, "does not predict steps of adapters"),
+        ({"sp_ulysses": 2}, searched, "--plan = search does not use --sp-ulysses: remove"),
+        ({"search_budget": -1.0}, searched, "--search-budget = -1.0 must be at least 0"),
+        ({"plan": "heuristic", "search_budget": 60.0}, None, "--hardware = a100 is only used by --plan search"),
+        ({}, None, "is searched by rlhf.py as it starts: give the plan.yaml"),
+        ({}, SearchedPlan(), "through torchrun's store: start with torchrun"),
+        ({"hardware": "auto"}, searched, "--hardware auto does not know a CPU: measure it with torchrun"),
+        ({"max_new_tokens": 10**9, "temperature": -1}, searched, "--temperature = -1"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            prepare(replace(config, **changes), FOUR, planner=planner)  # type: ignore[arg-type]
+
+
+def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[PreparedRlhf] = []
+
+    def planner(run: PreparedRlhf) -> ExecutionPlan:
+        runs.append(run)
+        return first(run)
+
+    first, config = SearchedPlan(), replace(SMALL, output=str(tmp_path / "run"))
+    plan = prepare(config, Launch(), planner=planner).plan
+    said = capsys.readouterr().out
+    assert "plan: searching for 1 ranks" in said and "actor_generate" in said and "heuristic" in said
+    assert prepare(config, Launch(), planner=planner).plan == plan
+    assert not capsys.readouterr().out
+
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "plan.yaml"
+    calls = plan.calls | {"actor_train": replace(plan["actor_train"], ac="full", loss_chunk=7)}
+    other = replace(plan, calls=calls)
+    file.write_text(yaml.safe_dump(to_mapping(other)))
+    resumed = replace(runs[0], start=Start(tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000001"))
+    assert SearchedPlan()(resumed).calls == other.calls
+    assert f"plan: that of the run, from {file}" in capsys.readouterr().out
+    file.write_text(yaml.safe_dump(to_mapping(replace(other, name="mine"))))
+    assert SearchedPlan()(resumed).calls == plan.calls
+
+
+def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path) -> None:
+    def little(run: PreparedRlhf) -> ExecutionPlan:
+        question = question_of(run)
+        small = replace(question, hardware=replace(question.hardware, memory_bytes=2**20))
+        return answer(small, budget=0.1, report=lambda seconds, simulated, best: None).plan
+
+    with pytest.raises(ConfigurationError, match=r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"):
+        prepare(replace(SMALL, output=str(tmp_path / "run")), FOUR, planner=little)

@@ -1,0 +1,357 @@
+"""The planner's search against an exhaustive one, and its reports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from parallel import load_hardware, node_of
+from usp.__main__ import main
+from usp.config import TrainConfig
+from usp.fields import config_from_mapping
+from usp.hf.models import load_model_config, model_facts
+from usp.model.facts import ModelFacts
+from usp.planning.choice import broken_tips, choose, contradicted, degrees, planned, predictor_for, why_slower
+from usp.planning.search import (
+    FAMILIES,
+    Candidate,
+    Predictor,
+    Question,
+    Search,
+    family,
+    layouts,
+    recomputations,
+    shardings,
+    without_parameters,
+)
+from usp.planning.step_report import parts
+from usp.predict.compute import Seconds
+from usp.predict.devices import Memory
+from usp.predict.seconds import StepTime, TransferSeconds, step_seconds
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+from usp.run.metrics import seconds
+from usp.run.tables import GIB
+from usp.train.resolve import job_of, resolve
+from usp.train.validate import parallel_dims, violations
+
+DENSE = ModelFacts("dense", 8, 4, 16, 256, (0,) * 4, intermediate_size=64)
+EXPERTS = replace(DENSE, name="experts", num_experts=4)
+H100 = load_hardware("h100")
+
+
+def question(facts: ModelFacts, device: float = 300, host: float = math.inf) -> Question:
+    """Return the question of 16 devices, 4 on a host, with so many usable bytes."""
+    inner, outer = H100.tiers
+    hardware = replace(
+        H100,
+        memory_bytes=math.ceil(device / 0.9),
+        host_memory_bytes=host / 0.9,
+        tiers=(replace(inner, devices=4), outer),
+    )
+    return Question(hardware=hardware, world_size=16, base=TrainConfig(seq_len=2**17), facts=facts, sequences=8)
+
+
+def time_of(compute: float, bubble: float = 0.0, **exposed: float) -> StepTime:
+    communication = {axis: TransferSeconds(value) for axis, value in exposed.items()}
+    return StepTime(Seconds(compute), communication, bubble, 0.0, 1.0, 1.0)
+
+
+@cache
+def chance(config: TrainConfig) -> float:
+    """Return a number from 0 to 1 that depends only on the layout, not on what is sharded over dp."""
+    whole = replace(config, dp_replicate=1, dp_shard=config.dp_replicate * config.dp_shard)
+    dims = (parallel_dims(whole), config.micro_batches, config.pp_schedule)
+    return int(hashlib.blake2b(repr(dims).encode(), digest_size=4).hexdigest(), 16) / 2**32
+
+
+def made_up() -> Predictor:
+    """Return a predictor in which every option that saves memory costs time."""
+
+    def kept(config: TrainConfig) -> float:
+        ac = {"none": 0.0, "selective": 0.5, "attention-saved": 1.0, "full": 2.0}[config.ac]
+        return ac + 0.3 * config.ac_offload + 0.1 * bool(config.mlp_tile) + 0.5 * config.optim_offload
+
+    def sent(config: TrainConfig) -> float:
+        return 0.2 * (config.zero - 1) + 0.1 / config.dp_replicate
+
+    def memory(config: TrainConfig) -> Memory:
+        saved = kept(config) + sent(config) + 1.5 * config.optim_offload
+        on_host = (config.ac_offload + config.optim_offload) * round(1000 * chance(config))
+        return Memory(round(1000 * (1 + chance(config)) / (1 + saved)), on_host)
+
+    return Predictor(
+        lambda config: time_of(1 + chance(config) + 0.1 * kept(config), fsdp=0.1 * sent(config)),
+        least_seconds=lambda config: 1 + 0.1 * kept(config),
+        memory=memory,
+    )
+
+
+def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
+    """Yield a layout with every way to save memory."""
+    for option in recomputations(layout, facts):
+        for sharded in chain(*shardings(option)):
+            yield from (sharded, replace(sharded, optim_offload=True))
+
+
+@cache
+def every_candidate(facts: ModelFacts) -> list[tuple[tuple[str, ...], float, Memory]]:
+    """Return the family, seconds and memory of every configuration under the made-up predictor."""
+    predictor, long = made_up(), question(facts)
+    every = [config for layout in layouts(long) for config in savings(layout, facts)]
+    assert not any(violations(config, long.world_size, facts) for config in every)
+    return [(family(config), predictor.seconds(config).total, predictor.memory(config)) for config in every]
+
+
+@pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("memory", [Memory(300), Memory(600, host=500), Memory(1100)], ids=lambda memory: memory.device)
+def test_the_search_finds_what_an_exhaustive_search_finds(facts: ModelFacts, memory: Memory) -> None:
+    fastest: dict[tuple[str, ...], float] = {}
+    for kind, time, needed in every_candidate(facts):
+        if needed.device <= memory.device and needed.host <= memory.host:
+            fastest[kind] = min(time, fastest.get(kind, time))
+    long = question(facts, *memory)
+    result = Search(long, made_up(), tuple(layouts(long))).run()
+    assert [candidate.time.total for candidate in result.best] == pytest.approx(sorted(fastest.values())[:FAMILIES])
+    assert all(candidate.time.total == pytest.approx(fastest[family(candidate.config)]) for candidate in result.best)
+    assert all(each.memory.device <= memory.device and each.memory.host <= memory.host for each in result.best)
+    assert result.tried <= result.layouts
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size"),
+    [
+        (TrainConfig(model="qwen3-8b", seq_len=2**15, global_batch_size=8, dtype="bfloat16"), 8),
+        (TrainConfig(model="llama3-70b", seq_len=2**13, global_batch_size=8, dtype="bfloat16"), 8),
+        (TrainConfig(model="mixtral-8x7b", seq_len=2**13, global_batch_size=8, dtype="bfloat16"), 16),
+    ],
+    ids=lambda value: getattr(value, "model", ""),
+)
+def test_the_bounds_hold_and_the_optimum_is_that_of_every_configuration(
+    asked: TrainConfig, world_size: int, exhaustive: bool
+) -> None:
+    choice = choose(asked, world_size, H100)
+    predictor, usable = predictor_for(choice.job, H100), choice.question.usable
+    fastest: dict[tuple[str, ...], float] = {}
+    every = list(layouts(choice.question))
+    for layout in every if exhaustive else every[::61]:
+        for config in savings(layout, choice.question.facts):
+            time, needed = predictor.seconds(config), predictor.memory(config)
+            assert max(predictor.least_seconds(config), without_parameters(time)) <= time.total * (1 + 1e-9)
+            if needed.device <= usable.device and needed.host <= usable.host:
+                fastest[family(config)] = min(time.total, fastest.get(family(config), time.total))
+    if exhaustive:
+        times = [candidate.time.total for candidate in choice.result.best]
+        assert times == pytest.approx(sorted(fastest.values())[:FAMILIES], rel=1e-9)
+    else:
+        assert choice.best.time.total <= min(fastest.values()) * (1 + 1e-9)
+    assert choice.best.config.optim_offload == (asked.model == "llama3-70b")
+
+
+def test_without_a_pipeline_one_micro_batch_may_be_the_fastest() -> None:
+    asked = TrainConfig(model="llama3-8b", seq_len=1024, global_batch_size=512)
+    best = choose(asked, 64, H100).best
+    assert (best.config.pp, best.config.dp_shard, best.config.batch_size, best.config.micro_batches) == (1, 64, 8, 1)
+
+
+def test_the_number_of_devices_that_an_error_names_is_enough() -> None:
+    asked = TrainConfig(model="llama3-8b", seq_len=2**20, global_batch_size=1)
+    with pytest.raises(ConfigurationError, match="does not fit 2 x H100") as error:
+        choose(asked, 2, H100)
+    enough = re.search(r"use (\d+) devices, or fewer tokens", str(error.value))
+    assert enough and choose(asked, int(enough[1]), H100).best.memory.device < H100.memory_bytes
+
+
+def test_a_plan_fits_the_memory_of_its_host() -> None:
+    asked = TrainConfig(model="llama3-8b", seq_len=2**21, global_batch_size=1, dtype="bfloat16")
+    large, given = (choose(asked, 8, replace(H100, host_memory_bytes=size)) for size in (4e12, 2e12))
+    too_large = [each for each in large.result.best if each.memory.host > 0.9 * 2e12]
+    activations = 2312 * GIB  # attention-saved, with q, k and v after Ulysses' exchange
+    optimizer = 3 * 4 * large.job.model.numel
+    for each in too_large:  # tensor parallelism replicates the norms
+        assert each.memory.host == pytest.approx(activations + each.config.optim_offload * optimizer, rel=1e-5)
+    assert {(each.config.ac, each.config.ac_offload) for each in too_large} == {("attention-saved", True)}
+    assert not {each.config for each in too_large} & {each.config for each in given.result.best}
+    assert all(0 < each.memory.host < 0.9 * 2e12 for each in given.result.best)
+
+
+def test_a_broken_tip_names_the_fastest_that_follows_it_or_that_none_fits() -> None:
+    asked = TrainConfig(model="llama3-8b", seq_len=2**20, global_batch_size=16)
+    *_, slower = contradicted(choose(asked, 8, H100))
+    assert slower.startswith("tip 2") and re.search(r"The fastest that follows it, .*, takes .* \(slower by: ", slower)
+    *_, forbidden = contradicted(choose(replace(asked, seq_len=2**21), 8, H100))
+    assert forbidden.startswith("tip 2") and re.search(r"None of the \d+ layouts that follow it fits", forbidden)
+
+
+def test_rank_0_plans_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu")
+    alone, store = planned(asked, Launch(world_size=8)), dist.HashStore()
+    monkeypatch.setattr(Launch, "store", lambda launch: store)
+    assert planned(asked, Launch(world_size=8)) == alone
+    monkeypatch.setattr("usp.planning.choice.choose", None)  # no other rank searches
+    assert planned(asked, Launch(rank=3, world_size=8)) == alone
+    wrong = Launch(world_size=8, attempt=1)
+    for rank in (0, 1):
+        with pytest.raises(ConfigurationError, match="'h900' must be a file or one of"):
+            planned(replace(asked, hardware="h900" if rank == 0 else "h100"), replace(wrong, rank=rank))
+
+
+def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
+    long = question(EXPERTS)
+    every = list(layouts(long))
+    assert len(set(every)) == len(every)
+    for config in every:
+        dims = parallel_dims(config).resolve(long.world_size)
+        assert dims.batch * config.batch_size == long.sequences
+        assert config.tp <= 4 and config.sp_ulysses * config.tp <= EXPERTS.num_heads
+    found = {(config.tp, config.pp, config.sp_ring, config.sp_ulysses, config.ep) for config in every}
+    unpiped = {(config.batch_size, config.micro_batches) for config in every if config.pp == 1}
+    assert {(8, 1), (8, 2), (8, 4), (8, 8), (2, 1)} <= unpiped
+    assert {(4, 1, 1, 1, 1), (1, 4, 2, 1, 1), (1, 1, 16, 1, 4), (1, 1, 2, 8, 2), (2, 2, 2, 2, 4)} <= found
+
+
+def test_shards_may_stay_on_a_part_of_the_ranks() -> None:
+    every = (each for each in layouts(question(EXPERTS)) if (each.dp_shard, each.tp, each.ep) == (8, 2, 4))
+    layout = replace(next(every), batch_size=2, micro_batches=2)
+    sharded = {(each.dp_replicate, each.dp_shard, each.zero) for stages in shardings(layout) for each in stages}
+    # Experts regroup the ranks of a replica; without sharding over them there is nothing to replicate.
+    assert sharded == {(replicas, 8 // replicas, zero) for replicas in (1, 2, 4) for zero in (1, 2, 3)}
+
+
+def test_if_nothing_fits_the_smallest_is_named() -> None:
+    nothing = question(DENSE, device=1)
+    search = Search(nothing, made_up(), tuple(layouts(nothing)))
+    result, smallest = search.run(), search.tightest()
+    assert result.best == () and smallest is not None and result.tried == result.layouts
+    assert smallest.memory.device == min(needed.device for _, _, needed in every_candidate(DENSE))
+
+
+def test_reasons_are_the_components_that_take_longer() -> None:
+    first = Candidate(TrainConfig(sp_ring=2, sp_ulysses=8), time_of(1.0, ring=0.1), Memory(10))
+    slower = Candidate(TrainConfig(pp=2, sp_ring=8), time_of(0.9, ring=0.4, bubble=0.5), Memory(10))
+    assert sum(parts(slower.time).values()) == pytest.approx(slower.time.total)
+    assert why_slower(slower, first) == "pipeline bubble +500.0 ms, exposed ring attention +300.0 ms"
+    assert why_slower(first, first) == "equally fast" and degrees(slower.config) == "pp 2 ring 8"
+
+
+@dataclass(frozen=True)
+class Tip:
+    number: int
+    config: TrainConfig
+
+
+@pytest.mark.parametrize(
+    "tip",
+    [
+        Tip(1, TrainConfig(sp_ring=8)),
+        Tip(2, TrainConfig(sp_ulysses=4, batch_size=2)),
+        Tip(3, TrainConfig(sp_ulysses=4, zero=0)),
+        Tip(4, TrainConfig(tp=4, sp_ring=1)),
+        Tip(7, TrainConfig(sp_ulysses=2, sp_ring=4, sp_order="ulysses-outer")),
+    ],
+    ids=lambda tip: f"tip {tip.number}",
+)
+def test_tips_that_a_plan_contradicts_are_named(tip: Tip) -> None:
+    (broken,) = broken_tips(tip.config, DENSE)
+    follows = TrainConfig(dp_shard=4, sp_ulysses=1)
+    assert (
+        broken.words.startswith(f"tip {tip.number}:") and not broken.followed(tip.config) and broken.followed(follows)
+    )
+    assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
+
+
+def test_training_accepts_the_file_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    flags = ["--model", "tiny", "--seq-len", "65536", "--world-size", "8", "--global-batch-size", "2"]
+    assert main(["plan", *flags, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "host GiB" in shown and "of a device and 1676 GiB of a host" in shown and "1 is bound by" in shown
+    assert "2 is slower by" in shown and f"written: {out}" in shown
+    config = config_from_mapping(yaml.safe_load(out.read_text()), TrainConfig)
+    dims = parallel_dims(config).resolve(8)
+    assert dims.batch * config.batch_size == 2
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    job = job_of(config, load_model_config("tiny"), 8)
+    time = step_seconds(job, load_hardware("h100")).total
+    assert (seconds(time) + " ") in shown  # the written configuration is the one that is shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", "2"], "nrecognized options: --tp"),
+        (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
+        (
+            ["--global-batch-size", "3", "--world-size", "16", "--seq-len", "15"],
+            "no layout of 16 devices fits --global-batch-size 3 and --seq-len 15",
+        ),
+        (["--model", "llama2-70b", "--seq-len", "1048576"], "does not fit 8 x H100 in any of"),
+        (["--dtype", "bflot16"], "--dtype = 'bflot16' must be one of auto, float32, bfloat16"),
+        (["--sp-layout", "zigzg"], "--sp-layout = 'zigzg' must be one of contiguous, zigzag, striped (did you mean"),
+        (["--seq-len", "1"], "--seq-len = 1 must be at least 2: a token and the next one"),
+        (["--hardware", "h900"], "'h900' must be a file or one of"),
+        (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
+    ],
+)
+def test_an_impossible_plan_states_the_reason(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "tiny", "--seq-len", "65536", "--world-size", "8", *flags]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and "Traceback" not in shown.err
+
+
+def test_a_dry_run_proves_a_plan_by_approximate_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "tiny", "--seq-len", "4K", "--world-size", "2", "--global-batch-size", "2"]
+    assert main(["plan", *flags, "--optimizer", "muon"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 by a dry run, because temporaries of Muon are estimated: " in shown and " sent by a rank, " in shown
+
+
+def test_training_with_plan_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TrainConfig(plan="auto", hardware="h100", global_batch_size=8, seq_len=4096, device="cpu", steps=7)
+    config = planned(asked, Launch(world_size=8))
+    assert (config.plan, config.hardware, config.global_batch_size, config.steps) == ("none", "auto", 0, 7)
+    assert not violations(config, 8, model_facts("tiny", load_model_config("tiny")))
+    assert "the fastest of" in capsys.readouterr().out
+    assert planned(asked, Launch(rank=3, world_size=8)) == config and capsys.readouterr().out == ""
+    assert planned(config, Launch(world_size=8)) is config
+    with pytest.raises(ConfigurationError, match="--hardware auto does not know a CPU"):
+        planned(replace(asked, hardware="auto"), Launch(world_size=8))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"base": "h100", "device": "other"}))
+    with pytest.raises(ConfigurationError, match="states no peak_flops for bfloat16"):
+        planned(replace(asked, hardware=str(other), dtype="bfloat16"), Launch(world_size=8))
+
+
+def test_a_gpu_is_known_by_its_name() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA L20": "l20",
+        "NVIDIA H200": "h200",
+    }
+    assert {name: node_of(name) for name in names} == names
+    assert [node_of(name) for name in ("NVIDIA H100 PCIe", "NVIDIA GB200", "NVIDIA L4", "CPU")] == [None] * 4
+
+
+def test_a_configuration_without_weights_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model_config("tiny").save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--seq-len", "1K"]
+    assert main(["plan", *flags, "--world-size", "2"]) == 0
+    assert main(["cost", *flags, "--world-size", "2", "--methods", "usp"]) == 0
+    assert main(["dry-run", *flags, "--world-size", "2", "--sp-ring", "2"]) == 0
+    assert "1 x 1024 tokens" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ConfigurationError, match=r"has no \.safetensors weights"):
+        resolve(TrainConfig(model=str(tmp_path)), 1).valid()

@@ -1,0 +1,134 @@
+"""Simulated steps against clocks and memory that are written down by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from parallel import ParallelDims
+from tests.usp.planning.estimates import Simple
+from tests.usp.rlhf.toy import ppo
+from usp.planning.rlhf_search import OptionSpace, Problem, options
+from usp.planning.simulator import Simulation, Simulator
+from usp.rlhf.plan.named_plans import Facts, named_plan
+from usp.rlhf.plan.operations import WeightCopy
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.runtime.timeline import activities, critical_path
+
+GRAPH = ppo()
+FACTS = Facts(world_size=8, ranks_per_host=8, heads=8, layers=4)
+SECONDS = {
+    "actor_generate": 8.0,
+    "actor_inference": 1.0,
+    "critic_inference": 2.0,
+    "ref_inference": 3.0,
+    "reward_inference": 4.0,
+    "advantages": 0.5,
+    "actor_train": 5.0,
+    "critic_train": 6.0,
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """Estimates without layouts: a model has 10 bytes, an optimizer 100, a call 1; weights move in 0.25 s."""
+
+    seconds: Mapping[str, float] = field(default_factory=lambda: SECONDS, hash=False)
+
+    def call_seconds(self, call: str, layout: CallLayout) -> float:
+        return self.seconds[call]
+
+    def call_bytes(self, call: str, layout: CallLayout) -> float:
+        return 1.0
+
+    def weight_bytes(self, copy: WeightCopy) -> float:
+        return 10.0
+
+    def state_bytes(self, copy: WeightCopy) -> float:
+        return 100.0
+
+    def fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
+        return 0.25
+
+    def load_seconds(self, copy: WeightCopy) -> float:
+        return 0.25
+
+    def state_load_seconds(self, copy: WeightCopy) -> float:
+        return 0.25
+
+
+def simulated(plan: ExecutionPlan, steps: int = 1, barrier: bool = True, staleness: int = 0) -> Simulation:
+    return Simulator(GRAPH, Written(), 8, steps=steps, barrier=barrier, staleness=staleness).run(plan)
+
+
+def test_calls_on_common_ranks_run_one_after_another() -> None:
+    found = simulated(named_plan("flattening", GRAPH, FACTS))
+    assert found.seconds == pytest.approx(sum(SECONDS.values()))
+    # Weights of four roles, two optimizers, and one call; all calls share the trained copies.
+    assert found.peak_bytes == 4 * 10 + 2 * 100 + 1
+
+
+def test_calls_on_other_ranks_run_at_once() -> None:
+    found = simulated(named_plan("interleaving", GRAPH, FACTS))
+    assert found.seconds == pytest.approx(8 + 4 + 0.5 + 5 + 6)
+    spans = {span.name: (span.start, span.end) for span in found.spans if span.end > span.start}
+    assert spans["reward_inference"] == (8, 12)
+    assert spans["ref_inference"] == (8, 11)
+    parts = critical_path(activities(found.events()))
+    assert sum(part.end - part.start for part in parts) == pytest.approx(found.seconds)
+
+
+def test_weights_move_between_disjoint_ranks() -> None:
+    plan = named_plan("separation", GRAPH, replace(FACTS, zero=1))
+    found = simulated(plan)
+    assert found.seconds == pytest.approx(0.25 + 8 + 2 * 0.25 + 3 + 4 + 2 + 1 + 0.5 + 5 + 6)
+    moves = [span for span in found.spans if span.kind == "reallocate"]
+    assert all(span.ranks == tuple(range(8)) for span in moves)
+    # Ranks that train hold both trained copies, their optimizers and a call; the others fewer.
+    assert found.peak_bytes == 2 * 10 + 2 * 100 + 1
+
+
+def test_what_is_offloaded_takes_memory_while_it_is_loaded() -> None:
+    plan = named_plan("flattening", GRAPH, FACTS)
+    found = simulated(replace(plan, offload=frozenset({"ref", "reward", "actor.optimizer"})))
+    assert found.seconds == pytest.approx(sum(SECONDS.values()) + 4 * 0.25 + 2 * 0.25)
+    assert found.peak_bytes == 2 * 10 + 100 + 100 + 1  # while the actor trains
+
+
+def test_stale_rollouts_run_beside_training() -> None:
+    plan = named_plan("separation", GRAPH, replace(FACTS, zero=1))
+    synchronous = simulated(plan).seconds
+    found = simulated(plan, staleness=1)
+    assert found.seconds == pytest.approx(synchronous - (5 + 6))
+    simulator = Simulator(GRAPH, Written(SECONDS | {"actor_train": 30.0}), 8, staleness=1)  # type: ignore[arg-type]
+    assert 30 <= simulator.run(plan).seconds < 8 + 4 + 0.5 + 30
+
+
+def test_without_a_barrier_ranks_begin_the_next_step_early() -> None:
+    plan = named_plan("flattening", GRAPH, FACTS)
+    half = {"critic_train": tuple(range(4)), "actor_train": tuple(range(4, 8))}
+    calls = dict(plan.calls) | {name: CallLayout(ranks, ParallelDims(dp_shard=4)) for name, ranks in half.items()}
+    plan = replace(plan, calls=calls)
+    assert simulated(plan, steps=3).seconds == pytest.approx(simulated(plan, steps=1).seconds)
+    assert simulated(plan, steps=3, barrier=False).seconds <= simulated(plan, steps=3).seconds
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("world_size", "smallest"), [(16, 2), (3, 1)])
+def test_a_schedule_made_for_another_plan_gives_the_same(world_size: int, smallest: int, staleness: int) -> None:
+    space = OptionSpace(world_size, 8, 64, smallest, max_sequence=2, zero=(0, 3))
+    choices = {call.name: list(options(call, space)) for call in GRAPH.calls}
+    chance, one = random.Random(0), Simulator(GRAPH, Simple(), world_size, staleness=staleness)  # type: ignore[arg-type]
+    problem = Problem(one, choices, 1e9)
+    for _ in range(40):
+        calls = {name: chance.choice(layouts) for name, layouts in choices.items()}
+        plan = ExecutionPlan("any", calls, frozenset({"ref"}) if chance.random() < 0.5 else frozenset())
+        alone = Simulator(GRAPH, Simple(), world_size, staleness=staleness).run(plan)  # type: ignore[arg-type]
+        assert one.run(plan) == alone
+        assert one.measure(plan) == pytest.approx((alone.seconds, alone.peak_bytes))
+        bounds = {tuple(other.calls.items()): bound for bound, other in problem.alternatives(plan, "actor_train")}
+        assert len(bounds) == len(choices["actor_train"])
+        assert bounds[tuple(plan.calls.items())] <= alone.seconds * (1 + 1e-12)

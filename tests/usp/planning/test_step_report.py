@@ -1,0 +1,127 @@
+"""python -m usp time: the parts of a step, both MFUs, and a run beside the prediction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel import load_hardware
+from tests.usp.hf.test_every_model import tiny_config
+from usp.__main__ import main
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
+from usp.planning.step_report import StepReport
+from usp.train.dry_run import dry_run
+from usp.train.resolve import job_of, trained_model
+
+ASKED = [
+    "time",
+    "--model",
+    "llama3-8b",
+    "--seq-len",
+    "131072",
+    "--sp-ulysses",
+    "8",
+    "--world-size",
+    "64",
+    "--ac",
+    "full",
+]
+
+
+def report(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert main([*ASKED, "--json", *more]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_parts_add_up_and_both_mfus_are_those_of_their_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys)
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
+    assert sum(found["memory_parts"].values()) == found["memory_bytes"] < found["memory_limit_bytes"]
+    # PaLM's appendix B: 6N + 12 LHQT per token; N without the embedding, which multiplies nothing.
+    layers, heads, head_dim, hidden, mlp, kv_heads, vocabulary = 32, 32, 128, 4096, 14336, 8, 128256
+    weights = layers * (2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * mlp) + hidden * vocabulary
+    per_token = 6 * weights + 12 * layers * heads * head_dim * 131072
+    assert found["tokens"] == 8 * 131072
+    mfu = per_token * found["tokens"] / found["seconds"] / (64 * 989.4e12)
+    assert found["unmasked_mfu"] == pytest.approx(mfu, rel=1e-3)
+    assert found["unmasked_mfu"] > 1.5 * found["mfu"]
+
+
+def test_a_run_stands_beside_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = [60.0, 9.0, 8.0, 6.0, 5.0, 7.0]  # the first three are left out
+    records = [{"seconds": value, "mfu": 0.4, "memory_bytes": 15 * 2**30} for value in seconds]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = report(capsys, "--against", str(tmp_path), "--plot", str(tmp_path / "time.png"))
+    assert found["measured"] == {"steps": 3, "seconds": 6.0, "mfu": 0.4, "memory_bytes": 15 * 2**30}
+    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*ASKED, "--against", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "6.00 s" in shown and "15.00" in shown and "median of 3 steps" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no metrics.jsonl: give the folder of a run of train.py"),
+        ('{"seconds": 1.0, "mfu": null, "memory_bytes": 1}\n', "has 1 steps, and the first 3 are left out"),
+        ('{"score": 1.0}\n' * 4, "is no log of train.py: KeyError('mfu')"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main([*ASKED, "--against", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["time", "--model", "llama2-70b", "--seq-len", "8192", "--world-size", "8", "--hardware", "h100"]) == 0
+    assert "the step does not fit into 71.6 GiB" in capsys.readouterr().out.replace("71.7", "71.6")
+
+
+def test_a_dry_run_takes_the_compute_of_the_formulas() -> None:
+    """Formulas leave out memory-bound operators that a dry run counts, such as sums of the head's gradient."""
+    config, hardware = TrainConfig(model="tiny", seq_len=2048, ac="full", sp_ulysses=2, dtype="bfloat16"), "h100"
+    job = job_of(config, trained_model(config, weights=False), 4)
+    formula = StepReport(job, load_hardware(hardware))
+    counted = replace(formula, runs=(dry_run(config, 4, 3),))
+    ours, theirs = counted.time, formula.time
+    assert ours.compute.matmul == pytest.approx(theirs.compute.matmul, rel=1e-6)
+    assert ours.compute.attention == pytest.approx(theirs.compute.attention, rel=1e-6)
+    assert 1 < ours.compute.memory / theirs.compute.memory < 2
+    assert ours.causal_flops == theirs.causal_flops
+    assert ours.communication["ulysses"].exposed == pytest.approx(theirs.communication["ulysses"].exposed, rel=0.01)
+    assert counted.memory.peak.total == pytest.approx(formula.memory.peak.total, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("falcon_h1", ["--sp-ulysses", "2"]),
+        ("deepseek_v3", ["--pp", "2", "--batch-size", "2", "--micro-batches", "2"]),
+        ("llama", ["--lora-rank", "4"]),
+    ],
+)
+def test_models_without_formulas_are_counted(
+    family: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    assert main(["time", "--model", str(tmp_path), "--seq-len", "64", "--world-size", "2", *flags, "--json"]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(shown[shown.index("{") :])  # after what optional packages print
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"]) and found["fits"]
+    assert sum(found["memory_parts"].values()) == found["memory_bytes"] > 0 < found["mfu"]
+
+
+def test_a_folder_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model_config("tiny").save_pretrained(tmp_path)
+    assert main(["time", "--model", str(tmp_path), "--seq-len", "1K", "--world-size", "2"]) == 0
+    assert "2,048 tokens per step" in " ".join(capsys.readouterr().out.split())

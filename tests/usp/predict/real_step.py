@@ -1,0 +1,64 @@
+"""Real training steps on gloo ranks, counted and measured, to hold a dry run against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel import ParallelMesh, ProcessGroups, local_tensor
+from parallel.wire import SentBytes
+from tests.harness.memory import least_peak
+from usp.config import TrainConfig
+from usp.hf.experts import router_modules
+from usp.hf.models import load_model_config
+from usp.hf.stage import CausalLMStage
+from usp.train.build import EngineRecipe, build_engine
+from usp.train.dry_run import blank_batch
+from usp.train.step import train_step
+from usp.train.validate import parallel_dims
+
+Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
+
+
+def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
+    """A training step in this world, on the CPU, with sequences of one document and routers that choose in turn."""
+    mesh = ParallelMesh.create(parallel_dims(config), groups=groups)
+    recipe = EngineRecipe.of(config, load_model_config(config.model))
+    engine = build_engine(recipe, mesh, torch.device("cpu"), _fill)
+    engine.state()  # makes the optimizer's states, as the first step would
+    return partial(train_step, engine, mesh, blank_batch(config, mesh), config, config.learning_rate)
+
+
+def _fill(stage: CausalLMStage) -> None:
+    for x in (*stage.parameters(), *stage.buffers()):
+        nn.init.normal_(local_tensor(x.detach()), std=0.02)
+    for router in router_modules(stage.model):
+        router.register_forward_hook(_choose_in_turn)
+
+
+def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    logits, weights, chosen = output
+    in_turn = torch.arange(chosen.numel()).remainder(logits.shape[-1]).view(chosen.shape)
+    return logits, weights, in_turn
+
+
+def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
+    """What this rank sends in the second step of each: {(ranks of the group, collective): (bytes, calls)}."""
+    found, groups = [], ProcessGroups()
+    for config in configs:
+        step = step_of(config, groups)
+        step()
+        with SentBytes() as sent:
+            step()
+        found.append({key: (nbytes, sent.calls[key]) for key, nbytes in sent.by_group.items()})
+    return found
+
+
+def peak_of_step(config: TrainConfig, enough: list[float]) -> int:
+    """Bytes that a step takes at most beyond parameters and optimiser states; see `least_peak`."""
+    groups = ProcessGroups()
+    return least_peak(lambda: step_of(config, groups), enough)

@@ -1,0 +1,252 @@
+"""A dry run against the real step: bytes on the wire, tensor accounting, FLOPs; and its command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from tests.harness.ranks import RankPool
+from tests.usp.predict.real_step import Sent, peak_of_step, sent_by_steps
+from tests.usp.tiny import tiny_model
+from usp.__main__ import main
+from usp.commands.dry_run import DryRunConfig
+from usp.config import TrainConfig
+from usp.hf.models import empty_model, load_model_config, model_facts
+from usp.hf.shapes import model_shape
+from usp.run.failures import ConfigurationError
+from usp.train.dry_run import dry_run
+
+WORLD = 8
+MEGATRON = {"tp": 2, "tp_sequence_parallel": True}
+PIPELINE = {"pp": 2, "batch_size": 2, "micro_batches": 2}
+
+# (name, family of `tests.usp.tiny`, flags on 8 ranks); the remaining ranks are dp_shard
+MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
+    # single axes
+    *((f"zero {zero}", "llama", {"zero": zero, "batch_size": 2, "micro_batches": 2}) for zero in range(4)),
+    *((f"replicas, zero {zero}", "qwen2", {"dp_replicate": 2, "zero": zero, "micro_batches": 1}) for zero in (1, 3)),
+    ("only replicas", "llama", {"dp_replicate": 8, "batch_size": 2, "micro_batches": 2}),
+    ("ulysses", "llama", {"sp_ulysses": 8}),  # more ranks than KV heads
+    *((f"ring {layout}", "llama", {"sp_ring": 8, "sp_layout": layout}) for layout in ("contiguous", "zigzag")),
+    ("ring striped, window", "mistral", {"sp_ring": 8, "sp_layout": "striped"}),
+    ("tp", "qwen3", {"tp": 2}),
+    ("tp, tokens shared", "llama", MEGATRON),
+    ("pp", "llama-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
+    ("pp interleaved", "llama-deep", PIPELINE | {"pp_schedule": "interleaved-1f1b"}),
+    (
+        "pp zero-bubble",
+        "llama-deep",
+        {"pp": 2, "pp_schedule": "zero-bubble", "zero": 1, "batch_size": 3, "micro_batches": 3},
+    ),
+    ("ep, more experts chosen", "qwen3_moe", {"ep": 8}),
+    # pairs
+    ("ulysses x ring", "llama", {"sp_ulysses": 4, "sp_ring": 2}),
+    ("ring in ulysses", "qwen2", {"sp_ulysses": 2, "sp_ring": 4, "sp_order": "ulysses-outer"}),
+    ("ulysses x dp", "mistral", {"sp_ulysses": 4, "zero": 2, "batch_size": 2, "micro_batches": 2}),
+    ("ring x replicas", "llama", {"sp_ring": 4, "dp_replicate": 2}),
+    ("tp x ulysses", "llama", {"tp": 2, "sp_ulysses": 4}),
+    ("tp x ring", "qwen2", {"tp": 2, "sp_ring": 4}),
+    ("tp, tokens shared x ring", "qwen3", MEGATRON | {"sp_ring": 2}),
+    ("tp x replicas", "llama", {"tp": 2, "dp_replicate": 4, "zero": 1}),
+    ("pp x dp", "llama", PIPELINE | {"zero": 2}),
+    ("pp x ulysses", "qwen3", PIPELINE | {"sp_ulysses": 4}),
+    ("pp x ring", "llama", PIPELINE | {"sp_ring": 4, "zero": 1}),
+    ("pp x tp", "llama", PIPELINE | {"tp": 2}),
+    ("pp x tp, tokens shared", "qwen2", PIPELINE | MEGATRON | {"sp_ulysses": 2}),
+    ("pp x replicas", "llama", PIPELINE | {"dp_replicate": 2}),
+    ("ep x ulysses", "mixtral", {"ep": 4, "sp_ulysses": 2}),
+    ("ep x ring", "qwen3_moe", {"ep": 2, "sp_ring": 4}),
+    ("ep x tp", "qwen3_moe", MEGATRON | {"ep": 4, "router_aux_loss_coef": 0.1}),
+    ("ep x pp", "mixtral", PIPELINE | {"ep": 2, "router_aux_loss_coef": 0.1}),
+    ("ep x replicas", "mixtral", {"ep": 4, "dp_replicate": 2, "batch_size": 2, "micro_batches": 2}),
+    ("pp, tied", "qwen3-tied-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
+    # recomputation
+    ("all recomputed", "llama", {"sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
+    ("attention saved, tiles", "qwen3", {"sp_ulysses": 2, "sp_ring": 2, "ac": "attention-saved", "mlp_tile": 8}),
+    ("all recomputed, tp", "qwen3_moe", MEGATRON | {"sp_ring": 2, "ep": 2, "ac": "full"}),
+]
+SMALL = TrainConfig(seq_len=128, dtype="float32", device="cpu", loss_chunk=24)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> list[TrainConfig]:
+    folders = {family: tmp_path_factory.mktemp(family) for family in sorted({family for _, family, _ in MIXTURES})}
+    for family, folder in folders.items():
+        tiny_model(family).save_pretrained(folder)
+    return [replace(SMALL, model=str(folders[family]), **flags) for _, family, flags in MIXTURES]
+
+
+def sent_in_dry_run(config: TrainConfig, rank: int) -> Sent:
+    return {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in dry_run(config, WORLD, rank).sent}
+
+
+def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
+    ranks: RankPool, configs: list[TrainConfig], exhaustive: bool
+) -> None:
+    """Check one rank of each combination, or of every seventh, so that each of the eight ranks occurs."""
+    every = 1 if exhaustive else 7
+    mixtures, configs = MIXTURES[::every], configs[::every]
+    wire = ranks.run(sent_by_steps, WORLD, configs, timeout=300.0)
+    wrong = []
+    for number, ((what, _, _), config) in enumerate(zip(mixtures, configs, strict=True)):
+        rank = 3 * number % WORLD
+        if sent_in_dry_run(config, rank) != wire[rank][number]:
+            wrong.append(f"{what}, rank {rank}")
+    assert not wrong
+
+
+MEMORY: list[tuple[int, dict[str, Any]]] = [
+    (1, {"dtype": "bfloat16"}),
+    (1, {"ac": "full"}),
+    (1, {"ac": "attention-saved", "mlp_tile": 256}),
+    (2, {"sp_ulysses": 2, "ac": "selective"}),
+    (2, {"sp_ring": 2, "zero": 1, "batch_size": 2, "micro_batches": 2}),
+    (2, {"tp": 2, "tp_sequence_parallel": True}),
+    (2, {"pp": 2, "batch_size": 4, "micro_batches": 4, "seq_len": 512}),
+    (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), MEMORY, ids=[" ".join(map(str, flags)) for _, flags in MEMORY])
+def test_the_peak_equals_that_of_a_real_step(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
+    config = replace(SMALL, **({"seq_len": 2048, "loss_chunk": 512} | flags))
+    runs = [dry_run(config, world_size, rank) for rank in range(world_size)]
+    added = [run.peak_bytes - run.start_bytes for run in runs]
+    peaks = ranks.run(peak_of_step, world_size, config, [1.02 * nbytes for nbytes in added], timeout=120.0)
+    assert added == pytest.approx(peaks, rel=0.05)
+    for run in runs:
+        assert sum(run.by_category.values()) == run.peak_bytes
+        assert min(run.by_category.values()) >= 0
+
+
+# A single rank
+
+
+def test_memory_is_labelled_by_category() -> None:
+    parameters = sum(parameter.numel() for parameter in empty_model(load_model_config("tiny")).parameters())
+    run = dry_run(replace(SMALL, seq_len=1024), 4, 1)
+    kept = run.by_category
+    assert kept["parameters"] == pytest.approx(parameters, rel=0.001)  # a quarter in float32, plus rotary frequencies
+    assert kept["optimizer states"] == pytest.approx(2 * parameters, rel=0.001)
+    assert run.start_bytes == kept["parameters"] + kept["optimizer states"]
+    layers, hidden = 2, 1024 * 128 * 4
+    assert kept["activations"] > layers * 10 * hidden
+
+
+def test_flops_equal_the_model_flops_without_recomputation() -> None:
+    config, model_config = replace(SMALL, device="auto", dtype="auto", seq_len=512), load_model_config("tiny")
+    run = dry_run(config, 1)
+    assert (run.config.device, run.config.dtype) == ("cuda", "bfloat16") and "aten-flash" in run.kernel
+    pairs, layers, hidden = 512 * 513 // 2, 2, 128
+    assert run.attention_flops == 2 * (2 + 5) * pairs * hidden * layers
+    norms = 5 * hidden  # weights that multiply no matrix
+    products = model_shape(model_facts("tiny", model_config), model_config).matmul_parameters - norms
+    assert run.flops - run.attention_flops == 6 * products * 512
+    in_float32 = dry_run(replace(config, dtype="float32"), 1)  # its head accumulates the weight gradient in place
+    assert in_float32.flops - in_float32.attention_flops == 6 * products * 512
+    again = dry_run(replace(config, ac="full"), 1)
+    assert again.attention_flops == 2 * (2 + 5 + 2) * pairs * hidden * layers
+
+
+def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -> None:
+    model = tiny_model("llama-deep")
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(tmp_path)
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    config = replace(SMALL, device="cuda", seq_len=4096, ac="full", dtype="auto", model=str(tmp_path))
+    here, away = dry_run(config, 2), dry_run(replace(config, ac_offload=True), 2)
+    assert here.host_bytes == 0
+    of_layer = 4096 * hidden * 2  # its input, in bfloat16
+    assert away.host_bytes == layers * of_layer
+    # Of two layers, they stay on the device; the peak may be at another moment.
+    assert (layers - 3) * of_layer < here.peak_bytes - away.peak_bytes <= (layers - 2) * of_layer
+    optimizer = dry_run(replace(config, optim_offload=True), 2)
+    states = here.by_category["parameters"] + here.by_category["optimizer states"]
+    assert optimizer.start_bytes < 0.01 * states
+    assert optimizer.host_bytes == pytest.approx(states * 4 / 3, rel=0.01)  # with gradients
+    assert here.peak_bytes - optimizer.peak_bytes >= 0.99 * states
+
+
+def test_the_fake_world_is_destroyed() -> None:
+    first = dry_run(SMALL, 1024, 1023)
+    assert not dist.is_initialized()
+    assert {len(sent.ranks) for sent in first.sent} == {1024}
+    assert {len(sent.ranks) for sent in dry_run(replace(SMALL, tp=2), 4).sent} == {2}
+    with pytest.raises(ConfigurationError):
+        dry_run(replace(SMALL, sp_ring=3), 4)
+    assert not dist.is_initialized()
+
+
+def dry_run_in_a_process_group() -> str:
+    try:
+        dry_run(SMALL, 2)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_process_with_a_process_group_is_refused(ranks: RankPool) -> None:
+    (said,) = ranks.run(dry_run_in_a_process_group, 1)
+    assert said == "a dry run creates its own process group, but this process already has one"
+
+
+# The command line
+
+
+def test_the_example_reads_the_file_of_a_run_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    resolved = TrainConfig(dp_shard=8, device="cpu", dtype="float32", output="runs/last")
+    file.write_text(yaml.safe_dump(asdict(resolved)))
+    (example,) = re.findall(r"python -m usp (dry-run .*)", DryRunConfig.__doc__ or "")
+    assert main([str(file) if word.endswith(".yaml") else word for word in example.split()]) == 0
+    assert "rank 0 of 1024 (dp_shard=64 ring=16)" in capsys.readouterr().out
+
+
+def test_the_command_line_reads_a_file_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("model: tiny\nseq_len: 256\nsp-ring: 4\n")
+    words = ["dry-run", str(tmp_path / "run.yaml"), "--world-size", "16", "--sp-ulysses", "2", "--rank", "3"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world_size"], found["rank"], found["config"]["dp_shard"]) == (16, 3, 2)
+    ring = [sent for sent in found["sent"] if sent["axes"] == ["ring"]]
+    assert [sent["collective"] for sent in ring] == ["send", "allreduce_"] and ring[0]["ranks"] == [1, 3, 5, 7]
+    assert sum(found["by_category"].values()) == found["peak_bytes"]
+    assert found["collectives"] == sum(sent["calls"] for sent in found["sent"])
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "ring=4" in shown and "optimizer states" in shown and "alltoall_base" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --world-size"),
+        (["--world-size", "4", "--rank", "4"], "--rank = 4 must be one of the 4 ranks: 0 to 3"),
+        (["--world-size", "4", "--model", "tinny"], "did you mean 'tiny'"),
+        (["--world-size", "4", "--sp-ring", "3"], "must divide the world size 4"),
+        (["--world-size", "4", "--seed", "3"], "Unrecognized options: --seed"),
+        (["--world-size", "4", "--device", "cpu", "--attention-kernel", "cudnn"], "runs on cuda"),
+        (["--world-siz", "4"], "--world-size"),
+        (["nowhere.yaml", "--world-size", "4"], "no such file"),
+    ],
+)
+def test_invalid_arguments_get_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", *words]) == 1
+    shown = capsys.readouterr()
+    assert said in shown.err and "Traceback" not in shown.err
+
+
+def test_keys_of_a_file_that_need_another_engine_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("engine: deepspeed\ncompile: true\n")
+    assert main(["dry-run", str(tmp_path / "run.yaml"), "--world-size", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "use --engine fsdp2" in said and "--compile has no dry run" in said

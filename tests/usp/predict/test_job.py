@@ -1,0 +1,76 @@
+"""A job follows the configuration, and its groups equal those of the mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from parallel import ParallelDims, ParallelMesh
+from tests.harness.ranks import RankPool
+from usp.config import TrainConfig
+from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
+from usp.hf.shapes import model_shape
+from usp.predict.job import Job
+from usp.run.failures import ConfigurationError
+from usp.train.resolve import job_of
+
+
+def job(world_size: int, **flags: object) -> Job:
+    config = TrainConfig(**flags)  # type: ignore[arg-type]
+    return job_of(config, load_model_config(config.model), world_size)
+
+
+@pytest.mark.parametrize("model", ["tiny", "qwen3-tiny", "mixtral-tiny", "llama3-8b"])
+def test_every_parameter_is_counted_once(model: str) -> None:
+    whole = empty_model(load_model_config(model))
+    assert job(1, model=model).model.numel == sum(parameter.numel() for parameter in whole.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_scalar_head_is_one_row(tied: bool) -> None:
+    causal = load_model_config("qwen3-tiny")
+    causal.tie_word_embeddings = tied
+    config = scalar_config(causal)
+    shape = model_shape(model_facts("critic", config), config)
+    assert [p.shape for p in shape.head] == [(1, causal.hidden_size)] and not shape.facts.tied
+    assert shape.numel == sum(parameter.numel() for parameter in empty_model(config).parameters())
+
+
+def test_tensor_parallel_ranks_shard_what_the_plan_shards() -> None:
+    shapes = {p.name: p for p in job(2, model="qwen3-tiny", tp=2).model.layers[0].parameters}
+    assert shapes["self_attn.q_proj.weight"].local(2) == (64, 128)
+    assert shapes["self_attn.o_proj.weight"].local(2) == (128, 64)
+    assert shapes["input_layernorm.weight"].local(2) == (128,)
+    assert not shapes["input_layernorm.weight"].partial_gradient(sequence_parallel=False)
+    assert shapes["self_attn.q_norm.weight"].partial_gradient(sequence_parallel=False)
+
+
+def test_configurations_that_training_refuses_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must be a multiple of"):
+        job(4, sp_ring=4, seq_len=1001)
+    with pytest.raises(ConfigurationError, match="--engine = deepspeed is not modelled"):
+        job(1, engine="deepspeed")
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "fsdp", "loss", "batch", "sp", "efsdp", "ep")
+GRIDS = [
+    ParallelDims(pp=2, ring=2, tp=2, ep=2),
+    ParallelDims(dp_replicate=2, ring=2, ulysses=2, ep=4, sp_order="ulysses-outer"),
+]
+
+
+def groups_of_the_mesh() -> list[dict[str, tuple[int, ...]]]:
+    meshes = [ParallelMesh.create(dims) for dims in GRIDS]
+    return [
+        {axis: tuple(dist.get_process_group_ranks((mesh.expert_mesh(axis) if axis in ("ep", "efsdp") else
+         mesh.device_mesh(axis)).get_group())) for axis in AXES}
+        for mesh in meshes
+    ]  # fmt: skip
+
+
+def test_groups_equal_those_of_the_mesh(ranks: RankPool) -> None:
+    model = job(1).model
+    for rank, found in enumerate(ranks.run(groups_of_the_mesh, 8)):
+        for dims, groups in zip(GRIDS, found, strict=True):
+            asked = Job(TrainConfig(), model, dims.resolve(8))
+            assert {axis: tuple(asked.ranks(axis, rank)) for axis in AXES} == groups

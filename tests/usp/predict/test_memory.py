@@ -1,0 +1,177 @@
+"""The footprint's peak against the dry run's, which tracks every tensor; the pipeline's order against torch's.
+
+The footprint is an estimate that ranks layouts: it sums matrices and known tensors at a few moments and ignores which
+of a layer's temporaries are alive together; states and what is offloaded are sums of shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from parallel import PP_SCHEDULES, load_hardware
+from tests.usp.tiny import tiny_model
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
+from usp.predict.job import Job
+from usp.predict.memory import footprint, rank_host_bytes
+from usp.predict.order import Schedule, actions
+from usp.predict.seconds import least_seconds, step_seconds
+from usp.predict.traffic import step_traffic
+from usp.train.dry_run import dry_run
+from usp.train.resolve import job_of
+
+
+def job(world_size: int, **flags: Any) -> Job:
+    config = TrainConfig(**flags)
+    return job_of(config, load_model_config(config.model), world_size)
+
+
+H100 = load_hardware("h100")
+_TWO = {"batch_size": 2, "micro_batches": 2}
+OFFLOADED: list[tuple[int, dict[str, Any]]] = [
+    *((4, {"seq_len": 4096, "optim_offload": True, "zero": zero}) for zero in range(4)),
+    *((4, {"seq_len": 4096, "optim_offload": True, "zero": zero} | _TWO) for zero in range(4)),
+    *((4, {"seq_len": 4096, "optim_offload": True, "zero": zero, "dp_replicate": 2} | _TWO) for zero in (1, 2)),
+    (4, {"seq_len": 4096, "optim_offload": True, "tp": 2, "tp_sequence_parallel": True}),
+    (4, {"seq_len": 4096, "optim_offload": True, "pp": 2, "ac": "selective", "ac_offload": True} | _TWO),
+    (8, {"model": "llama3-8b", "seq_len": 32768, "sp_ulysses": 8, "optim_offload": True, "ac": "full"}),
+    (8, {"model": "llama3-8b", "seq_len": 32768, "sp_ulysses": 8, "ac": "selective"}),
+    (8, {"model": "mixtral-8x7b", "seq_len": 32768, "sp_ulysses": 8, "ep": 8, "ac": "selective"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (8, {"sp_ulysses": 4, "sp_ring": 2, "seq_len": 32768}),
+        (4, {"tp": 2, "sp_ulysses": 2, "seq_len": 16384, "zero": 1, "ac": "attention-saved", "model": "qwen3-tiny"}),
+        (4, {"tp": 2, "tp_sequence_parallel": True, "sp_ulysses": 2, "seq_len": 16384, "ac": "selective"}),
+        (2, {"seq_len": 4096, "sp_ring": 2, "optim_offload": True, "ac": "selective", "ac_offload": True}),
+        *(pytest.param(world_size, flags, marks=pytest.mark.exhaustive) for world_size, flags in OFFLOADED),
+        (4, {"seq_len": 16384, "zero": 2, "micro_batches": 2, "batch_size": 2}),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
+    formula = footprint(job(world_size, **flags), 0)
+    measured = dry_run(TrainConfig(**flags), world_size, 0)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+    assert formula.host == pytest.approx(measured.host_bytes, rel=0.05)
+    assert rank_host_bytes(job(world_size, **flags), 0) == formula.host
+    states = 0 if measured.config.optim_offload else formula.parameters + formula.optimizer
+    assert states == pytest.approx(measured.start_bytes, rel=0.001, abs=2**12)  # buffers stay
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_the_peak_of_split_backwards_is_near_that_of_the_dry_run(rank: int, tmp_path: Path) -> None:
+    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half."""
+    model = tiny_model("llama-deep")
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(tmp_path)
+    pipeline = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "batch_size": 4, "zero": 1}
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **pipeline}
+    formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "head_dim": 32}
+HYBRID |= {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "flags", "reason"),
+    [
+        ("llama", {}, {"lora_rank": 8}, "frozen weights"),
+        ("llama", {}, {"optimizer": "muon", "zero": 1}, "Muon"),
+        ("qwen3_5_text", HYBRID, {}, "its matrices"),
+        ("deepseek_v3", LATENT, {"ac": "full"}, "its matrices"),
+        pytest.param("qwen3_5_text", HYBRID, {"ac": "full"}, "its matrices", marks=pytest.mark.exhaustive),
+        pytest.param("deepseek_v3", LATENT, {"lora_rank": 8}, "frozen weights", marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe", LATENT, {"sp_ring": 2}, "its matrices", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_approximate_peak_is_near_that_of_the_dry_run(
+    model_type: str, options: dict[str, Any], flags: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES | options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    flags = {"model": str(tmp_path), "seq_len": 4096, "dtype": "bfloat16", **flags}
+    asked, measured = job(2, **flags), dry_run(TrainConfig(**flags), 2, 0)
+    assert reason in asked.approximate and not job(2, model="tiny").approximate
+    assert footprint(asked, 0).peak.total == pytest.approx(measured.peak_bytes, rel=0.15)
+    states = footprint(asked, 0).parameters + footprint(asked, 0).optimizer
+    assert states == pytest.approx(measured.start_bytes, rel=0.01, abs=2**16)
+    assert 0 < least_seconds(asked, H100) < step_seconds(asked, H100).total
+    assert {sent.axis for sent in step_traffic(asked, 0)} <= {"fsdp", "efsdp", "loss", "ring"}
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_the_last_stage_has_a_copy_of_a_tied_embedding(rank: int, tmp_path: Path) -> None:
+    tiny_model("qwen3-tied-deep").save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 256, "pp": 2, "micro_batches": 2, "batch_size": 2}
+    formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert formula.parameters + formula.optimizer == pytest.approx(measured.start_bytes, rel=0.001)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
+
+
+def test_offloaded_activations_count_as_host_memory() -> None:
+    flags = {"seq_len": 16384, "ac": "full"}
+    here, away = footprint(job(1, **flags), 0), footprint(job(1, **flags, ac_offload=True), 0)
+    layers = 2 * 16384 * 128 * 2  # the inputs of two layers, in bfloat16
+    assert (here.host, away.host) == (0, layers)
+    assert here.activations - away.activations == layers
+
+
+def test_zero_stages_shard_parameters_and_optimizer_states() -> None:
+    whole, *sharded = (footprint(job(8, zero=zero), 0) for zero in range(4))
+    for stage in sharded:
+        assert stage.parameters == pytest.approx(whole.parameters / 8, rel=0.01)
+        assert stage.optimizer == 2 * stage.parameters
+    assert sharded[2].peak.total < sharded[0].peak.total < whole.peak.total
+
+
+@pytest.mark.parametrize("schedule", PP_SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [8, 12])
+def test_the_order_equals_that_of_torch(schedule: str, micro_batches: int) -> None:
+    flags = {"zero": 1, "micro_batches": micro_batches, "batch_size": micro_batches, "pp_schedule": schedule}
+    asked = job(4, model="llama3-8b", pp=4, **flags)
+    for rank in range(4):
+        assert [(a.stage, a.kind[0], a.micro_batch) for a in actions(Schedule.of(asked, rank))] == torch_order(
+            asked, rank
+        )
+
+
+def torch_order(asked: Job, rank: int) -> list[tuple[int, str, int]]:
+    """Return the order of torch's multi-stage schedules; for 1f1b build it, because torch's is not a list."""
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    pp, number = asked.dims.pp, asked.config.micro_batches
+    if asked.config.pp_schedule == "1f1b":
+        ahead, order = pp - rank, []
+        for backward in range(number):
+            order += [
+                (rank, "f", f) for f in range(number) if f == backward + ahead - 1 or (not backward and f < ahead)
+            ]
+            order.append((rank, "b", backward))
+        return order
+    fields = SimpleNamespace(
+        n_local_stages=2, pp_group_size=pp, _n_microbatches=number, num_stages=2 * pp, _num_stages=2 * pp
+    )
+    if asked.config.pp_schedule == "interleaved-1f1b":
+        fields.number_of_rounds = number // pp
+        fields.microbatches_per_round = number // fields.number_of_rounds
+        found = ScheduleInterleaved1F1B._calculate_single_rank_operations(fields, rank)
+    else:
+        found = ScheduleZBVZeroBubble._calculate_single_rank_operations(fields, rank)
+    kinds = {"FORWARD": "f", "FULL_BACKWARD": "b", "BACKWARD_INPUT": "i", "BACKWARD_WEIGHT": "w"}
+    return [(a.stage_index, kinds[a.computation_type.name], a.microbatch_index) for a in found if a is not None]

@@ -1,0 +1,94 @@
+"""The passes of a step and of forwards alone: what each takes, on any ranks, in any weight dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from parallel import load_hardware
+from tests.usp.rlhf.test_dry_run import GRPO, runs_of, step_of
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config, model_facts
+from usp.hf.shapes import model_shape
+from usp.predict.job import PASSES, Job
+from usp.predict.memory import forward_memory
+from usp.predict.seconds import pass_seconds, step_seconds
+from usp.predict.traffic import pass_traffic, step_traffic
+from usp.train.resolve import job_of
+
+A800 = load_hardware("a800")
+
+
+def job(world_size: int = 8, **flags: object) -> Job:
+    config = TrainConfig(**{"model": "llama3-8b", "seq_len": 32768, **flags})  # type: ignore[arg-type]
+    return job_of(config, load_model_config(config.model), world_size)
+
+
+def test_a_step_has_five_passes_and_forwards_alone_have_one() -> None:
+    made = job(sp_ulysses=4, zero=3, ac="full", batch_size=2, micro_batches=2)
+    passes, traffic = pass_seconds(made, A800, 0), pass_traffic(made, 0)
+    assert sum(sent.nbytes for parts in traffic.values() for sent in parts) == sum(
+        sent.nbytes for sent in step_traffic(made, 0)
+    )
+    # The loss computes its gradients in the forward, so that is longer than what is computed again.
+    times = {kind: passed.compute.total for kind, passed in passes.items()}
+    assert 0 < times["recompute"] < times["forward"] < times["backward"]
+    assert times["count"] == 0 and times["update"] > 0
+    forwards = replace(made, config=replace(made.config, ac="none"), trained=False, output="logprobs")
+    alone, sent = pass_seconds(forwards, A800, 0), pass_traffic(forwards, 0)
+    assert all(not sent[kind] for kind in PASSES if kind != "forward")
+    assert sum(passed.total for passed in alone.values()) == alone["forward"].total
+    assert alone["forward"].compute.total < times["forward"]
+    assert not any("reduce_scatter" in part.collective for part in sent["forward"])
+    with pytest.raises(ValueError, match="forwards alone have no balance=False and no ac=full"):
+        replace(made, trained=False)
+
+
+def test_links_are_those_of_the_global_ranks() -> None:
+    made = job(sp_ulysses=8, zero=1)
+    here, there, across = (
+        step_seconds(replace(made, placed=tuple(range(first, first + 8))), A800) for first in (0, 8, 4)
+    )
+    assert here == step_seconds(made, A800) == there
+    assert across.communication["ulysses"].exposed > 4 * here.communication["ulysses"].exposed
+    with pytest.raises(ValueError, match="must be 8 different ranks"):
+        replace(made, placed=(0, 1))
+
+
+def test_weights_take_memory_in_their_dtype() -> None:
+    made = replace(job(zero=0), trained=False, output="logprobs", weights=torch.bfloat16)
+    master = replace(made, weights=torch.float32)
+    stored, more = forward_memory(made, 0), forward_memory(master, 0)
+    assert more.parameters == 2 * stored.parameters == 4 * made.model.numel
+    assert (stored.whole, more.whole) == (0, 2 * made.model.numel)  # weights in another dtype are copied
+
+
+CASES: list[Any] = [
+    (2, {"sp_ulysses": 2}),
+    pytest.param(1, {"zero": 0, "dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+    pytest.param(2, {"tp": 2, "zero": 0}, marks=pytest.mark.exhaustive),
+    pytest.param(2, {"pp": 2, "prompts": 2}, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), CASES, ids=str)
+def test_the_peak_of_inference_is_that_of_its_dry_run(world_size: int, flags: dict[str, Any]) -> None:
+    config = replace(GRPO, **flags)
+    run, step = runs_of(config, world_size)[0]["ref_inference"], step_of(config, world_size)
+    layout, spec = step.plan["ref_inference"], step.roles["ref"]
+    row = run.tokens * run.samples // run.micro_batches
+    train = TrainConfig(
+        seq_len=row,
+        batch_size=run.micro_batches,
+        micro_batches=run.micro_batches,
+        zero=layout.zero,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        tp_sequence_parallel=layout.tp_sequence_parallel,
+        loss_chunk=config.loss_chunk,
+    )
+    shape = model_shape(model_facts("", spec.config), spec.config)
+    made = Job(train, shape, layout.dims, trained=False, output="logprobs", weights=spec.dtype)
+    assert forward_memory(made, 0).total == pytest.approx(run.own_bytes, rel=0.05)

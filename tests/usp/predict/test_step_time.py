@@ -1,0 +1,290 @@
+"""The time model: FLOPs equal those of a dry run, transfers overlap with compute, and more work takes longer."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+
+from benchmarks.paper_tables import attention_seconds
+from parallel import bubble_fraction, load_hardware
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
+from usp.predict.compute import (
+    BACKWARD,
+    FORWARD,
+    Product,
+    attention_work,
+    head_products,
+    held_elements,
+    layer_products,
+    layer_seconds,
+)
+from usp.predict.job import Job
+from usp.predict.seconds import (
+    PassSeconds,
+    StepTime,
+    TransferSeconds,
+    exposure,
+    least_seconds,
+    overlapped,
+    overlapped_in_pieces,
+    pass_seconds,
+    step_seconds,
+)
+from usp.predict.traffic import attention_plan
+from usp.train.dry_run import dry_run
+from usp.train.resolve import job_of
+
+NODE = load_hardware("a800")
+# Overlapped communication is free here, so that what overlaps and what is exposed are exact.
+A800 = replace(NODE, tiers=tuple(replace(tier, overlap=1.0) for tier in NODE.tiers))
+
+
+def job(world_size: int = 1, **flags: object) -> Job:
+    config = TrainConfig(**flags)  # type: ignore[arg-type]
+    return job_of(config, load_model_config(config.model), world_size)
+
+
+def llama(world_size: int = 16, **flags: object) -> Job:
+    return job(world_size, **{"model": "llama3-8b", "seq_len": 65536, "zero": 1, **flags})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (4, {"sp_ring": 2, "sp_ulysses": 2}),
+        (2, {"tp": 2, "tp_sequence_parallel": True}),
+        (1, {"ac": "full"}),
+        (1, {"ac": "attention-saved"}),
+        (1, {"ac": "selective"}),
+        (2, {"model": "qwen3-moe-tiny", "ep": 2, "ac": "selective"}),
+        (1, {"mlp_tile": 256}),
+        (1, {"mlp_tile": 300, "ac": "full"}),
+        (2, {"model": "qwen3-moe-tiny", "ep": 2, "sp_ring": 2}),
+        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
+        (2, {"pp": 2, "batch_size": 2, "micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
+    config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
+    made = job_of(config, load_model_config(config.model), world_size)
+    assert step_flops(made, 0) == dry_run(config, world_size).flops
+
+
+def step_flops(job: Job, rank: int) -> float:
+    """Return the FLOPs of the products and of attention's visible pairs of which the time is predicted."""
+    flops = 0.0
+    for stage in job.stages(rank):
+        for index, number in job.kinds(stage).items():
+            products, again = (sum(p.flops for p in some) for some in layer_products(job, job.model.layers[index]))
+            plan = attention_plan(job, rank, job.model.facts.windows[index])
+            forward, backward = (
+                sum(flops for tasks in attention_work(job, plan.ring, plan.heads.q_width(0), n) for flops, _ in tasks)
+                for n in (FORWARD, BACKWARD)
+            )
+            flops += number * (3 * products + again + forward * (2 if job.config.ac == "full" else 1) + backward)
+            flops += number * (products + forward) * job.counts_choices
+        if stage == len(job.stage_layers) - 1:
+            flops += sum(p.flops for parts in head_products(job) for p in parts)
+    return job.config.micro_batches * flops
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"sp_ulysses": 4, "sp_ring": 2, "ac": "full", "zero": 3},
+        {"model": "mixtral-8x7b", "ep": 8, "sp_ring": 8, "batch_size": 4, "micro_batches": 4, "zero": 3},
+        {"pp": 4, "batch_size": 8, "micro_batches": 8, "tp": 4, "tp_sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
+    made = llama(**flags)
+    passes = {rank: pass_seconds(made, A800, rank) for rank in made.slowest_ranks}
+    sums = [sum(found.values(), PassSeconds()) for found in passes.values()]
+    slowest, step = max(sums, key=lambda found: found.total), step_seconds(made, A800)
+    assert slowest.total == pytest.approx(step.total - step.bubble, rel=1e-12)
+    for axis, transfers in step.communication.items():
+        assert astuple(slowest.communication[axis]) == pytest.approx(astuple(transfers))
+    first = passes[0]
+    assert first["recompute"].compute.total == pytest.approx(
+        0.0 if made.config.ac == "none" else first["forward"].compute.total, rel=0.2
+    )
+    assert max(found["update"].compute.memory for found in passes.values()) == step.optimizer
+    assert (first["count"].total > 0) == made.counts_choices
+
+
+def test_counting_the_choices_of_a_step_takes_a_forward() -> None:
+    options = {"model": "mixtral-8x7b", "ep": 8, "sp_ring": 8, "batch_size": 4, "micro_batches": 4, "zero": 3}
+    counted, alone = (step_seconds(llama(**options, router_balance=b), A800) for b in ("step", "micro-batch"))
+    assert 1.25 < counted.compute.total / alone.compute.total < 4 / 3  # the loss has no extra forward
+    for axis in ("ep", "efsdp"):
+        more = sum(
+            (seconds.communication[axis].exposed + seconds.communication[axis].overlapped) * sign
+            for seconds, sign in ((counted, 1), (alone, -1))
+        )
+        assert more > 0, axis
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_compute_is_a_lower_bound_of_a_step_in_any_sharding(micro_batches: int) -> None:
+    pipeline = {"pp": 4, "micro_batches": 8, "batch_size": 8, "ac": "full"}
+    for flags in ({"sp_ulysses": 4, "sp_ring": 2}, {"tp": 8, "tp_sequence_parallel": True, "ac": "full"}, pipeline):
+        batch = {"batch_size": 4, "micro_batches": micro_batches} | flags
+        bounds = {least_seconds(llama(**batch | {"zero": zero}), A800) for zero in (1, 2, 3)}
+        steps = [step_seconds(llama(**batch | {"zero": zero}), A800).total for zero in (1, 2, 3)]
+        assert len(bounds) == 1 and 0.5 * min(steps) < min(bounds) < min(steps)
+
+
+def test_overlapped_and_exposed_parts_of_transfers() -> None:
+    assert overlapped([3.0, 1.0], [2.0, 2.0]) == TransferSeconds(exposed=1.0, overlapped=3.0)
+    assert overlapped([3.0, 1.0], []) == TransferSeconds(exposed=4.0, overlapped=0.0)
+    assert overlapped_in_pieces(4.0, 8.0, 4) == TransferSeconds(exposed=1.0, overlapped=3.0)
+    assert overlapped_in_pieces(4.0, 0.0, 4) == TransferSeconds(exposed=4.0, overlapped=0.0)
+    assert overlapped_in_pieces(8.0, 4.0, 4) == TransferSeconds(exposed=5.0, overlapped=3.0)
+
+
+def test_overlapped_transfers_can_slow_down_compute() -> None:
+    assert TransferSeconds(1.0, 3.0).with_free_part(1.0) == TransferSeconds(1.0, 3.0)
+    assert TransferSeconds(1.0, 3.0).with_free_part(0.25) == TransferSeconds(3.25, 0.75)
+    copied = replace(A800, tiers=tuple(replace(tier, overlap=0.0) for tier in A800.tiers))
+    free, paid = (step_seconds(llama(sp_ring=8), hardware) for hardware in (A800, copied))
+    hidden = sum(transfers.overlapped for transfers in free.communication.values())
+    assert hidden > 0 and paid.total == pytest.approx(free.total + hidden)
+    seconds = [attention_seconds(llama(sp_ring=8), hardware, backward=False) for hardware in (A800, NODE, copied)]
+    assert seconds == sorted(set(seconds))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"sp_ulysses": 8, "zero": 3},
+        {"sp_ring": 8, "dp_replicate": 2},
+        {"sp_ring": 2, "zero": 0},
+        {"pp": 4, "batch_size": 8, "micro_batches": 8, "tp": 4, "tp_sequence_parallel": True},
+        {"model": "mixtral-8x7b", "ep": 8, "zero": 2},
+    ],
+    ids=str,
+)
+def test_exposure_is_what_the_time_model_does(flags: dict[str, object]) -> None:
+    for axis, transfers in step_seconds(llama(**flags), A800).communication.items():
+        scalars_only = axis == "loss" and flags.get("zero") != 0  # sums of scalars are exposed on every axis
+        assert (transfers.overlapped > 0) == (exposure(axis) != "exposed" and not scalars_only), axis
+    assert exposure("pp") == "exposed" and exposure("ring").startswith("overlaps with the attention")
+
+
+def test_waiting_ranks_leave_shared_processors_to_the_others() -> None:
+    crowded = replace(A800, crowding=4.0)
+    contiguous = llama(sp_ring=8, sp_layout="contiguous")
+    alone, shared = (step_seconds(contiguous, hardware) for hardware in (A800, crowded))
+    even = step_seconds(llama(sp_ring=8), A800)
+    assert shared.compute.attention == pytest.approx(even.compute.attention, rel=0.1)
+    assert alone.compute.attention > 1.5 * shared.compute.attention
+    pipeline = llama(pp=4, batch_size=4, micro_batches=4)
+    assert step_seconds(pipeline, A800).bubble > 0 and step_seconds(pipeline, crowded).bubble == 0
+    assert step_seconds(pipeline, replace(A800, crowding=1.01)).bubble > 0
+
+
+def test_parameters_are_exposed_without_streams() -> None:
+    one_thread = replace(A800, streams=False)
+    free, waits = (step_seconds(llama(dp_shard=16), hardware).communication["fsdp"] for hardware in (A800, one_thread))
+    assert free.overlapped > 0 and waits == TransferSeconds(free.exposed + free.overlapped, 0.0)
+
+
+def test_ulysses_is_exposed_and_the_ring_overlaps() -> None:
+    ulysses, ring = (step_seconds(llama(**{axis: 8}), A800) for axis in ("sp_ulysses", "sp_ring"))
+    assert ulysses.communication["ulysses"].overlapped == 0 and "ring" not in ulysses.communication
+    assert ring.communication["ring"].overlapped > 10 * ring.communication["ring"].exposed
+    waiting = step_seconds(llama(sp_ring=8), A800, prefetches=False)
+    assert waiting.communication["fsdp"].overlapped == 0 < ring.communication["fsdp"].overlapped
+    assert waiting.total > ring.total
+
+
+def test_the_slowest_rank_of_a_contiguous_causal_ring_has_most_of_the_work() -> None:
+    balanced, contiguous = (step_seconds(llama(sp_ring=8, sp_layout=kind), A800) for kind in ("zigzag", "contiguous"))
+    assert 1.7 < contiguous.compute.attention / balanced.compute.attention < 2.0
+
+
+def test_most_tasks_of_a_long_ring_have_no_mask() -> None:
+    rates = A800.attention["flash-attn-2"]
+    rates = replace(rates, forward_full=((1.0, 1.0),), backward_full=((1.0, 1.0),))
+    full = replace(A800, attention={"flash-attn-2": rates})
+
+    def left(made: Job) -> float:
+        return step_seconds(made, full).compute.attention / step_seconds(made, A800).compute.attention
+
+    assert left(llama(sp_ulysses=8)) == 1 > left(llama(sp_ring=2)) > left(llama(sp_ring=8))
+
+
+def test_attention_takes_the_time_of_the_kernel_that_would_run() -> None:
+    h100 = load_hardware("h100")
+
+    def step(**flags: object) -> StepTime:
+        return step_seconds(llama(8, sp_ulysses=8, **flags), h100)
+
+    steps = {name: step(attention_kernel=name) for name in ("auto", "flash2", "flash3", "cudnn", "sdpa")}
+    assert {name: found.kernels for name, found in steps.items()} == {
+        "auto": ("cudnn",),  # packages are not installed here
+        "flash2": ("flash-attn-2",),
+        "flash3": ("flash-attn-3",),
+        "cudnn": ("cudnn",),
+        "sdpa": ("flash-attn-2",),
+    }
+    at_64k = (335, 322), (616, 561)  # TFLOP/s of forward and backward
+    slow, fast = (2 / forward + 5 / backward for forward, backward in at_64k)
+    ratio = steps["flash2"].compute.attention / steps["flash3"].compute.attention
+    assert ratio == pytest.approx(slow / fast, rel=0.001)
+    assert step(model="mistral-7b").kernels == ("flash-attn-2",)  # which has windows
+    assert step(dtype="float32").kernels == ("efficient as flash-attn-2",)
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 9\.x, this has 8\.0"):
+        step_seconds(llama(8, sp_ulysses=8, attention_kernel="flash3"), A800)
+
+
+def test_a_step_of_a_pipeline_includes_its_bubble() -> None:
+    made = llama(pp=4, batch_size=8, micro_batches=8, tp=4, tp_sequence_parallel=True)
+    found = step_seconds(made, A800)
+    busy = found.compute.total + found.exposed
+    assert found.bubble / (busy + found.bubble) == pytest.approx(bubble_fraction("1f1b", 4, 8))
+    assert 0 < found.mfu < 1 and found.mfu == found.causal_flops / found.total / A800.peak("bfloat16")
+    assert found.total == pytest.approx(busy + found.bubble + found.optimizer)
+    assert found.bound == "compute"
+
+
+def test_more_takes_longer() -> None:
+    base = step_seconds(llama(sp_ulysses=8, sp_ring=2), A800).total
+    mores: tuple[dict[str, Any], ...] = ({"seq_len": 131072}, {"ac": "full"}, {"batch_size": 2})
+    for more in mores:
+        assert step_seconds(llama(sp_ulysses=8, sp_ring=2, **more), A800).total > 1.1 * base
+    slow = replace(A800, link_efficiency=0.1)
+    assert step_seconds(llama(sp_ulysses=8, sp_ring=2), slow).total > base
+
+
+def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:
+    narrow, square = Product.of(1 << 16, 64, 64, 4), Product.of(1 << 10, 1 << 9, 1 << 9, 4)
+    assert narrow.flops == square.flops
+    fast_memory = replace(A800, memory_bytes_per_second=1e18)
+    assert narrow.seconds(fast_memory, "float32") == square.seconds(fast_memory, "float32")
+    cpu = replace(fast_memory, streams=False, matmul=((2 * 96**3, 0.5), (2 * 460**3, 1.0)))
+    # 64 x 64 beside very many rows has the FLOPs per element of a square of 96; 1024 x 512 x 512 that of 614.
+    assert narrow.seconds(cpu, "float32") == pytest.approx(2 * square.seconds(cpu, "float32"), rel=1e-3)
+
+
+def test_an_all_gather_over_tp_copies_its_output_unless_there_is_one_row() -> None:
+    def memory(rows: int, *, backward: bool) -> float:
+        split = llama(2, tp=2, tp_sequence_parallel=True, seq_len=8192, batch_size=rows)
+        found = layer_seconds(split, A800, 0)
+        return (found.backward if backward else found.forward).memory
+
+    read_and_written = 2 * (2 * 8192) * 4096 * 2
+    for backward in (False, True):
+        more = memory(2, backward=backward) - 2 * memory(1, backward=backward)
+        assert more == pytest.approx(A800.memory_seconds(2 * read_and_written))
+
+
+def test_a_rank_updates_its_shard() -> None:
+    whole = llama(1, model="tiny", zero=0).model.numel
+    assert held_elements(llama(2, model="tiny", zero=0, sp_ring=2), 0) == whole
+    assert held_elements(llama(2, model="tiny", zero=1, sp_ring=2), 0) == whole // 2

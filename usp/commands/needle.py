@@ -1,0 +1,46 @@
+"""python -m usp needle: which needles a model finds in haystacks."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from usp.evaluation.needle import NeedleConfig
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch, StopRequest, process_group
+
+from .flags import Command, output_problem
+
+
+def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
+    """Run the probe on every rank, and print and write its results on rank 0."""
+    from usp.evaluation.needle_probe import plot_heat_map, prepare_probe, run_probe, write_files
+    from usp.fields import token_count
+    from usp.hf.models import hide_progress_bars
+
+    out = Path(config.out).expanduser()
+    if problem := output_problem("--out", out, ".png"):
+        raise ConfigurationError(problem)
+    hide_progress_bars()
+    prepared = prepare_probe(config, launch)
+    writes = launch.rank == 0
+    with process_group(launch, prepared.device):
+        if writes:
+            print(f"{config.model} on {prepared.layout}: {len(prepared.cells)} prompts", flush=True)
+        result = run_probe(prepared, say=lambda line: print(line, flush=True) if writes else None)
+        if writes:
+            print(f"needles found, in percent, by depth and length; {100 * result.score():.1f} of all:")
+            Console().print(result.table().table())
+            scaled = "" if config.rope_scaling == "none" else f" with {config.rope_scaling}"
+            name = "/".join(Path(config.model).parts[-2:]) + scaled
+            title = f"{name}: {result.score():.1%} of needles found, {config.samples} in each cell"
+            figure = plot_heat_map(result, title, token_count(config.mark) if config.mark else None)
+            print("heat map: {}\nresults: {}".format(*write_files(result, figure, out)))
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Run the probe on every rank that torchrun launched, or in this process only; exit with its code if it fails."""
+    if code := Command(prog, NeedleConfig, probe).main(argv, environ):
+        raise SystemExit(code)

@@ -1,0 +1,172 @@
+"""python -m usp rlhf-plan: the ranks and the layout of each model call of an RLHF step, on any cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import yaml
+from rich.console import Console
+from tyro.conf import arg
+
+from parallel import load_hardware
+from usp.config import MODEL_HELP
+from usp.fields import TOKENS, one_of
+from usp.rlhf.algorithms.registry import ALGORITHMS
+from usp.run.failures import ConfigurationError
+
+from .flags import Node, check_world_size, output_problem, parse, token_counts
+
+if TYPE_CHECKING:
+    from usp.planning.rlhf_question import Question
+
+FUNCTION = "function"
+_LENGTHS = ("prompts", "group_size", "prompt_tokens", "response_tokens")
+_SEARCHED = 0.8  # of --budget; the rest is for what-ifs
+
+
+@dataclass(frozen=True)
+class RlhfPlanConfig:
+    """Search the ranks and the layout of each model call of an RLHF step, for the shortest predicted step.
+
+    Rates are those of a hardware file; nothing runs. The plan is printed beside the named ones, with what it would cost
+    to give each call another layout.
+
+    For example: python -m usp rlhf-plan --actor llama2-70b --critic llama2-7b --world-size 128 --hardware a100
+    """
+
+    actor: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "llama2-7b"
+    critic: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
+    """Model whose size the critic has."""
+    ref: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
+    """Reference model."""
+    reward: Annotated[str, arg(metavar=f"PRESET|PATH|{FUNCTION}", help_behavior_hint="(default: the critic)")] = ""
+    """Reward model; function: a function scores the responses."""
+    algorithm: Annotated[str, one_of(tuple(name for name, of in ALGORITHMS.items() if of.data == "prompts"))] = "ppo"
+    """Training algorithm."""
+    options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
+    """Algorithm options, e.g. mini_batches=4."""
+
+    prompts: int = 512
+    """Prompts per step."""
+    group_size: int = 0
+    """Responses per prompt. 0: the algorithm's default."""
+    prompt_tokens: Annotated[int, TOKENS] = 1024
+    """Tokens of a prompt."""
+    response_tokens: Annotated[str, arg(metavar="N|N,N,...")] = "1024"
+    """Tokens of a response; several are their lengths at equal steps of probability: minimum,median,maximum."""
+    workload: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
+    """Output directory of an RLHF run, whose last step has the prompts and the responses to plan for, in place of
+    --prompts, --group-size, --prompt-tokens and --response-tokens."""
+    slots: int = 64
+    """Maximum sequences decoded concurrently per rank; the rest are queued."""
+    staleness: Annotated[int, one_of((0, 1))] = 0
+    """1: generate the samples of a step while the step before trains."""
+
+    world_size: int = 0
+    """Number of devices."""
+    hardware: Node = "h100"
+    profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
+    """Seconds measured by python -m usp rlhf-profile, for the calls in layouts that it has; those of others follow from
+    the rates of --hardware, and the plan says which."""
+    max_sp: int = 8
+    """Highest ring x ulysses degree. 1: no sequence parallelism."""
+    budget: float = 60.0
+    """Seconds of the whole command; a what-if that has begun by then is ended. With fewer than predictions and named
+    plans take, only these are compared."""
+    seed: int = 0
+    """Seed of the search."""
+    out: Annotated[str, arg(metavar="PATH.yaml", help_behavior_hint="(optional)")] = ""
+    """Write the plan to this file, for rlhf.py --plan."""
+    plot: Annotated[str, arg(metavar="PATH.png", help_behavior_hint="(optional)")] = ""
+    """Write the timeline of the predicted step to this file."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Print the plan that `argv` asks for, and write --out and --plot; raise ConfigurationError if nothing fits."""
+    asked = parse(argv, RlhfPlanConfig, prog)
+    check_world_size(asked.world_size)
+    out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
+    problems = [output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", plot, ".png")]
+    least = {"prompts": 1, "prompt_tokens": 1, "slots": 1, "max_sp": 1, "group_size": 0}
+    default = RlhfPlanConfig()
+    lengths = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(default, name)]
+    problems += [f"--{name.replace('_', '-')} and --workload exclude each other: remove one" for name in lengths]
+    problems += [
+        f"--{name.replace('_', '-')} = {value} must be at least {minimum}"
+        for name, minimum in least.items()
+        if (value := getattr(asked, name)) < minimum
+    ]
+    if problems := [problem for problem in problems if problem]:
+        raise ConfigurationError("\n".join(problems))
+
+    from usp.planning.report import render_choice
+    from usp.planning.rlhf_question import answer, suppose, what_ifs
+    from usp.rlhf.plan.plan import to_mapping
+    from usp.rlhf.runtime.trace import plot as draw
+
+    end = time.monotonic() + asked.budget
+    with Console(stderr=True).status("predicting the calls in every layout") as status:
+        question = _question(asked)
+
+        def report(seconds: float, simulated: int, best: float) -> None:
+            status.update(f"searching: {simulated} plans simulated, a step takes {best:.2f} s")
+
+        choice = answer(question, seed=asked.seed, budget=_SEARCHED * asked.budget, report=report)
+        plan = choice.plan
+        status.update("searching: with other memory, lengths and links")
+        others = list(what_ifs(question, choice.problem))
+        supposed = list(suppose(others, choice, seed=asked.seed, budget=end - time.monotonic()))
+    Console().print(render_choice(choice, supposed))
+    for line in question.not_measured(plan) if question.measurements else ():
+        print(line)
+    if out:
+        out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
+        print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
+    if plot:
+        draw(list(choice.simulation.events()), plot)
+        print(f"written: {plot}")
+
+
+def _question(asked: RlhfPlanConfig) -> Question:
+    import torch
+
+    from usp.planning.call_cost import CallOptions
+    from usp.planning.measurements import Measurements
+    from usp.planning.rlhf_question import Question, described_graph, model_shapes, role_config
+    from usp.planning.workload import Workload
+    from usp.rlhf.runtime.measure import read_lengths
+
+    quantiles = token_counts("--response-tokens", asked.response_tokens)
+    if min(quantiles) < 1 or list(quantiles) != sorted(quantiles):
+        raise ConfigurationError(f"--response-tokens = {asked.response_tokens} must be positive and ascending")
+    run = read_lengths(Path(asked.workload).expanduser()) if asked.workload else None
+    measured = Measurements.load(Path(asked.profile).expanduser()) if asked.profile else None
+    graph = described_graph(
+        asked.algorithm,
+        asked.options,
+        group_size=run.group_size if run else asked.group_size,
+        max_new_tokens=max(run.responses) if run else quantiles[-1],
+        staleness=asked.staleness,
+        function=asked.reward == FUNCTION,
+    )
+    if run:
+        workload = Workload(run.prompts, run.responses, run.group_size, max(run.responses))
+    else:
+        workload = Workload.of(asked.prompts, graph.group_size, asked.prompt_tokens, quantiles)
+    critic = asked.critic or asked.actor
+    names = {"actor": asked.actor, "ref": asked.ref or asked.actor, "critic": critic, "reward": asked.reward or critic}
+    return Question(
+        graph=graph,
+        models=model_shapes({role: (names[role], role_config(role, names[role])) for role in graph.roles}),
+        workload=workload,
+        hardware=load_hardware(asked.hardware),
+        world_size=asked.world_size,
+        options=CallOptions(getattr(torch, measured.dtype) if measured else torch.bfloat16, asked.slots),
+        max_sequence=asked.max_sp,
+        staleness=asked.staleness,
+        measurements=measured,
+    )

@@ -1,0 +1,170 @@
+"""python -m usp rlhf-profile: measure the calls of an RLHF step on this machine, for rlhf-plan --profile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import arg
+
+from usp.config import MODEL_HELP
+from usp.fields import one_of
+from usp.rlhf.algorithms.registry import ALGORITHMS
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
+
+from .flags import output_problem, parse, token_counts
+
+if TYPE_CHECKING:
+    from usp.planning.measurements import Part, Points, Sizes
+
+
+@dataclass(frozen=True)
+class RlhfProfileConfig:
+    """Measure generation, inference and training of models on this machine, in every layout of the launched ranks, and
+    write them to a file for rlhf-plan --profile. Models are as shallow as --layers says, with random weights.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp rlhf-profile --actor qwen3-8b --out profile.json
+    """
+
+    out: Annotated[Path, arg(metavar="FILE.json")] = Path("rlhf-profile.json")
+    """Profile to write. What an existing one has is kept, and not measured again."""
+    actor: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
+    critic: Annotated[str, arg(metavar="PRESET|PATH", help_behavior_hint="(default: the actor)")] = ""
+    """Model whose size the critic and the reward model have."""
+    algorithm: Annotated[str, one_of(tuple(name for name, of in ALGORITHMS.items() if of.data == "prompts"))] = "ppo"
+    """Training algorithm, whose calls are measured."""
+    layers: Annotated[str, arg(metavar="N,N")] = "1,2"
+    """Depths to measure; a time is linear in the depth between and beyond them."""
+    samples: Annotated[str, arg(metavar="N,N,...")] = "8,32"
+    """Samples of a call or a mini-batch, over all ranks; a time is linear in them between and beyond these."""
+    tokens: Annotated[str, arg(metavar="N,N,...")] = "256,1K"
+    """Tokens of a sample; a time is linear in them between and beyond these."""
+    response_share: float = 0.5
+    """Fraction of a sample's tokens that is the response, whose log-probabilities are computed."""
+    max_sp: int = 8
+    """Highest ring x ulysses degree."""
+    max_tp: int = 8
+    """Highest tp degree."""
+    max_pp: int = 1
+    """Highest pp degree."""
+    zero: Annotated[str, arg(metavar="N,N,...")] = "0,1,3"
+    """ZeRO stages of inference and training."""
+    rounds: int = 12
+    """Turns of each measurement."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device type. auto: CUDA if available, otherwise CPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward and backward. auto: bfloat16 on CUDA, float32 on the CPU."""
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
+    """Measure on every rank that torchrun launched, and write the file on rank 0."""
+    asked = parse(argv, RlhfProfileConfig, prog)
+    names = ("layers", "samples", "tokens", "zero")
+    layers, samples, tokens, zero = (tuple(sorted({*token_counts(f"--{n}", getattr(asked, n))})) for n in names)
+    least = {"max_sp": 1, "max_tp": 1, "max_pp": 1, "rounds": 3}
+    problems = [output_problem("--out", asked.out)]
+    problems += [f"--{n.replace('_', '-')} must be at least {m}" for n, m in least.items() if getattr(asked, n) < m]
+    problems += ["--response-share must be above 0 and below 1"] if not 0 < asked.response_share < 1 else []
+    problems += [f"--zero = {asked.zero} must be stages from 0 to 3"] if not {*zero} <= {0, 1, 2, 3} else []
+    if min(*layers, *samples, *tokens) < 1:
+        problems.append("--layers, --samples and --tokens must be at least 1")
+    if problems := [problem for problem in problems if problem]:
+        raise ConfigurationError("\n".join(problems))
+
+    import torch
+    import torch.distributed as dist
+
+    from parallel import ProcessGroups
+    from usp.planning.measurements import Sizes
+    from usp.planning.measuring import measure_calls, measure_step
+    from usp.planning.workload import Workload
+    from usp.predict.compute import dtype_name
+    from usp.predict.rounds import Rounds
+    from usp.train.checkpoints import from_first_rank
+
+    launch = Launch.from_environment(environ)
+    stay_on_loopback(launch, environ)
+    device = choose_device(asked.device, launch)
+    fast = device.type == "cuda"
+    dtype = torch.bfloat16 if asked.dtype == "bfloat16" or (asked.dtype == "auto" and fast) else torch.float32
+    sizes = Sizes(layers, samples, tokens, tokens, asked.response_share)
+    graph, calls = _calls(asked, dtype, max(samples), zero, launch)
+    name = torch.cuda.get_device_name(device) if fast else "CPU"
+
+    def progress(doing: str) -> None:
+        if launch.rank == 0:
+            print(doing, file=sys.stderr, flush=True)
+
+    with process_group(launch, device):
+        groups = ProcessGroups()
+        rounds = Rounds(device, asked.rounds, 0.02, crowded=not fast)
+        known = from_first_rank(lambda: _known(asked.out, name, dtype_name(dtype), launch.world_size, sizes))
+        measured = measure_calls(calls, sizes, rounds, name, groups, progress, known)
+        response = max(1, round(max(tokens) * asked.response_share))
+        prompts = max(8, -(-max(samples) // graph.group_size))
+        workload = Workload.of(prompts, graph.group_size, max(tokens) - response, (response,))
+        measured = replace(measured, step_seconds=measure_step(graph, workload, groups, device))
+        if launch.rank == 0:
+            measured.save(asked.out)
+            print(f"{asked.out}: {len(measured.points)} parts of calls on up to {measured.ranks} ranks")
+        dist.barrier()
+
+
+def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapping[Part, Points]:
+    """Return what an existing file has; raise ValueError if it has no measurements, or was measured otherwise."""
+    from usp.planning.measurements import Measurements
+
+    if not out.exists():
+        return {}
+    had = Measurements.load(out)
+    if (had.device, had.dtype, had.ranks, had.sizes) != (device, dtype, ranks, sizes):
+        values = {"layers": had.sizes.layers, "samples": had.sizes.samples, "tokens": had.sizes.tokens}
+        flags = " ".join(f"--{flag} {','.join(map(str, numbers))}" for flag, numbers in values.items())
+        raise ValueError(
+            f"--out = {out} exists, and was measured by {had.ranks} ranks on {had.device} in {had.dtype}, with "
+            f"{flags} --response-share {had.sizes.counted}: name another file, or remove it"
+        )
+    return had.points
+
+
+def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], launch: Launch):
+    """Return the graph of the algorithm, and its calls in every layout of the launched ranks."""
+    from usp.planning.measuring import Asked
+    from usp.planning.rlhf_question import described_graph, model_shapes, role_config
+    from usp.planning.rlhf_search import OptionSpace, options
+    from usp.rlhf.roles.role import RoleSpec
+    from usp.train.engines.base import AdamW
+
+    graph = described_graph(
+        asked.algorithm, "", group_size=0, max_new_tokens=64, staleness=0, function=not asked.critic
+    )
+    sources = {role: (role in ("critic", "reward") and asked.critic) or asked.actor for role in graph.roles}
+    specs = {
+        role: RoleSpec(role, source, role_config(role, source), dtype=dtype, optimizer=AdamW(0.0))
+        for role, source in sources.items()
+    }
+    shapes = model_shapes({role: (spec.source, spec.config) for role, spec in specs.items()})
+    most_mini_batches = max(getattr(call.work, "mini_batches", 1) for call in graph.calls)
+    space = OptionSpace(
+        launch.world_size,
+        launch.local_world_size,
+        2 * samples * most_mini_batches,
+        max_tp=asked.max_tp,
+        max_sequence=asked.max_sp,
+        zero=tuple(zero),
+        recompute=(("none", False), ("full", False)),  # as searches do
+        models={role: shape.facts for role, shape in shapes.items()},
+    )
+    calls = [
+        Asked(call, specs[call.role], layout)
+        for call in graph.calls
+        if call.role
+        for layout in options(call, space)
+        if layout.dims.pp <= asked.max_pp and layout.dims.batch <= samples
+    ]
+    return graph, calls

@@ -1,4 +1,0 @@
-"""Chats and prompts with completions, of which only some tokens are targets. Each file imports only earlier ones:
-
-conversation, row_kind, excerpt.
-"""

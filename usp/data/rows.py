@@ -1,0 +1,354 @@
+"""Rows of a token store: which tokens are in row 0, 1, 2, ... of an endless sequence of rows.
+
+Text is cut (`PackedRows`, `StageRows`):
+
+    documents --permute--> one stream of tokens --cut every seq_len--> rows --permute-->
+
+Each epoch has its own two permutations, fixed by the seed, or none without a seed. So a row depends only on its number:
+any row can be read without those before it. A document that crosses a cut continues in another row as a separate
+document. The last row of an epoch is filled up with the beginning of the stream, so there is no padding and no token is
+left out.
+
+For fine-tuning, documents stay whole, with padding at the ends of rows (`WholeRows`):
+
+    documents --permute--> windows of WINDOW documents --best fit--> rows --permute windows, then rows of a window-->
+
+In a window, the longest document comes first, and each goes where the least room is left, or begins a row (best-fit
+decreasing). A document that is longer than a row is cut every seq_len tokens, and only its last part is packed. Of a
+store with a mask only the first seq_len tokens of a document are used, because targets without what is before them
+teach something else, and a document without a target there is left out. Windows are the same in every epoch, so that
+all epochs have as many rows; their order, and that of their rows, differs.
+
+The permutations hold nothing in memory. To find a place in an epoch's stream, its documents are divided into at most
+BLOCKS blocks, whose lengths are added up once per epoch, in the order of the store. Of windows, only the number of rows
+of each is held.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .store import Numbers, TokenStore
+
+BLOCKS = 2**20
+BLOCK = 64  # documents, or more where BLOCKS such blocks are too few
+WINDOW = 4096
+
+ROUNDS = 4
+LEAST_BITS = 6  # with fewer, the rounds reach some orders more often than others
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+class Permutation:
+    """An order of the numbers 0, ..., count - 1: a random one fixed by `key`, or ascending for None.
+
+    Numbers are computed one by one, in both directions, without memory. A Feistel network permutes the numbers of n
+    bits: each round adds to one half of the bits (exclusive or) a random function of the other half (Luby and Rackoff,
+    SIAM Journal on Computing 17, 1988). Numbers that leave the range are permuted again until they are back in it
+    (cycle walking: Black and Rogaway, CT-RSA 2002), on average less than twice. The random functions are the finalizer
+    of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), each with a key of its own.
+
+    key: nonnegative integers.
+    """
+
+    def __init__(self, count: int, key: Sequence[int] | None) -> None:
+        self.count = count
+        bits = max(LEAST_BITS, (count - 1).bit_length())
+        low = bits // 2
+        self._low, self._low_mask, self._high_mask = (
+            np.uint64(low),
+            np.uint64((1 << low) - 1),
+            np.uint64((1 << bits - low) - 1),
+        )
+        self._keys = (
+            () if key is None or count == 1 else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
+        )
+
+    def at(self, places: Numbers) -> Numbers:
+        """Return the numbers at `places`, int64 of their shape."""
+        return self._walk(places, list(enumerate(self._keys)))
+
+    def place_of(self, numbers: Numbers) -> Numbers:
+        """Return the places at which `numbers` are, int64 of their shape."""
+        return self._walk(numbers, list(enumerate(self._keys))[::-1])
+
+    def _walk(self, numbers: Numbers, rounds: list[tuple[int, np.uint64]]) -> Numbers:
+        if not rounds:
+            return numbers.astype(np.int64)
+        permuted = self._permute(numbers.astype(np.uint64), rounds)
+        outside = np.flatnonzero(permuted >= self.count)
+        while len(outside):
+            permuted[outside] = self._permute(permuted[outside], rounds)
+            outside = outside[permuted[outside] >= self.count]
+        return permuted.astype(np.int64)
+
+    def _permute(self, numbers: npt.NDArray[np.uint64], rounds: list[tuple[int, np.uint64]]) -> npt.NDArray[np.uint64]:
+        high, low = numbers >> self._low, numbers & self._low_mask
+        for number, key in rounds:
+            if number % 2:
+                low ^= _scrambled(high, key) & self._low_mask
+            else:
+                high ^= _scrambled(low, key) & self._high_mask
+        return (high << self._low) | low
+
+
+def _scrambled(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    mixed = numbers + key  # arrays of unsigned integers wrap around
+    for multiplier, shift in zip(_MULTIPLIERS, _SHIFTS[:2], strict=True):
+        mixed ^= mixed >> shift
+        mixed *= multiplier
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens of `store` that a row consists of.
+
+    begins: int64 (documents,), where in the store each document of the row begins. boundaries: int64 (documents + 1,),
+    where in the row, from 0 to seq_len, or less if the rest of the row is padding.
+    """
+
+    store: TokenStore
+    begins: Numbers
+    boundaries: Numbers
+
+    @staticmethod
+    def of(store: TokenStore, begins: Numbers, lengths: Numbers) -> Row:
+        return Row(store, begins, np.cumsum(np.concatenate(([0], lengths))))
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return where in the store the tokens at places begin to end - 1 of the row are, as half-open intervals."""
+        first = int(np.searchsorted(self.boundaries, begin, side="right")) - 1
+        last = int(np.searchsorted(self.boundaries, end, side="left"))
+        at = self.begins[first:last].copy()
+        lengths = np.diff(self.boundaries[first : last + 1])
+        ends = at + lengths
+        at[0] += begin - self.boundaries[first]
+        ends[-1] -= self.boundaries[last] - end
+        breaks = np.flatnonzero(at[1:] != ends[:-1])  # documents that follow each other in the store are one piece
+        starts = np.concatenate(([0], breaks + 1))
+        stops = np.concatenate((breaks, [len(at) - 1]))
+        return list(zip(at[starts].tolist(), ends[stops].tolist(), strict=True))
+
+
+class PackedRows:
+    """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
+    per_epoch: number of rows in which every token of the store occurs."""
+
+    def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
+        self.store, self.seq_len, self.seed = store, seq_len, seed
+        self.per_epoch = -(-store.manifest.tokens // seq_len)
+        self._epoch: tuple[int, _Stream, Permutation] | None = None  # the last one that was read
+
+    @property
+    def sources(self) -> tuple[PackedRows, ...]:
+        """The rows of each store that these are rows of."""
+        return (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The share of the rows that comes from each of `sources`."""
+        return (1.0,)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for all rows of the same data, whatever their seq_len and seed."""
+        manifest = self.store.manifest
+        return f"{manifest.documents} documents, {manifest.tokens} tokens, digest {manifest.digest}"
+
+    def row(self, number: int) -> Row:
+        """Return what row `number` consists of; its tokens are not read."""
+        epoch, place = divmod(number, self.per_epoch)
+        stream, order = self._orders(epoch)
+        tokens = self.store.manifest.tokens
+        first = int(order.at(np.array([place]))[0]) * self.seq_len
+        parts: list[tuple[Numbers, Numbers]] = []
+        left = self.seq_len
+        while left:
+            at = (first + self.seq_len - left) % tokens
+            end = min(at + left, tokens)
+            parts += stream.parts(at, end)
+            left -= end - at
+        return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+    def _orders(self, epoch: int) -> tuple[_Stream, Permutation]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
+            self._epoch = epoch, _Stream(self.store, documents), Permutation(self.per_epoch, rows)
+        return self._epoch[1:]
+
+
+class StageRows(PackedRows):
+    """The rows of a stage of a curriculum, which continue where the stage before stopped reading the store.
+
+    All stages cut the same endless stream, the documents of one epoch after those of another, so that no token is in
+    two stages of one epoch, however long their rows are. Rows are permuted among those of the stage that begin in the
+    same epoch.
+
+    begin: tokens of the endless stream before this stage. count: rows of the stage; later rows follow in order.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, seed: int, begin: int, count: int) -> None:
+        super().__init__(store, seq_len, seed)
+        self.begin, self.count, self._key = begin, count, seed
+        self._streams: dict[int, _Stream] = {}  # the last two that were read
+        self._order: tuple[int, Permutation] | None = None
+
+    @property
+    def identity(self) -> str:
+        return f"tokens {self.begin} to {self.begin + self.count * self.seq_len} of {super().identity}"
+
+    def row(self, number: int) -> Row:
+        tokens = self.store.manifest.tokens
+        at = self.begin + self._place(number) * self.seq_len
+        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
+        while at < end:
+            epoch, within = divmod(at, tokens)
+            upto = min(within + end - at, tokens)
+            parts += self._stream(epoch).parts(within, upto)
+            at += upto - within
+        return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+    def _place(self, number: int) -> int:
+        """Return which row of the stage, as they follow each other in the stream, has this number."""
+        if number >= self.count:
+            return number
+        epoch = (self.begin + number * self.seq_len) // self.store.manifest.tokens
+        first, last = self._first_of(epoch), min(self._first_of(epoch + 1), self.count)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Permutation(last - first, (self._key, epoch, 1, self.begin))
+        return first + int(self._order[1].at(np.array([number - first]))[0])
+
+    def _first_of(self, epoch: int) -> int:
+        return max(0, -(-(epoch * self.store.manifest.tokens - self.begin) // self.seq_len))
+
+    def _stream(self, epoch: int) -> _Stream:
+        if epoch not in self._streams:
+            near = {other: stream for other, stream in self._streams.items() if abs(other - epoch) == 1}
+            self._streams = near | {epoch: _Stream(self.store, (self._key, epoch, 0))}
+        return self._streams[epoch]
+
+
+class _Stream:
+    """The documents of a store one after another, in the order of `key`."""
+
+    def __init__(self, store: TokenStore, key: tuple[int, ...] | None) -> None:
+        self._store, self._order = store, Permutation(store.manifest.documents, key)
+        self._block = max(BLOCK, -(-store.manifest.documents // BLOCKS))
+        sizes = np.zeros(-(-store.manifest.documents // self._block), np.int64)
+        for documents, lengths in store.lengths():
+            np.add.at(sizes, self._order.place_of(documents) // self._block, lengths)
+        self._begins = np.cumsum(sizes) - sizes
+        self._last: tuple[int, Numbers, Numbers, Numbers] = (-1, sizes, sizes, sizes)
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield where in the store the documents between two places of the stream begin, and their lengths. The first
+        and the last are cut to these places; empty documents are left out."""
+        for block in range(int(np.searchsorted(self._begins, begin, side="right")) - 1, len(self._begins)):
+            if self._begins[block] >= end:
+                return
+            in_store, begins, ends = self._documents_of(block)
+            cut = np.maximum(begins, begin)
+            lengths = np.minimum(ends, end) - cut
+            some = lengths > 0
+            yield (in_store + cut - begins)[some], lengths[some]
+
+    def _documents_of(self, block: int) -> tuple[Numbers, Numbers, Numbers]:
+        """Return where the documents of a block begin in the store, and where in the stream they begin and end."""
+        if block != self._last[0]:
+            last = min((block + 1) * self._block, self._store.manifest.documents)
+            in_store, ends = self._store.bounds(self._order.at(np.arange(block * self._block, last)))
+            in_stream = self._begins[block] + np.cumsum(ends - in_store)
+            self._last = block, in_store, in_stream - (ends - in_store), in_stream
+        return self._last[1:]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Documents that are packed together. begins, lengths: of their parts in the store. rows: the parts of each row.
+    long: number of documents longer than a row. left_out: those without a part."""
+
+    number: int
+    begins: Numbers
+    lengths: Numbers
+    rows: list[list[int]]
+    long: int
+    left_out: int
+
+
+class WholeRows(PackedRows):
+    """Rows of at most `seq_len` tokens of whole documents of a store, in the order of `seed`.
+
+    tokens: in the rows of an epoch. long: number of documents of more than `seq_len` tokens. left_out: those among them
+    without a target in their first `seq_len` tokens.
+
+    Raises ValueError if all documents are left out.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
+        super().__init__(store, seq_len, seed)
+        self._key = seed
+        self._documents = Permutation(store.manifest.documents, (seed, 0, 2))
+        self._window: _Window | None = None  # the last one that was packed
+        self.tokens = self.long = self.left_out = 0
+        self._counts = np.zeros(-(-store.manifest.documents // WINDOW), np.int64)
+        for number in range(len(self._counts)):
+            window = self._packed(number)
+            self._counts[number] = len(window.rows)
+            self.tokens += int(window.lengths.sum())
+            self.long += window.long
+            self.left_out += window.left_out
+        self.per_epoch = int(self._counts.sum())
+        if not self.per_epoch:
+            raise ValueError(f"no document of {store.folder} has a target in its first seq_len={seq_len} tokens")
+
+    @property
+    def identity(self) -> str:
+        return f"whole documents of {super().identity}"
+
+    def row(self, number: int) -> Row:
+        epoch, place = divmod(number, self.per_epoch)
+        order = Permutation(len(self._counts), (self._key, epoch, 3)).at(np.arange(len(self._counts)))
+        ends = np.cumsum(self._counts[order])
+        at = int(np.searchsorted(ends, place, side="right"))
+        window = self._packed(int(order[at]))
+        within = np.array([place - int(ends[at]) + len(window.rows)])
+        parts = window.rows[int(Permutation(len(window.rows), (self._key, epoch, 4, window.number)).at(within)[0])]
+        return Row.of(self.store, window.begins[parts], window.lengths[parts])
+
+    def _packed(self, number: int) -> _Window:
+        if self._window is None or self._window.number != number:
+            last = min((number + 1) * WINDOW, self.store.manifest.documents)
+            begins, ends = self.store.bounds(self._documents.at(np.arange(number * WINDOW, last)))
+            long = np.flatnonzero(ends - begins > self.seq_len)
+            parts = -(-(ends - begins) // self.seq_len)  # none of an empty document
+            if self.store.manifest.masked:
+                firsts = begins[long].tolist()
+                parts[long] = [self.store.read_mask(at + 1, at + self.seq_len).any() for at in firsts]
+            part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # its number in its document
+            begins = np.repeat(begins, parts) + part * self.seq_len
+            lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
+            rows = best_fit(lengths.tolist(), self.seq_len)
+            self._window = _Window(number, begins, lengths, rows, len(long), int((parts[long] == 0).sum()))
+        return self._window
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Divide the indices of `lengths` into rows of at most `room` in total, by best-fit decreasing."""
+    rows: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # (room left, row), ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(left, (lengths[index], -1))
+        free, row = left.pop(at) if at < len(left) else (room, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(left, (free - lengths[index], row))
+    return rows

@@ -1,0 +1,238 @@
+"""The flags of the needle probe, and its prompts: texts with a sentence hidden at a given depth.
+
+    begin of a document, haystack up to the needle, needle, rest of the haystack, question | answer
+
+A prompt has exactly as many tokens as asked for. The haystack is cut into sentences and lines, so that the needle
+interrupts none; a prompt begins with any of them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from tyro.conf import Positional, arg
+
+from attention import LAYOUTS
+from attention.kernels.select import KERNEL_NAMES
+from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
+from usp.data.documents import read_pieces
+from usp.data.sources import TEXT_FIELD, DataFiles
+from usp.data.tokenizer import Ids, Tokenizer
+from usp.fields import AtLeast1, one_of, token_count, value_violations
+
+KEY = "{key}"
+MAX_DIGITS = 18
+_SENTENCE = re.compile(r".*?(?:[.!?][ \t]+|\n+|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class NeedleConfig:
+    """Find out at which lengths and depths a model finds a sentence (the needle) in a long text (the haystack), and
+    draw the heat map. Responses are generated greedily.
+
+    For example, on 8 ranks: torchrun --nproc-per-node 8 -m usp needle runs/last/model --lengths 16K,64K --sp-ulysses 8
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")] = ""
+    """Local transformers checkpoint directory, such as RUN/model."""
+    lengths: Annotated[
+        str, arg(metavar="N,N,...", help_behavior_hint="(default: 1/16, 1/8 .. of the model's limit)")
+    ] = ""
+    """Lengths in tokens, such as 1K,4K,16K: of haystack, needle, question and answer together."""
+    depths: Annotated[str, arg(metavar="PERCENT,...")] = "0,25,50,75,100"
+    """Where in the haystack the needle is, in percent: 0 at its beginning, 100 at its end."""
+    samples: AtLeast1 = 5
+    """Prompts of each length and depth; each has another haystack, and another key."""
+    data: Annotated[str, arg(metavar="stdlib|PATH")] = "stdlib"
+    """Text of the haystack, as --data of train.py; too little text is repeated. A prompt begins anywhere in it."""
+    data_field: str = TEXT_FIELD
+    """Key or column that holds the text; not used for text files."""
+    needle: str = "The pass key is {key}. Remember it: {key} is the pass key."
+    """What is hidden. {key} is a random number, another one in every prompt."""
+    question: str = "What is the pass key? The pass key is"
+    """What follows the haystack, for the model to continue."""
+    answer: str = " {key}"
+    """What continues the question. A response is right if it contains this as words; upper and lower case are equal."""
+    key_digits: AtLeast1 = 5
+    """Digits of {key}."""
+    max_new_tokens: Annotated[int, arg(help_behavior_hint="(default: the answer's tokens and 16)")] = 0
+    """Maximum tokens of a response."""
+    logprobs: bool = True
+    """Also compute the log-probability of the right answer, in a forward pass that takes as long as the prompt's."""
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Local transformers tokenizer directory. bytes: byte-level tokens. auto: the model directory's own."""
+    rope_scaling: Annotated[str, one_of(ROPE_SCALINGS)] = "none"
+    """Scaling of rotary positions for lengths beyond the model's limit, as in train.py, but without training."""
+    beyond_limit: bool = False
+    """Also take lengths beyond the model's limit with its rotary positions as they are, to see where it fails."""
+    seed: int = 0
+    """Seed of keys and haystacks."""
+    sp_ulysses: int = 1
+    """Ulysses degree: sequence parallelism by all-to-all over attention heads. Best kept within a host."""
+    sp_ring: int = 1
+    """Ring degree: sequence parallelism by passing keys and values around a ring. May span hosts."""
+    sp_layout: Annotated[str, one_of(LAYOUTS)] = "zigzag"
+    """Assignment of sequence positions to ranks. zigzag and striped balance the causal mask."""
+    tp: int = 1
+    """Tensor-parallel degree. All ranks that the degrees leave over divide the prompts."""
+    pp: int = 1
+    """Pipeline-parallel degree."""
+    attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
+    """Attention kernel. auto: the fastest that can, by the rates of this GPU; flash: the fastest flash-attn."""
+    dtype: Annotated[str, one_of(DTYPES)] = "auto"
+    """Compute dtype. auto: bfloat16 on CUDA, float32 on CPU."""
+    device: Annotated[str, one_of(DEVICES)] = "auto"
+    """Device type. auto: CUDA if available, otherwise CPU."""
+    mark: Annotated[str, arg(metavar="N", help_behavior_hint="(optional)")] = ""
+    """Length in tokens behind which the heat map gets a line, such as that of training."""
+    out: Annotated[str, arg(metavar="FILE.png")] = "needle.png"
+    """Heat map to write; the results are written next to it, as .json."""
+
+    @property
+    def asked_lengths(self) -> tuple[int, ...]:
+        """The lengths of --lengths, ascending. Raises ValueError for a text that is not one."""
+        return tuple(sorted({token_count(part) for part in self.lengths.split(",")})) if self.lengths else ()
+
+    @property
+    def asked_depths(self) -> tuple[float, ...]:
+        """The depths of --depths, ascending. Raises ValueError for a text that is not a number of percent."""
+        depths = set()
+        for text in self.depths.split(","):
+            try:
+                depths.add(float(text))
+            except ValueError:
+                raise ValueError(f"{text.strip()!r} must be a number of percent") from None
+        return tuple(sorted(depths))
+
+
+def needle_violations(config: NeedleConfig) -> Iterator[str]:
+    """Yield one message per invalid value, by the flags."""
+    if not config.model:
+        yield "no MODEL is given: name the directory of a model, such as RUN/model"
+    yield from value_violations(config).values()
+    if config.key_digits > MAX_DIGITS:
+        yield f"--key-digits = {config.key_digits} must be at most {MAX_DIGITS}"
+    if config.max_new_tokens < 0:
+        yield f"--max-new-tokens = {config.max_new_tokens} must be at least 1, or 0 for the answer's tokens and 16"
+    for name in ("lengths", "mark"):
+        try:
+            lengths = [token_count(text) for text in getattr(config, name).split(",") if text]
+        except ValueError as error:
+            yield f"--{name} = {getattr(config, name)}: {error}"
+        else:
+            yield from (f"--{name} = {getattr(config, name)}: {n} must be at least 1" for n in lengths if n < 1)
+    try:
+        wrong = [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]
+        if wrong:
+            yield f"--depths = {config.depths}: {', '.join(wrong)} must be from 0 to 100 percent"
+    except ValueError as error:
+        yield f"--depths = {config.depths}: {error}"
+    if config.beyond_limit and config.rope_scaling != "none":
+        yield f"--beyond-limit keeps positions as they are, --rope-scaling = {config.rope_scaling} does not: give one"
+    for name in ("needle", "answer"):
+        if not getattr(config, name).strip():
+            yield f"--{name} must not be empty"
+    if KEY in config.answer and KEY not in config.needle:
+        yield f"--answer = {config.answer!r} has a {KEY} that --needle = {config.needle!r} does not tell"
+    if config.answer.strip() and config.answer.strip().lower() in config.question.lower():
+        yield f"--question = {config.question!r} already contains --answer = {config.answer!r}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A length in tokens, a depth in percent, and the number of a sample among those of both."""
+
+    length: int
+    depth: float
+    sample: int
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Ids of a prompt, and of the answer that should follow; together as many as asked for. answer: as text, without
+    spaces around it."""
+
+    ids: Ids
+    answer_ids: Ids
+    answer: str
+
+
+class Haystack:
+    """Maker of the prompts of a probe.
+
+    texts: of the haystack, repeated where they are too short.
+    most: tokens of the longest prompt; no more than twice as many tokens of `texts` are read.
+
+    Raises ValueError if `texts` hold nothing.
+    """
+
+    def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, texts: Iterable[str], most: int) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._pieces: list[Ids] = []
+        tokens = 0
+        for text in texts:
+            sentences = [sentence for sentence in _SENTENCE.findall(text) if sentence]
+            self._pieces += [ids for ids in tokenizer.encode_all(sentences) if len(ids)]
+            tokens = sum(map(len, self._pieces))
+            if tokens >= 2 * most:
+                break
+        if not tokens:
+            raise ValueError(f"--data = {config.data} holds no text for the haystack")
+
+    def needed(self) -> int:
+        """Return the tokens of a prompt besides the haystack, with the answer; of some key."""
+        return sum(map(len, self._parts(random.Random(0))[:-1]))
+
+    def prompt(self, cell: Cell) -> Prompt:
+        """Return the prompt of a cell, which depends on nothing else but the seed. Raises ValueError if the cell's
+        length leaves no token for the haystack."""
+        random_ = random.Random(f"{self._config.seed}/{cell.length}/{cell.depth:g}/{cell.sample}")
+        begin, needle, question, answer, text = self._parts(random_)
+        room = cell.length - sum(map(len, (begin, needle, question, answer)))
+        if room < 1:
+            raise ValueError(
+                f"a length of {cell.length} tokens is too short: needle, question and answer have "
+                f"{cell.length - room}: use at least {cell.length - room + 1}, or shorter texts"
+            )
+        hay = list(self._hay(random_.randrange(len(self._pieces)), room))
+        ends = np.cumsum([0, *map(len, hay)])
+        place = int(np.abs(ends - room * cell.depth / 100).argmin())
+        ids = np.concatenate((begin, *hay[:place], needle, *hay[place:], question))
+        return Prompt(ids, answer, text)
+
+    def _parts(self, random_: random.Random) -> tuple[Ids, Ids, Ids, Ids, str]:
+        """Return what begins a prompt, needle, question and answer, and the answer as text, with a new key."""
+        digits = self._config.key_digits
+        key = str(random_.randrange(10 ** (digits - 1), 10**digits))
+        config, encode = self._config, self._tokenizer.encode
+        begin = [] if self._tokenizer.bos is None else [self._tokenizer.bos]
+        needle, question, answer = (text.replace(KEY, key) for text in (config.needle, config.question, config.answer))
+        parts = encode(f"\n{needle}\n"), encode(f"\n{question}"), encode(answer)
+        return np.asarray(begin, np.int64), *parts, answer.strip()
+
+    def _hay(self, first: int, room: int) -> Iterator[Ids]:
+        while room:
+            piece = self._pieces[first % len(self._pieces)][:room]
+            yield piece
+            first, room = first + 1, room - len(piece)
+
+
+def texts_of(files: DataFiles, field: str) -> Iterator[str]:
+    """Yield the text of documents, in the order of the files; chats and completions are left out."""
+    for file in files.files:
+        yield from (text for text, _ in read_pieces(file, field) if isinstance(text, str))
+
+
+def is_right(response: str, answer: str) -> bool:
+    """Return whether the answer is in the response, as whole words, in upper or lower case."""
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", response, re.IGNORECASE) is not None
+
+
+def cells_of(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
+    """Return the cells of a probe, in the order of lengths, depths and samples."""
+    return [Cell(length, depth, sample) for length in lengths for depth in depths for sample in range(samples)]

@@ -1,0 +1,194 @@
+"""Fields of configuration dataclasses: the values that they may have, and their conversion from text and mappings.
+
+A rule stands beside its field, as `steps: Annotated[int, at_least(1)] = 100`, and `value_violations` checks them all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from usp.run.failures import nearest
+
+C = TypeVar("C")
+
+TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_BOOLS = {"true": True, "false": False}
+UNITS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The values that a field may have: as a predicate (False for nan), in words after "must be", and if few, all."""
+
+    holds: Callable[[Any], bool]
+    words: str
+    choices: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Shown(PrimitiveConstructorSpec[Any]):
+    """How a flag is shown in the help and parsed.
+
+    rule: of its values.
+    read: converts the value of a key in a mapping; None: only values of the field's type are accepted.
+    """
+
+    rule: Rule | None = None
+    read: Callable[[Any], Any] | None = None
+
+
+def at_least(least: int, words: str = "") -> Rule:
+    return Rule(lambda value: value >= least, words or f"at least {least}")
+
+
+def among(choices: Sequence[Any]) -> Rule:
+    return Rule(choices.__contains__, f"one of {', '.join(map(str, choices))}", choices)
+
+
+def shown(
+    metavar: str, kind: type, parse: Callable[[str], Any], text: Callable[[Any], str] = str, **more: Any
+) -> Shown:
+    """Show a flag of type `kind` as `metavar`, and parse it with `parse`. text: shows its default."""
+    return Shown(
+        1,
+        metavar,
+        lambda words: parse(words[0]),
+        lambda value: isinstance(value, kind),
+        lambda value: [text(value)],
+        **more,
+    )
+
+
+def one_of(choices: Sequence[Any]) -> Shown:
+    """Show `choices` in the help; other values are refused by `value_violations`, with all other violations."""
+    kind = type(choices[0])
+    return shown("{" + ",".join(map(str, choices)) + "}", kind, kind, rule=among(choices))
+
+
+def token_count(text: str) -> int:
+    """Parse a number of tokens, an integer followed by K, M or nothing: `128K` is 131072. Raises ValueError for any
+    other text."""
+    number = re.fullmatch(r"(-?\d+)([KM]?)", text.strip().upper())
+    if number is None:
+        raise ValueError(f"{text} must be a number of tokens such as 131072, 128K or 1M")
+    return int(number[1]) * UNITS[number[2]]
+
+
+TOKENS = shown(
+    "N|NK|NM",
+    int,
+    token_count,
+    read=lambda value: token_count(value) if isinstance(value, str) else _convert(value, int),
+)
+
+AtLeast0 = Annotated[int, at_least(0)]
+AtLeast1 = Annotated[int, at_least(1)]
+Fraction = Annotated[float, Rule(lambda value: 0 <= value < 1, "at least 0 and below 1")]
+NotNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "at least 0 and finite")]
+RATE = Rule(lambda value: 0 <= value < math.inf, "positive and finite, or 0 for the default")
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field: `sp_ring` is `--sp-ring`."""
+    return "--" + name.replace("_", "-")
+
+
+def value_violations(config: Any, **rules: Rule) -> dict[str, str]:
+    """Return what is wrong with single fields of a configuration, by field. rules: of fields that have none."""
+    violations = {}
+    for name, rule in {**_rules(config.__class__), **rules}.items():
+        value = getattr(config, name)
+        if not rule.holds(value):
+            close = nearest(str(value), map(str, rule.choices))
+            violations[name] = f"{flag(name)} = {value!r} must be {rule.words}{close}"
+    return violations
+
+
+@cache
+def _rules(kind: type) -> dict[str, Rule]:
+    hints = get_type_hints(kind, include_extras=True)
+    marks = ((field.name, mark) for field in fields(kind) for mark in _marks(hints[field.name]))
+    rules = ((name, mark.rule if isinstance(mark, Shown) else mark) for name, mark in marks)
+    return {name: rule for name, rule in rules if isinstance(rule, Rule)}
+
+
+def _marks(hint: Any) -> Sequence[Any]:
+    return getattr(hint, "__metadata__", ())
+
+
+def shared_values(source: object, kind: Any) -> dict[str, Any]:
+    """Return the values of `source` for the fields of the dataclass `kind` that it has, by name."""
+    return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
+
+
+def config_from_mapping(mapping: Mapping[str, Any], kind: type[C]) -> C:
+    """Build a `kind` from `mapping`, with defaults for missing keys; keys may have dashes for underscores. Raises
+    ValueError, listing every unknown key with its nearest match, every duplicate, and every value of a wrong type."""
+    kinds, hints = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in mapping.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            problems.append(f"unknown key {key!r}{nearest(name, hints)}")
+            continue
+        if name in values:
+            problems.append(f"{key!r} is given twice (dashes and underscores are the same key): keep one")
+            continue
+        read = next((mark.read for mark in _marks(hints[name]) if isinstance(mark, Shown) and mark.read), None)
+        try:
+            values[name] = read(value) if read else _convert(value, kinds[name])
+        except TypeError:
+            problems.append(f"{key} = {value!r} must be {TYPE_NAMES[kinds[name]]}")
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return kind(**values)
+
+
+def _convert(value: Any, kind: type) -> Any:
+    """Convert `value` to `kind` if that is lossless. YAML reads 3e-4 as a string, so a string may hold a float."""
+    if kind is float and type(value) in (int, float, str):
+        try:
+            return float(value)
+        except ValueError as error:
+            raise TypeError from error
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def parse_options(text: str, kind: type, source: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Parse NAME=VALUE,... into fields of the dataclass `kind`, converting each value to the type of its default.
+
+    source: the flag that `text` comes from, for messages. without: fields that cannot be set.
+
+    Raises ValueError, naming every entry that is wrong.
+    """
+    hints = get_type_hints(kind)
+    known = {name: default for name, default in vars(kind()).items() if name not in without}
+    values: dict[str, Any] = {}
+    problems = []
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, _, value = (side.strip() for side in entry.partition("="))
+        name = name.replace("-", "_")
+        if name not in known:
+            options = ", ".join(f"{option}={default}" for option, default in known.items())
+            problems.append(f"unknown {name!r}{nearest(name, known)}, must be one of {options}")
+            continue
+        of_type = type(known[name])
+        try:
+            values[name] = _BOOLS[value.lower()] if of_type is bool else of_type(value)
+        except (KeyError, ValueError):
+            problems.append(f"{name} = {value!r} must be {getattr(hints[name], '__name__', hints[name])}")
+    if problems:
+        raise ValueError(f"{source} = {text}: {'; '.join(problems)}")
+    return values

@@ -1,0 +1,281 @@
+"""LoRA adapters, through the package peft: which linears get them, their sharding, first values and export."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from parallel import ParallelMesh
+from parallel.reallocation.boxes import Box, local_box, local_part
+from parallel.tensor import module_styles, shard_low_rank
+from usp.config import ALL_LINEAR
+
+from .disk import DiskTensor, base_parameters, is_adapter, persistent_buffers
+from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
+from .models import empty_model, model_facts
+from .tensor_parallel import tp_plan
+
+ADAPTER = "default"  # peft's name of a model's only adapter
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."  # of peft's names
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a model.
+
+    alpha: the update is scaled by alpha / rank.
+    targets: last components of the names of the linears that get an adapter, from `lora_targets`.
+    """
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
+    """Return the names of the linears of a model that get adapters, as peft's target_modules.
+
+    targets: names separated by commas, or `all-linear` for every linear below the output head. Experts are one
+        parameter for all experts of a layer, and stay frozen; so do dense MLPs whose names peft gives to the experts.
+
+    Raises ValueError, naming those that are not linears of the model, and those that peft would place on its experts.
+    """
+    model = empty_model(config)
+    linears = sorted({name.rpartition(".")[2] for name, _ in _linears(model)})
+    names = linears if targets == ALL_LINEAR else sorted({name.strip() for name in targets.split(",")})
+    if unknown := [name for name in names if name not in linears]:
+        experts = " (experts are fused parameters, which get no adapters)" if _has_experts(config) else ""
+        raise ValueError(
+            f"lora_targets={targets} names {', '.join(map(repr, unknown))}, but the linear layers of "
+            f"{config.model_type} are {', '.join(linears)}{experts}: use some of those, or {ALL_LINEAR}"
+        )
+    moved = _moved_to_experts(model, linears) & set(names) if _has_experts(config) else set()
+    if targets != ALL_LINEAR and moved:
+        raise ValueError(
+            f"lora_targets={targets}: peft takes {', '.join(sorted(moved))} of {config.model_type} for its experts, "
+            f"which get no adapters: use {', '.join(name for name in linears if name not in moved)}"
+        )
+    return tuple(name for name in names if name not in moved)
+
+
+def apply_lora(
+    model: PreTrainedModel,
+    lora: Lora,
+    mesh: ParallelMesh,
+    tp_sequence_parallel: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Freeze a model or a pipeline stage and add adapters of `dtype` to its linears, in place.
+
+    Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
+    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. Raises
+    ValueError for a stage without any of the target linears, and for one that tp does not divide.
+    """
+    from peft import inject_adapter_in_model  # takes seconds to import
+
+    tp = mesh.size("tp")
+    styles = module_styles(model, tp_plan(model)) if tp > 1 else {}
+    linears = [name for name, _ in _linears(model) if name.rpartition(".")[2] in lora.targets]
+    if not linears:
+        raise ValueError(
+            f"a pipeline stage has no linear layer called {' or '.join(lora.targets)}, so nothing of it would be "
+            f"trained: use lora_targets={ALL_LINEAR}, or fewer stages"
+        )
+    here = sorted({name.rpartition(".")[2] for name in linears})
+    inject_adapter_in_model(lora_config(lora, here), model, ADAPTER)
+    for name in linears:
+        adapted = cast(Any, model.get_submodule(name))
+        base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
+        # peft makes them in the base's dtype, and where that is sharded over tp in the size of this rank's part.
+        down.weight = nn.Parameter(torch.empty(lora.rank, base.in_features, dtype=dtype, device=base.weight.device))
+        up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=base.weight.device))
+        if tp > 1 and not isinstance(base.weight, DTensor):
+            raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
+        if tp > 1:
+            style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
+            shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the names and parameters of a model's adapters; none for a model without."""
+    return ((name, p) for name, p in model.named_parameters() if is_adapter(name))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model compute what its base computes, within this context. For forwards without gradients."""
+    adapted: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    # Not by peft's enable_adapters, which clears requires_grad: FSDP2 would keep that in what it gathers.
+    for module in adapted:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module._disable_adapters = False
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """Draw lora_A and clear lora_B as peft does (Kaiming-uniform with a = sqrt(5)), whatever the layout.
+
+    Each lora_A is drawn whole on the CPU by a generator seeded with `seed` and its name; a rank copies its part. Global
+    random states are not changed. Does nothing without adapters.
+    """
+    for name, parameter in adapter_parameters(model):
+        local = local_part(parameter)
+        if ".lora_B." in name:
+            local.zero_()
+        else:
+            local.copy_(_drawn(name, tuple(parameter.shape), seed)[local_box(parameter).slices()])
+
+
+def _drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
+def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
+    """Return peft's LoraConfig for some of the targets; what is not set here has its default."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linears of a causal LM below its output head, by their names in the whole model."""
+    prefix = model.base_model_prefix
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"{prefix}.{name}", module
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    return model_facts(config.model_type, config).num_experts > 0
+
+
+def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
+    """Return which of all names of linears peft replaces by parameters of experts, as for older transformers. Adds
+    adapters to `model`."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of what does not concern linears
+        inject_adapter_in_model(lora_config(Lora(1, 1, ()), names), model, ADAPTER)
+    return set(names) - set(cast(Any, model).peft_config[ADAPTER].target_modules)
+
+
+def save_adapter(
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    lora: Lora,
+    base: Path,
+    config: PretrainedConfig | None = None,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a directory that `PeftModel.from_pretrained(base model, folder)` loads.
+
+    Collective; as `usp.hf.export.save_weights`, also in what it raises, but to one file.
+
+    weights: of this rank's adapters, by the names in `adapter_parameters`; plain tensors (whole) or DTensors.
+    base: directory of the base model, stored as the adapter's base_model_name_or_path.
+    config: of the base model, written too where the adapters were trained with another one than the base's own.
+    """
+
+    def shapes(holders: Sequence[Mapping[str, Held]]) -> dict[str, tuple[int, ...]]:
+        return {name: part.shape for held in holders for name, part in held.items()}
+
+    def plan(holders: Sequence[Mapping[str, Held]]) -> list[list[FilePlan]]:
+        tensors = [
+            DiskTensor(_PREFIX + name.replace(f".{ADAPTER}.", "."), name, Box.whole(shape), shape)
+            for name, shape in shapes(holders).items()
+        ]
+        return plan_tensors(tensors, holders, math.inf, lambda number: [ADAPTER_FILE] * number)
+
+    def describe(rounds: Sequence[Sequence[FilePlan]], partial: Path) -> None:
+        described = lora_config(lora, lora.targets)
+        described.base_model_name_or_path, described.inference_mode = str(base), True
+        described.save_pretrained(str(partial))
+        if config is not None:
+            config.to_json_file(partial / CONFIG, use_diff=True)
+
+    write_folder(
+        weights,
+        folder,
+        check=lambda holders: part_violations(shapes(holders), holders, shapes(holders), "the adapters"),
+        plan=plan,
+        describe=describe,
+        marker=ADAPTER_CONFIG,
+        dtype=dtype,
+        group=group,
+    )
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of stages without adapters and with their updates, by their names in the transformers model.
+
+    A weight is merged when it is asked for, in float32, and only this rank's part of it. Collective to create: every
+    rank gets the adapters of its stages whole.
+    """
+
+    @torch.no_grad()
+    def __init__(self, models: Sequence[nn.Module], lora: Lora) -> None:
+        self._scale = lora.scale
+        self._weights: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        for model in models:
+            ids = {id(parameter) for parameter in model.parameters()}  # tied ones once
+            for name, parameter in base_parameters(model):
+                if id(parameter) in ids:
+                    ids.discard(id(parameter))
+                    self._weights[name] = parameter.detach()
+            self._weights.update(persistent_buffers(model))
+            for name, parameter in adapter_parameters(model):
+                self._factors[name] = _whole(parameter.detach())
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        linear = name.removesuffix(".weight")
+        down = self._factors.get(f"{linear}.lora_A.{ADAPTER}.weight")
+        if down is None:
+            return weight
+        up = self._factors[f"{linear}.lora_B.{ADAPTER}.weight"]
+        rows, columns = local_box(weight).slices()
+        merged = weight.clone().float()
+        local_part(merged).add_(up[rows] @ down[:, columns], alpha=self._scale)
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Gather a DTensor where its mesh is: NCCL does not gather from host memory. The result is where `x` is."""
+    if not isinstance(x, DTensor):
+        return x
+    there = cast(DTensor, x.to(x.device_mesh.device_type))
+    return there.full_tensor().to(x.device)

@@ -1,0 +1,366 @@
+"""Whether a model is exact with sequence parallelism, found by running a tiny copy of it, or why it is refused.
+
+    1. all tokens     an attention function records every call: module, queries, keys, values, mask, result
+    2. some tokens    with their position_ids, and the recorded results in place of attention
+
+A model whose layers mix tokens in nothing but these calls computes in the second run what it computed for the same
+tokens in the first: then attention over a sharded sequence makes the whole model exact. Everything else shows as a
+difference: convolutions, recurrences, attention outside `AttentionInterface`, routers that compare tokens, positions
+that are counted instead of read. Masks are read from the first run, not from names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .mixers import sharded_mixers
+from .prune import OtherStagesLayer, backbone, model_parts, prune_to_stage
+from .shrink import HIDDEN, VOCAB, WINDOWS, shrink
+
+PROBE = "usp_probe"
+LENGTH = 16
+SHARD = (2, 3, 4, 9, 10, 12)  # neither from the beginning nor to the end, with gaps
+TOLERANCE = 1e-4  # of the largest value: rounding in float32 is 1e-6
+LONGEST = 160  # characters of a reason
+
+NOT_REGISTERED = "its attention does not go through transformers' AttentionInterface"
+MaskKind = Literal["causal", "sliding", "chunked", "bidirectional"]
+# Arguments of attention functions that change nothing here, or are part of the call.
+NEUTRAL = {
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+    *("cache_position", "position_ids", "position_embeddings", "use_cache", "layer_idx"),
+}
+HONOURED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "cu_seqlens", "kv_cache"}
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """The mask of one attention module: kind, and the field of the configuration that holds its width, or nothing."""
+
+    kind: MaskKind
+    field: str = ""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a model attends.
+
+    masks: of every attention module that a forward calls, by the module's name in the base model, in order.
+    problems: why sequence parallelism would not be exact, one message each.
+    in_stages: whether hidden states pass through nothing but the embeddings, the layers and at last the norm, so that
+        the model can be divided into pipeline stages.
+    layer_outputs: how many values a layer returns in a tuple; 0 if it returns only hidden states.
+    mixers: kinds of its recurrent and convolutional layers, which `usp.hf.mixers` runs over the whole sequence.
+    """
+
+    masks: dict[str, LayerMask]
+    problems: tuple[str, ...]
+    in_stages: bool = False
+    mixers: tuple[str, ...] = ()
+    layer_outputs: int = 0
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    inputs: tuple[Tensor, Tensor, Tensor]
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor
+
+
+def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
+    """Return `probe(kind, config)`, found once for equal configurations."""
+    known = copy.copy(config)
+    known.use_cache = False  # as `apply_unified_sp` sets it
+    return _structure(cast(Any, kind), _ByContent(known, known.to_json_string(use_diff=False)))
+
+
+@dataclass(frozen=True)
+class _ByContent:
+    """A configuration that is equal to others of the same content."""
+
+    config: PretrainedConfig = field(compare=False)
+    content: str
+
+
+@lru_cache(maxsize=64)
+def _structure(kind: Any, known: _ByContent) -> Structure:
+    return probe(kind, known.config)
+
+
+def probe(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
+    """Find the structure of the models of class `kind` with `config`; all layers run, so the masks are theirs. Raises
+    ValueError if a tiny copy cannot be built or run, so that nothing is known."""
+    AttentionInterface.register(PROBE, _unprepared)
+    AttentionMaskInterface.register(PROBE, _mask)
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            model = kind._from_config(shrink(config), attn_implementation=PROBE, experts_implementation="eager").eval()
+        return _structure_of(model)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        if isinstance(error, KeyError) and error.args == (PROBE,):  # from a table of attention classes
+            return Structure({}, (NOT_REGISTERED,))
+        why = f"its tiny copy fails with {type(error).__name__}: {error}"
+        raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
+
+
+def _structure_of(model: PreTrainedModel) -> Structure:
+    base = backbone(model)
+    names = {module: name for name, module in base.named_modules()}
+    mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
+    sharded = [base.get_submodule(name) for name in mixers]
+    watch = _Watch(base, sharded)
+    calls, different = _run_twice(base, watch, sharded)
+    problems: list[str] = []
+    if watch.found:
+        problems.append(f"{', '.join(watch.found)} mix tokens outside of transformers' AttentionInterface")
+    elif not calls and not mixers:
+        problems.append(NOT_REGISTERED)
+    elif different:
+        problems.append("its layers depend on tokens, or on positions, that other ranks hold")
+    if mixers and not calls and "position_ids" not in inspect.signature(base.forward).parameters:
+        problems.append(f"{type(base).__name__} takes no position_ids")
+    if len(calls) != len({id(call.module) for call in calls}):
+        problems.append("an attention module is called more than once in a forward")
+    masks = {}
+    for call in calls:
+        kind, mask = type(call.module).__name__, _mask_of(call)
+        if isinstance(mask, str):
+            problems.append(f"{kind}: {mask}")
+        else:
+            masks[names[call.module]] = mask
+        unknown = [name for name, value in call.options.items() if name not in NEUTRAL | HONOURED and value is not None]
+        problems += [f"{kind} passes {name} to attention" for name in unknown]
+        if "kv_cache" not in call.options:
+            problems.append(f"keyword arguments of a forward do not reach {kind}")
+    kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
+    in_stages, outputs = _in_stages(model)
+    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, kinds, outputs)
+
+
+def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
+    """Run all tokens, then only some; return the calls of attention, and whether these tokens differ."""
+    ids = torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
+    positions, shard = torch.arange(LENGTH).unsqueeze(0), torch.tensor(SHARD)
+    calls, same = list[_Call](), list[bool]()
+    mixed, same_inputs = list[Any](), list[bool]()
+
+    def record(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(q, k, v, attention_mask)))
+        return calls[-1].output, None
+
+    def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
+        call = calls[len(same)]
+        same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip((q, k, v), call.inputs, strict=True)))
+        return call.output[:, shard].contiguous(), None
+
+    def replay_mixer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        if not watch.compare:
+            mixed.append((_first_tensor((*args, *kwargs.values())), output))
+            return output
+        taken, whole = mixed.pop(0)
+        same_inputs.append(_equal(_first_tensor((*args, *kwargs.values())), taken[:, shard]))
+        return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
+
+    def run(attention: Callable[..., Any], tokens: Tensor) -> Tensor:
+        AttentionInterface.register(PROBE, attention)
+        own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
+        return base(**own, use_cache=False, kv_cache=None).last_hidden_state
+
+    hooks = [mixer.register_forward_hook(replay_mixer, with_kwargs=True) for mixer in mixers]
+    try:
+        with torch.no_grad(), watch.watching():
+            whole = run(record, torch.arange(LENGTH))
+            watch.compare = True
+            part = run(replay, shard)
+    finally:
+        AttentionInterface.register(PROBE, _unprepared)
+        for hook in hooks:
+            hook.remove()
+    return calls, not (all(same) and all(same_inputs) and _equal(part, whole[:, shard]))
+
+
+@torch.no_grad()
+def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
+    """Return (whether a model can be divided into stages, the outputs of a layer); see `Structure`. Prunes it. It must
+    end with its norm, and a stage in its middle without layers must change nothing."""
+    hidden = torch.linspace(-1.0, 1.0, LENGTH * HIDDEN).view(1, LENGTH, HIDDEN)
+    inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
+    base, normed, returned = backbone(model), list[Tensor](), list[Any]()
+
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        return _attend(q, k, v, attention_mask), None
+
+    AttentionInterface.register(PROBE, attend)
+    try:
+        parts = model_parts(model)
+        stack = getattr(base, parts.layers)
+        stack[0].register_forward_hook(lambda module, args, output: returned.append(output))
+        getattr(base, parts.norm).register_forward_hook(lambda module, args, output: normed.append(output))
+        ends = base(input_ids=torch.arange(3, 3 + LENGTH).unsqueeze(0), **inputs).last_hidden_state
+        outputs = len(returned[0]) if isinstance(returned[0], tuple) else 0
+        prune_to_stage(model, range(1), first=False, last=False, outputs=outputs)
+        stack[0] = OtherStagesLayer(stack[0], outputs)
+        passed = base(inputs_embeds=hidden, **inputs).last_hidden_state
+    except (AttributeError, IndexError, RuntimeError, ValueError):  # of a backbone that expects more of its layers
+        return False, 0
+    finally:
+        AttentionInterface.register(PROBE, _unprepared)
+    return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(passed, hidden), outputs
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend over everything; (B, N, S, H) in, (B, S, N, H) out. What else scores go through does not matter here."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -1e4) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+
+
+def _mask_of(call: _Call) -> LayerMask | str:
+    """Return the mask of a call, or why it is none that sequence parallelism knows."""
+    mask, length = call.mask, call.inputs[0].shape[2]
+    if call.inputs[1].shape[2] != length:
+        return f"it attends over {call.inputs[1].shape[2]} keys for {length} queries"
+    if mask is None:
+        causal = call.options.get("is_causal")
+        causal = getattr(call.module, "is_causal", True) if causal is None else causal
+        return LayerMask("causal") if causal else LayerMask("bidirectional")
+    if mask.dtype != torch.bool:
+        if not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            return "its mask adds to the scores"
+        mask = mask == 0
+    seen = mask.reshape(-1, length, length)
+    if not bool((seen == seen[:1]).all()):
+        return "its mask differs between heads"
+    for kind, expected in _known_masks(length):
+        if torch.equal(seen[0], expected):
+            return kind
+    return "its mask is none of causal, sliding, chunked and bidirectional"
+
+
+def _known_masks(length: int) -> Iterator[tuple[LayerMask, Tensor]]:
+    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
+    causal = key <= query
+    yield LayerMask("causal"), causal
+    yield LayerMask("bidirectional"), torch.ones_like(causal)
+    for name, width in WINDOWS.items():
+        yield LayerMask("sliding", name), causal & (query - key < width)
+        yield LayerMask("chunked", name), causal & (query // width == key // width)
+
+
+class _Watch:
+    """Finder of the parts of decoder layers that mix tokens: those that give other results for a part of the tokens.
+    compare: whether the whole sequence has been seen."""
+
+    def __init__(self, base: nn.Module, besides: Sequence[nn.Module]) -> None:
+        stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+        self._parts = {id(part): part for stack in stacks for layer in stack for part in layer.children()}
+        for known in besides:
+            self._parts.pop(id(known), None)
+        self._whole: list[tuple[Tensor | None, Tensor | None]] = []
+        self.compare, self.found = False, list[str]()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = [part.register_forward_hook(self._after, with_kwargs=True) for part in self._parts.values()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        own = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+        if not self.compare:
+            self._whole.append(own)
+            return
+        whole, name = self._whole.pop(0), type(module).__name__
+        if self._same(own[0], whole[0]) and not self._same(own[1], whole[1]) and name not in self.found:
+            self.found.append(name)
+
+    def _same(self, part: Tensor | None, whole: Tensor | None) -> bool:
+        if part is None or whole is None or whole.dim() < 2 or whole.shape[1] != LENGTH:
+            return True  # not by token
+        return _equal(part, whole[:, list(SHARD)])
+
+
+def _first_tensor(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values
+    parts = values if isinstance(values, tuple | list) else ()
+    return next((value for value in parts if isinstance(value, Tensor) and value.is_floating_point()), None)
+
+
+def _equal(part: Tensor, whole: Tensor) -> bool:
+    if part.shape != whole.shape:
+        return False
+    return bool((part - whole).abs().max() <= TOLERANCE * whole.abs().max().clamp(min=1e-6))
+
+
+def _unprepared(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this attention is only for usp.hf.probe")
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def causal_lm_types() -> list[str]:
+    """Return the model types of causal LMs in the installed transformers."""
+    return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """Return a tiny version of a type's default configuration, for a decoder."""
+    config = shrink(AutoConfig.for_model(model_type), layers=4)
+    for part in (config, config.get_text_config()):
+        if "is_decoder" in vars(part):
+            part.is_decoder = True
+    return config
+
+
+def verdict(model_type: str) -> tuple[str, str]:
+    """Return "exact" and the masks and recurrent layers of a type's default configuration, or "refused" and why."""
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        known = structure(type(model), model.config)
+    except Exception as error:  # of any kind: it is transformers' code that runs
+        cause = error.__cause__ or error
+        return "refused", f"No tiny copy: {type(cause).__name__}: {_cell(str(cause))}"
+    if known.problems:
+        return "refused", _cell("; ".join(known.problems))
+    return "exact", ", ".join(dict.fromkeys((*(mask.kind for mask in known.masks.values()), *known.mixers)))
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."

@@ -1,0 +1,122 @@
+"""A tiny configuration of the same model: same classes, layers and masks, small enough to run in a moment.
+
+Every size is set by the name that configurations of transformers use for it, so one rule serves all families."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from transformers import PretrainedConfig
+
+S = TypeVar("S", bound=Sequence[Any])
+
+HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 96
+# Distinct, so that a mask tells which of them it uses.
+WINDOWS = {"sliding_window": 5, "attention_chunk_size": 6, "window_size": 4}
+WINDOWS |= {"attention_window_size": 7, "local_attention": 3}
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_dim", "lru_width"), HIDDEN),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"), 48),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("shared_experts_intermediate_size", "q_lora_rank", "o_lora_rank"), 24),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "query_pre_attn_scalar", "d_kv"), HEAD_DIM),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"), 64),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), 12),
+    "zero_expert_num": 2,
+    "dim_model_base": 16,
+    # linear attention and state spaces: heads x head size = 2 x hidden
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "n_mamba_heads"), HEADS),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "attention_head_dim"), 2 * HIDDEN // HEADS),
+    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 2 * HIDDEN),
+    **dict.fromkeys(("ssm_state_size", "mamba_d_state", "state_size"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
+    **WINDOWS,
+}
+_AT_MOST = {
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "num_expert_group", "n_groups", "mamba_n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+}
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_query_groups")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+
+
+def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedConfig:
+    """Return a tiny copy of `config`, at most `layers` layers deep; None keeps the depth. Where layers differ, those
+    that are kept are of as many kinds as fit."""
+    config = copy.deepcopy(config)
+    _shrink(config, layers)
+    return config
+
+
+def _shrink(config: PretrainedConfig, layers: int | None) -> None:
+    fields = config.__dict__
+    for value in list(fields.values()):
+        if isinstance(value, PretrainedConfig):
+            _shrink(value, layers)
+    heads = next((fields[name] for name in ("num_attention_heads", "n_head") if fields.get(name)), None)
+    for name in _KV_HEADS:
+        if name in fields:
+            setattr(config, name, {heads: HEADS, None: HEADS, 1: 1}.get(fields[name], 2))
+    for name, small in _SIZES.items():
+        if _is_size(fields.get(name)):
+            setattr(config, name, small)
+    for name, most in _AT_MOST.items():
+        if _is_size(fields.get(name)):
+            setattr(config, name, min(fields[name], most))
+    if "head_dim" in fields:
+        # Of latent attention, `head_dim` is that of rotary positions; of a state-space model, the state's heads.
+        recurrent = 2 * HIDDEN // HEADS if "state_size" in fields and heads is None else HEAD_DIM
+        setattr(config, "head_dim", fields.get("qk_rope_head_dim") or recurrent)  # noqa: B010 - it may be a property
+    if "qk_head_dim" in fields:
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    _shrink_rotary(fields)
+    for name in [name for name in fields if name.endswith("_token_id")]:
+        setattr(config, name, None if fields[name] is None else 0 if name == "pad_token_id" else 1)
+    depth = next((fields[name] for name in LAYERS if _is_size(fields.get(name))), None)
+    if layers is not None and depth is not None and depth > layers:
+        for name, value in list(fields.items()):
+            if name in LAYERS and value == depth:
+                setattr(config, name, layers)
+            elif isinstance(value, list | tuple) and len(value) == depth:
+                setattr(config, name, _of_all_kinds(value, layers))
+
+
+def _shrink_rotary(fields: dict[str, Any]) -> None:
+    rope = fields.get("rope_parameters") or {}
+    for by_layer in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        rotated = fields.get("qk_rope_head_dim") or HEAD_DIM
+        pairs = int(rotated * by_layer.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            if name in by_layer:
+                by_layer[name] = (list(by_layer[name]) * pairs)[:pairs]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _of_all_kinds(values: S, length: int) -> S:
+    """Return the first `length` values, the last of them replaced by kinds that come later."""
+    chosen: list[Any] = list(values[:length])
+    later = [value for place, value in enumerate(values) if value not in values[:place] and value not in chosen]
+    for value in later:
+        repeated = [place for place, other in enumerate(chosen) if chosen.count(other) > 1]
+        if not repeated:
+            break
+        chosen[repeated[-1]] = value
+    return type(values)(chosen)  # type: ignore[call-arg]

@@ -1,0 +1,387 @@
+"""The traffic, seconds and memory of one call of an RLHF step: generation, inference or training, in any layout.
+
+    generate    prefills and decode steps of continuous batching: weights and KV cache are read once per step, at the
+                rate of the memory; stages of a pipeline decode one after another
+    inference   forwards over packed rows
+    train step  the passes of `usp.predict.seconds` over packed rows, for every mini-batch and epoch
+
+The data-parallel rank with most tokens sets the pace. Nothing is measured: rates are those of the hardware file."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+
+import torch
+
+from attention import SequenceLayout
+from parallel import Hardware, bubble_fraction
+from usp.config import TrainConfig
+from usp.model.facts import NO_ATTENTION, ModelShape
+from usp.predict.compute import LOGPROB_PASSES, Product, dtype_name, held_elements, is_matrix
+from usp.predict.job import Job, Output
+from usp.predict.memory import footprint, forward_memory
+from usp.predict.seconds import pass_seconds, rank_launches, sent_seconds
+from usp.predict.traffic import FLOAT32, FLOAT64, INT64, Sent, all_reduce, gather_counts, merged, pass_traffic
+from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.plan.plan import CallLayout
+from usp.rlhf.roles.rows import pack_lengths
+from usp.rlhf.samples import balance
+
+from .workload import READ_MULTIPLE, ROW_MULTIPLE, Batching, Sample, Workload, batching
+
+
+def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
+    """Return what `rank` sends in the forward of one decode step of `slots` sequences.
+
+    Every rank of ring x ulysses computes all tokens of its data-parallel group, and attends to its part of the cache.
+    """
+    facts, tp, sp = job.model.facts, job.dims.tp, job.dims.sp
+    hidden = slots * job.model.hidden_size * job.dtype.itemsize
+    partial = slots * facts.num_heads // tp * (facts.value_dim + 1) * FLOAT32  # outputs and log-sum-exps
+    (stage,), parts = job.stages(rank), []
+    if stage == 0:
+        parts.append(all_reduce("tp", hidden, tp, functional=True))
+    for index, number in job.kinds(stage).items():
+        experts = job.model.layers[index].experts
+        layer = [Sent("sp", "allgather_", partial * (sp - 1))]
+        layer.append(all_reduce("tp", hidden, tp, functional=True).times(1 if experts else 2))
+        layer += _expert_parts(job, slots) if experts and job.dims.ep > 1 else ()
+        parts += [sent.times(number) for sent in layer]
+    if stage + 1 < len(job.stage_layers):
+        parts.append(Sent("pp", "send", hidden))
+    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+
+
+def sampling_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
+    """Return what `rank` sends after it: logits are gathered, and tokens broadcast with their log-probabilities."""
+    parts = [Sent(axis, "broadcast_", 2 * slots * FLOAT64) for axis in ("tp", "sp", "pp")]
+    if job.place("pp", rank) == job.dims.pp - 1 and job.place("sp", rank) == 0:
+        logits = slots * job.model.facts.vocab_size // job.dims.tp * job.dtype.itemsize
+        parts.append(Sent("tp", "allgather_", logits * (job.dims.tp - 1)))
+    return merged(sent for sent in parts if job.degree(sent.axis) > 1)
+
+
+def _expert_parts(job: Job, slots: int) -> Iterator[Sent]:
+    """Yield the experts' exchanges of a decode step, if routers choose evenly: each token is sent by one rank."""
+    ep, tp, sp = job.dims.ep, job.dims.tp, job.dims.sp
+    each = job.model.hidden_size * job.dtype.itemsize
+    tokens = -(-slots // (tp * sp))
+    rows = tokens * job.model.experts_per_token * (ep - 1) // ep
+    yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
+    yield Sent("ep", "alltoall_base_", rows * each).times(2)
+    yield Sent("tp", "allgather_", tokens * each * (tp - 1))
+    yield Sent("sp", "allgather_", tokens * tp * each * (sp - 1))
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a run sets for all calls of a role.
+
+    If `pipelined`, generation splits its slots into a micro-batch for each pipeline stage, all of which work at once,
+    as ReaL's does; in rlhf.py's they decode one after another.
+    """
+
+    dtype: torch.dtype = torch.bfloat16  # of forward and backward, and of weights that a call does not train
+    slots: int = 64  # sequences that a data-parallel rank decodes at a time
+    loss_chunk: int = 2048  # tokens whose logits exist at a time, where the layout says nothing
+    kernel: str = "auto"  # --attention-kernel
+    pipelined: bool = False
+    collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """What a call takes on the rank that needs most."""
+
+    seconds: Mapping[str, float] = field(hash=False)  # by part
+    weight_bytes: int  # of the copy of the weights
+    work_bytes: int  # besides weights and optimizer states at the peak, KV cache included
+    state_bytes: int = 0  # of a trained copy's optimizer states
+    cache_bytes: int = 0  # of the KV cache
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def call_cost(
+    call: ModelCall,
+    layout: CallLayout,
+    model: ModelShape,
+    workload: Workload,
+    hardware: Hardware,
+    options: CallOptions = CallOptions(),
+) -> CallCost:
+    """Return what a call takes; raise ValueError for a function, which has no model, and if the hardware has no peak
+    for the dtype or connects too few devices."""
+    calls = _Calls(layout, model, workload, hardware, options)
+    if isinstance(call.work, Generate):
+        return calls.generate()
+    if isinstance(call.work, Inference):
+        return calls.inference(call.work)
+    if isinstance(call.work, TrainStep):
+        return calls.train_step(call.work)
+    raise ValueError(f"{call.name} is a function, which has no model: its time is not predicted")
+
+
+def weight_elements(layout: CallLayout, model: ModelShape, options: CallOptions) -> int:
+    """Return the parameter elements of the rank that holds most in a layout."""
+    tokens = _row_multiple(layout) * layout.dims.tp  # the shortest row: only weights matter
+    job = _job(replace(layout, ac="none", ac_offload=False), model, options, "values", tokens, 1)
+    return max(held_elements(job, rank) for rank in job.ranks("pp", 0))
+
+
+def _job(
+    layout: CallLayout,
+    model: ModelShape,
+    options: CallOptions,
+    output: Output,
+    tokens: int,
+    rows: int,
+    micro_batches: int = 1,
+    trained: bool = False,
+) -> Job:
+    config = TrainConfig(
+        seq_len=tokens,
+        batch_size=rows,
+        micro_batches=micro_batches,
+        zero=layout.zero,
+        sp_layout=layout.sp_layout,
+        tp_sequence_parallel=layout.tp_sequence_parallel,
+        ac=layout.ac,
+        ac_offload=layout.ac_offload,
+        mlp_tile=layout.mlp_tile,
+        loss_chunk=layout.loss_chunk or options.loss_chunk,
+        dtype=dtype_name(options.dtype),
+        attention_kernel=options.kernel,
+    )
+    weights = torch.float32 if trained else options.dtype
+    return Job(config, model, layout.dims, trained=trained, output=output, weights=weights, placed=layout.ranks)
+
+
+def _row_multiple(layout: CallLayout) -> int:
+    return SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
+
+
+def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
+    """Return (the first, how many) of the pipeline stages that are alike: in layers, ends, links and gathers."""
+    size, stages = job.world_size // job.dims.pp, dict[object, list[int]]()
+    for stage in range(job.dims.pp):
+        ranks = job.global_ranks[stage * size : (stage + 1) * size]
+        links = [tuple(rank // n - ranks[0] // n for rank in ranks) for n in (t.devices for t in hardware.tiers) if n]
+        # Gathers of ZeRO-3 depend on the micro-batches in flight.
+        gathers = gather_counts(job, stage * size, stage) if job.trained and job.config.zero == 3 else ()
+        kind = (*job.kinds(stage).items(), stage == 0, stage == job.dims.pp - 1, *links, gathers)
+        stages.setdefault(kind, []).append(stage)
+    return [(alike[0], len(alike)) for alike in stages.values()]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Micro-batches of packed sequences."""
+
+    number: int
+    tokens: int
+    visible: float  # the part of a causal row's attention that is inside sequences
+
+
+def packed_rows(lengths: tuple[int, ...], layout: CallLayout, unit: int = 1) -> Rows:
+    """Return the rows of the data-parallel rank with most tokens, as `usp.rlhf.roles.rows` packs them."""
+    number, longest, pairs = _rows(lengths, layout.dims.batch, unit, layout.token_budget, layout.dims.pp)
+    multiple = _row_multiple(layout) * layout.dims.tp
+    row_len = -(-longest // multiple) * multiple
+    return Rows(number, row_len, min(1.0, pairs / (number * row_len**2)))
+
+
+def mini_batch_rows(work: TrainStep, layout: CallLayout, workload: Workload) -> Counter[Rows]:
+    """Return the rows of a train step's mini-batches, and how many mini-batches have them."""
+    unit, lengths = work.objective.unit, workload.sequences
+    each = -(-len(lengths) // unit // work.mini_batches) * unit
+    mini_batches = [lengths[first : first + each] for first in range(0, len(lengths), each)]
+    return Counter(packed_rows(mini_batch, layout, unit) for mini_batch in mini_batches)
+
+
+@lru_cache(maxsize=1024)
+def _rows(lengths: tuple[int, ...], parts: int, unit: int, budget: int, at_least: int) -> tuple[int, int, int]:
+    """Return (rows, tokens of the longest row, pairs of tokens in sequences), the most of any data-parallel rank."""
+    packed = []
+    for part in balance(range(len(lengths)), lengths, parts, unit):
+        own = [lengths[index] for index in part]
+        rows = pack_lengths(range(len(own)), own, unit=unit, budget=budget, at_least=at_least)
+        packed.append([[own[index] for index in row] for row in rows])
+    longest = max(sum(row) for rows in packed for row in rows)
+    pairs = max(sum(length**2 for row in rows for length in row) for rows in packed)
+    return max(map(len, packed)), longest, pairs
+
+
+def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
+    """Return the different continuous batchings of data-parallel ranks that have samples."""
+    multiple = _row_multiple(layout)
+    return _batchings(
+        workload, layout.dims.batch, options.slots, layout.dims.sp, multiple * -(-ROW_MULTIPLE // multiple)
+    )
+
+
+@lru_cache(maxsize=256)
+def _batchings(workload: Workload, parts: int, slots: int, ranks: int, multiple: int) -> tuple[Batching, ...]:
+    size = workload.group_size
+    lengths = list(zip(workload.prompts, workload.responses, strict=True))
+    balanced = balance(range(len(lengths)), workload.prompts, parts, size)
+    samples = {tuple(Sample(n // size, *lengths[i]) for n, i in enumerate(part)): None for part in balanced if part}
+    return tuple(batching(part, workload.limit, slots=slots, ranks=ranks, multiple=multiple) for part in samples)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls of a model in a layout."""
+
+    layout: CallLayout
+    model: ModelShape
+    workload: Workload
+    hardware: Hardware
+    options: CallOptions
+
+    def inference(self, work: Inference) -> CallCost:
+        output: Output = "logprobs" if work.head == "logprobs" else "values"
+        rows = packed_rows(self.workload.sequences, self.layout)
+        job = self._job(output, rows.tokens, rows.number, rows.number)
+        memory = max((forward_memory(job, rank) for rank in self._stage_ranks(job)), key=lambda moment: moment.total)
+        return CallCost(self._passes(job, rows.visible), memory.parameters, memory.total - memory.parameters)
+
+    def train_step(self, work: TrainStep) -> CallCost:
+        seconds, peaks = defaultdict[str, float](float), []
+        for rows, number in mini_batch_rows(work, self.layout, self.workload).items():
+            job = self._job(work.objective.head, rows.tokens, rows.number, rows.number, trained=True)
+            for part, value in self._passes(job, rows.visible).items():
+                seconds[part] += number * work.epochs * value
+            peaks += [footprint(job, rank) for rank in self._stage_ranks(job)]
+        memory = max(peaks, key=lambda each: each.peak.total)
+        stays = memory.parameters + memory.optimizer
+        return CallCost(seconds, memory.parameters, memory.peak.total - stays, state_bytes=memory.optimizer)
+
+    def generate(self) -> CallCost:
+        runs = batchings(self.layout, self.workload, self.options)
+        shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
+        prefills = {shape: self._prefill(*shape) for shape in shapes}
+        job = self._job("cache", _row_multiple(self.layout) * -(-ROW_MULTIPLE // _row_multiple(self.layout)), 1)
+        step = cache(partial(self._decode_step, job))
+
+        def seconds(run: Batching) -> tuple[float, float]:
+            prefill = sum(prefills[shape] for stretch in run.stretches for shape in stretch.prefills)
+            fixed, per_place, launches = step(run.slots)
+            decode = 0.0
+            for stretch in run.stretches:  # the cache is read up to a multiple of the places in use
+                read = min(-(-stretch.length // READ_MULTIPLE) * READ_MULTIPLE, run.places)
+                decode += stretch.steps * max(launches, fixed + per_place * read)
+            return prefill, decode
+
+        prefill, decode = max(map(seconds, runs), key=sum)
+        place_bytes = max(_bytes_per_place(job, stage) for stage in range(job.dims.pp))
+        cache_bytes = max(run.slots * run.places for run in runs) * place_bytes
+        moments = [forward_memory(self._job("cache", tokens, rows), 0) for rows, tokens in shapes]
+        return CallCost(
+            {"prefill": prefill, "decode": decode},
+            weight_bytes=weight_elements(self.layout, self.model, self.options) * self.options.dtype.itemsize,
+            work_bytes=cache_bytes + max((moment.total - moment.parameters for moment in moments), default=0),
+            cache_bytes=cache_bytes,
+        )
+
+    def _job(self, output: Output, tokens: int, rows: int, micro_batches: int = 1, trained: bool = False) -> Job:
+        return _job(self.layout, self.model, self.options, output, tokens, rows, micro_batches, trained)
+
+    def _stage_ranks(self, job: Job) -> list[int]:
+        """Return a rank of each kind of pipeline stage: of stages alike, the first has most micro-batches in flight."""
+        return [job.ranks("pp", 0)[place] for place, _ in _different_stages(job, self.hardware)]
+
+    def _passes(self, job: Job, visible: float) -> dict[str, float]:
+        """Return the seconds of a job's passes on the slowest stage, what the host takes longer than those to launch
+        their operators, and what other stages are waited for."""
+
+        def of(rank: int) -> dict[str, float]:
+            passes = pass_seconds(job, self.hardware, rank)
+            took = {str(kind): each.total - (1 - visible) * each.compute.attention for kind, each in passes.items()}
+            busy = sum(value for kind, value in took.items() if kind != "update")
+            took["launch"] = self._launch_wait(job, rank, busy)
+            return {kind: value for kind, value in took.items() if value}
+
+        stages = (of(job.slowest_ranks[place]) for place, _ in _different_stages(job, self.hardware))
+        slowest = max(stages, key=lambda took: sum(took.values()))
+        busy = sum(slowest.values()) - slowest.get("update", 0.0)
+        fraction = bubble_fraction("1f1b", job.dims.pp, job.config.micro_batches)
+        return {**slowest, "bubble": busy * fraction / (1 - fraction)} if fraction else slowest
+
+    def _launch_wait(self, job: Job, rank: int, busy: float) -> float:
+        """Return how much longer than `busy` seconds the host needs to launch what all passes run."""
+        if not self.hardware.launch_seconds:
+            return 0.0
+        sent = (each for passed in pass_traffic(job, rank).values() for each in passed)
+        return max(0.0, self._launches(job, rank, sent) * self.hardware.launch_seconds - busy)
+
+    def _launches(self, job: Job, rank: int, sent: Iterable[Sent]) -> float:
+        """Return the operators and collectives of a rank, in operators."""
+        collectives = sum(each.calls for each in sent if each.axis != "pp")
+        return rank_launches(job, self.hardware, rank) + self.options.collective_launches * collectives
+
+    def _micro_batches(self) -> int:
+        """Return the micro-batches of generation; with one for each stage, the slowest stage sets the pace."""
+        return self.layout.dims.pp if self.options.pipelined else 1
+
+    def _prefill(self, rows: int, tokens: int) -> float:
+        """Return the time of a forward over prompts in micro-batches, each of which passes one stage after another."""
+        job, stages = self._job("cache", tokens, -(-rows // self._micro_batches())), []
+        for place, number in _different_stages(job, self.hardware):
+            rank = job.slowest_ranks[place]
+            busy = pass_seconds(job, self.hardware, rank)["forward"].total
+            stages += [busy + self._launch_wait(job, rank, busy)] * number
+        return sum(stages) + (self._micro_batches() - 1) * max(stages)
+
+    def _decode_step(self, job: Job, slots: int) -> tuple[float, float, float]:
+        """Return the seconds of a decode step: of products, communication and sampling; to read a place of the cache of
+        every slot; and in which the host launches its operators, the least that the step takes."""
+        # Where the cache is sharded, attention is computed in float32 copies of it.
+        passes = 1 + (2 * FLOAT32 / job.dtype.itemsize if job.dims.sp > 1 and job.dtype.itemsize < FLOAT32 else 0)
+        micro_batches = self._micro_batches()
+        rows, read, fixed, launched = -(-slots // micro_batches), [], [], []
+        for place, number in _different_stages(job, self.hardware):
+            rank = job.ranks("pp", 0)[place]
+            read += [float(_bytes_per_place(job, *job.stages(rank)))] * number
+            fixed += [_stage_seconds(job, self.hardware, rank, rows)] * number
+            launched += [self._launches(job, rank, decode_traffic(job, rank, rows))] * number
+
+        def step(stages: list[float]) -> float:
+            return sum(stages) if micro_batches == 1 else micro_batches * max(stages)
+
+        per_place = self.hardware.memory_seconds(rows * step(read) * passes)
+        return step(fixed), per_place, step(launched) * self.hardware.launch_seconds
+
+
+def _bytes_per_place(job: Job, stage: int) -> int:
+    """Return the bytes of one token's keys and values on a pipeline stage."""
+    facts = job.model.facts
+    each = facts.num_kv_heads // job.dims.tp * (facts.head_dim + facts.value_dim) * job.dtype.itemsize
+    return sum(facts.windows[index] != NO_ATTENTION for index in job.stage_layers[stage]) * each
+
+
+def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float:
+    """Return the time of one stage's decode step without attention: products, traffic, and sampling on the last."""
+    (stage,), tp, dtype = job.stages(rank), job.dims.tp, dtype_name(job.dtype)
+    total = 0.0
+    for index, number in job.kinds(stage).items():
+        layer = job.model.layers[index]
+        matrices = [p.local(tp) for p in layer.parameters if is_matrix(p)]
+        products = [Product.of(slots, inputs, outputs, job.dtype.itemsize) for outputs, inputs, *_ in matrices]
+        rows = slots * job.model.experts_per_token
+        for p in layer.experts:
+            chosen = min(p.numel / job.dims.ep, rows * p.numel / p.shape[0])  # weights of experts that have a token
+            products.append(Product(2.0 * rows / job.dims.ep * p.numel / p.shape[0], chosen, job.dtype.itemsize))
+        total += number * sum(product.seconds(hardware, dtype) for product in products)
+    traffic = decode_traffic(job, rank, slots) + sampling_traffic(job, rank, slots)
+    total += sum(sent_seconds(job, hardware, sent, rank) for sent in traffic)
+    if stage == len(job.stage_layers) - 1:
+        for p in filter(is_matrix, job.model.head or job.model.embedding):
+            total += Product.of(slots, p.shape[1], p.shape[0] / tp, job.dtype.itemsize).seconds(hardware, dtype)
+            total += hardware.memory_seconds(sum(LOGPROB_PASSES) * slots * p.shape[0] * FLOAT32)
+    return total

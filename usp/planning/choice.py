@@ -1,0 +1,309 @@
+"""The choice of the fastest configuration for a run, and the reasons: what bounds it, why other layouts are slower, and
+which published tips it contradicts.
+
+choose          search the configurations of a run on given hardware
+suppose         search again with other memory or links
+contradicted    search again among those that follow a tip which the choice contradicts
+planned         apply --plan auto to the configuration that training starts with: rank 0 plans for all ranks"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from parallel import Hardware
+from usp.config import TrainConfig
+from usp.fields import flag
+from usp.model.facts import ModelFacts
+from usp.predict.devices import Memory, hardware_here
+from usp.predict.job import ONE_DOCUMENT, Data, Job
+from usp.predict.memory import footprint, host_bytes
+from usp.predict.seconds import exposure, least_seconds, step_seconds
+from usp.run.failures import ConfigurationError, listed
+from usp.run.launch import Launch, choose_device
+from usp.run.metrics import seconds
+from usp.run.tables import GIB
+from usp.train.resolve import job_of, resolve
+from usp.train.validate import parallel_dims
+
+from .question import CHOSEN, enough_devices, from_rank_0, suppositions
+from .search import Candidate, Predictor, Question, Search, SearchResult, layouts
+from .step_report import StepReport, parts, step_report
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A search and its result, with at least one configuration that fits."""
+
+    search: Search
+    result: SearchResult
+    job: Job  # of an arbitrary layout, for its model
+    proof: StepReport | None = None  # the dry run of the best, which has its memory, where formulas are approximate
+
+    @property
+    def question(self) -> Question:
+        return self.search.question
+
+    @property
+    def best(self) -> Candidate:
+        return self.result.best[0]
+
+
+def choose(
+    asked: TrainConfig,
+    world_size: int,
+    hardware: Hardware,
+    report: Callable[[int, int], None] = lambda tried, layouts: None,
+    data: Callable[[ModelFacts], Data] = lambda facts: ONE_DOCUMENT,
+) -> Choice:
+    """Search the fastest configurations of `asked` on `world_size` devices with asked.global_batch_size per step.
+
+    `report` is as in `Search.run`, `data` what to assume of the data of a model. Raise ConfigurationError for invalid
+    values, for values that the planner chooses, and, naming the one that needs least memory, if no configuration fits.
+    """
+    base = replace(asked, plan="none", hardware="auto", global_batch_size=0)
+    # On one rank nothing depends on the layout, so whatever is wrong there is wrong with what was asked.
+    resolved = resolve(replace(base, **{name: getattr(TrainConfig(), name) for name in CHOSEN}), 1, weights=False)
+    if problems := [*_refused(asked, world_size), *resolved.problems]:
+        raise ConfigurationError(listed(problems))
+    _, model_config, facts, _ = resolved.valid()
+    question = Question(
+        hardware=hardware, world_size=world_size, base=base, facts=facts, sequences=asked.global_batch_size
+    )
+    every = tuple(layouts(question))
+    if not every:
+        raise ConfigurationError(
+            f"no layout of {world_size} devices fits --global-batch-size {question.sequences} and --seq-len "
+            f"{base.seq_len} for {base.model}: the data-parallel degree must divide --global-batch-size, and ring x "
+            f"ulysses (--sp-layout zigzag: twice that) must divide --seq-len. Use powers of two for all three"
+        )
+    job = job_of(every[0], model_config, world_size, resolved.shape, data(facts))
+    search = Search(question, predictor_for(job, hardware), every)
+    result = search.run(report=report)
+    if not result.best:
+        raise ConfigurationError(_nothing_fits(search, job))
+    choice = Choice(search, result, job)
+    return _proved(choice) if job.approximate else choice
+
+
+def _proved(choice: Choice) -> Choice:
+    """Return the choice with the best configuration that fits by its dry run."""
+    data, question = replace(choice.job.data, router_imbalance=1.0), choice.question
+    for number, best in enumerate(choice.result.best):
+        proof = step_report(best.config, question.world_size, question.hardware, lambda facts: data, None)
+        if proof.fits:
+            proved = replace(best, memory=Memory(proof.memory.peak.total, proof.on_host))
+            result = replace(choice.result, best=(proved, *choice.result.best[number + 1 :]))
+            return replace(choice, result=result, proof=proof)
+    raise ConfigurationError(
+        f"{question.base.model}: by their dry runs none of the {len(choice.result.best)} fastest configurations fits "
+        f"{question.world_size} x {question.hardware.name}: use more devices or fewer tokens"
+    )
+
+
+def predictor_for(job: Job, hardware: Hardware) -> Predictor:
+    """Return a predictor for configurations that differ from `job` in what the planner chooses."""
+
+    @cache
+    def job_like(config: TrainConfig) -> Job:
+        return replace(job, config=config, dims=parallel_dims(config).resolve(job.world_size))
+
+    def memory(config: TrainConfig) -> Memory:
+        # The first pipeline stage has most activations in flight, the last has the vocabulary loss.
+        ranks = (like := job_like(config)).ranks("pp", 0)
+        device = max(footprint(like, rank).peak.total for rank in {ranks[0], ranks[-1]})
+        offloads = config.ac_offload or config.optim_offload
+        return Memory(device, host_bytes(like, hardware.host_devices) if offloads else 0)
+
+    return Predictor(
+        cache(lambda config: step_seconds(job_like(config), hardware)),
+        cache(lambda config: least_seconds(job_like(config), hardware)),
+        cache(memory),
+    )
+
+
+def _refused(asked: TrainConfig, world_size: int) -> Iterator[str]:
+    if world_size < 1:
+        yield f"--world-size = {world_size} must be at least 1"
+    if asked.global_batch_size < 1:
+        yield (
+            f"--global-batch-size = {asked.global_batch_size} must be at least 1: the fastest layout depends on the "
+            f"number of sequences per step over all devices"
+        )
+    if asked.curriculum:
+        yield (
+            "--curriculum: the planner chooses one layout, and its stages have different steps: plan each by itself, "
+            "and write its degrees into the curriculum"
+        )
+    default = TrainConfig()
+    changed = [name for name in CHOSEN if getattr(asked, name) != getattr(default, name)]
+    if changed:
+        values = ", ".join(f"{flag(name)} = {getattr(asked, name)}" for name in changed)
+        yield f"{values}: chosen by the planner, remove it from the flags and from the --config file"
+
+
+def _nothing_fits(search: Search, job: Job) -> str:
+    question = search.question
+
+    def fits(larger: Question) -> bool:
+        every = tuple(layouts(larger))
+        dims = parallel_dims(every[0]).resolve(larger.world_size)
+        predictor = predictor_for(replace(job, config=every[0], dims=dims), larger.hardware)
+        return Search(larger, predictor, every).fastest() is not None
+
+    smallest = search.tightest()
+    assert smallest is not None
+    enough = enough_devices(question, fits)
+    return (
+        f"{question.base.model} at {question.base.seq_len} tokens does not fit {question.world_size} x "
+        f"{question.hardware.name} in any of {len(search.every)} layouts. The smallest is {candidate_text(smallest)} "
+        f"with {smallest.memory.device / GIB:.1f} GiB per device, and "
+        f"{question.usable.device / GIB:.1f} GiB are usable: use {f'{enough} devices, or ' if enough else ''}fewer "
+        f"tokens"
+    )
+
+
+def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
+    """Return the words and the fastest configuration of each of `suppositions`, None if nothing would fit."""
+    supposed = []
+    for words, question in suppositions(choice.question):
+        predictor = choice.search.predictor
+        if question.hardware is not choice.question.hardware:  # memory and compute do not depend on links
+            predictor = replace(predictor, seconds=predictor_for(choice.job, question.hardware).seconds)
+        supposed.append((words, Search(question, predictor, choice.search.every).fastest()))
+    return supposed
+
+
+def contradicted(choice: Choice) -> Iterator[str]:
+    """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
+    for tip in broken_tips(choice.best.config, choice.question.facts):
+        following = [layout for layout in choice.search.every if tip.followed(layout)]
+        if other := Search(choice.question, choice.search.predictor, following).fastest():
+            yield (
+                f"{tip.words}. The fastest that follows it, {candidate_text(other)}, takes "
+                f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
+            )
+        else:
+            reason = f"None of the {len(following)} layouts that follow it fits into memory"
+            yield f"{tip.words}. {reason if following else 'No layout of these devices and this batch follows it'}"
+
+
+def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
+    """Return the configuration that --plan auto chooses, and print it on rank 0; without --plan auto return `config`.
+
+    Without a store every rank plans, and all choose the same. Raise ConfigurationError on all ranks as `choose`, and
+    for unknown hardware, or hardware without a peak for --dtype.
+    """
+    if config.plan != "auto":
+        return config
+    options = from_rank_0(launch, "plan", lambda: _plan(config, launch))
+    return replace(config, plan="none", hardware="auto", global_batch_size=0, **options)
+
+
+def _plan(config: TrainConfig, launch: Launch) -> dict[str, Any]:
+    """Return the options that --plan auto chooses; print it on rank 0."""
+    device = choose_device(config.device, launch)
+    hardware = hardware_here(config.hardware, device, launch)
+    if launch.rank == 0:
+        print(f"plan: searching the fastest layout of {launch.world_size} ranks", flush=True)
+    choice = choose(replace(config, device=device.type), launch.world_size, hardware)
+    best = choice.best
+    on_host = f"({best.memory.host / GIB:.1f} GiB of a host's memory) " if best.memory.host else ""
+    if launch.rank == 0:
+        print(
+            f"plan: {candidate_text(best)}, the fastest of {choice.result.layouts} "
+            f"layouts, {seconds(best.time.total)} per step and {best.memory.device / GIB:.1f} GiB {on_host}predicted "
+            f"on {hardware.name} with attention by {', '.join(best.time.kernels)}"
+        )
+    return {name: getattr(best.config, name) for name in CHOSEN}
+
+
+def why_slower(candidate: Candidate, first: Candidate) -> str:
+    """Return the two components that take longest compared with the first candidate."""
+    mine, its = parts(candidate.time), parts(first.time)
+    longer = {name: seconds - its.get(name, 0.0) for name, seconds in mine.items()}
+    largest = sorted(longer, key=lambda name: -longer[name])[:2]
+    words = [f"{name} +{seconds(longer[name])}" for name in largest if longer[name] > 0.001 * first.time.total]
+    return ", ".join(words) or "equally fast"
+
+
+def bound(candidate: Candidate, memory_bytes: float) -> str:
+    """Return the component that takes longest, and memory if saving it costs time."""
+    by_part = parts(candidate.time)
+    largest = max(by_part, key=lambda name: by_part[name])
+    words = f"{largest} ({by_part[largest] / candidate.time.total:.0%})"
+    if candidate.config.ac != "none" and candidate.memory.device > 0.5 * memory_bytes:
+        words += ", and by memory, which requires recomputation"
+    return words
+
+
+def degrees(config: TrainConfig) -> str:
+    """Return the degrees above 1, outermost first."""
+    names = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")
+    values = ((name.removeprefix("sp_"), getattr(config, name)) for name in names)
+    return " ".join(f"{name} {degree}" for name, degree in values if degree > 1) or "one rank"
+
+
+def memory_options(config: TrainConfig) -> str:
+    """Return the options that determine the memory, including those of the pipeline."""
+    words = [f"ZeRO-{config.zero}"]
+    if config.ac != "none":
+        words.append(f"ac {config.ac}" + (" with offload" if config.ac_offload else ""))
+    if config.optim_offload:
+        words.append("optimizer offload")
+    if config.mlp_tile:
+        words.append(f"MLP tiles of {config.mlp_tile} tokens")
+    if config.micro_batches > 1:
+        words.append(f"{config.micro_batches} micro-batches")
+    if config.pp > 1:
+        words.append(config.pp_schedule)
+    return ", ".join(words)
+
+
+def candidate_text(candidate: Candidate) -> str:
+    """Return the degrees and the memory options of a candidate."""
+    return f"{degrees(candidate.config)} ({memory_options(candidate.config)})"
+
+
+@dataclass(frozen=True)
+class BrokenTip:
+    """A tip that a configuration contradicts; `followed` tells whether another one follows it."""
+
+    words: str
+    followed: Callable[[TrainConfig], bool]
+
+
+def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[BrokenTip]:
+    """Yield the tips of the USP paper (arXiv 2405.07719, section 4) that a configuration contradicts."""
+    sp = config.sp_ring * config.sp_ulysses
+    left = facts.num_heads // config.tp
+    if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:
+        yield BrokenTip(
+            f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses",
+            lambda other: other.sp_ring == 1 or other.sp_ulysses > 1,
+        )
+    if sp > 1 and config.batch_size > 1 and config.pp == 1:
+        yield BrokenTip(
+            f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them; "
+            f"data parallelism would communicate less",
+            lambda other: other.sp_ring * other.sp_ulysses == 1,
+        )
+    if sp > 1 and config.zero == 0:
+        yield BrokenTip(
+            "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank",
+            lambda other: other.zero > 0,
+        )
+    if config.tp > 1 and config.tp > config.sp_ulysses and left > 1:
+        yield BrokenTip(
+            f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off "
+            f"only where it saves memory",
+            lambda other: other.tp == 1 or other.tp <= other.sp_ulysses,
+        )
+    if config.sp_order != "ring-outer" and config.sp_ring > 1 and config.sp_ulysses > 1:
+        yield BrokenTip(
+            f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}; "
+            f"the planner keeps --sp-order",
+            lambda other: other.sp_ring == 1 or other.sp_ulysses == 1,
+        )

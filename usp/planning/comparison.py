@@ -1,0 +1,262 @@
+"""Methods side by side on given devices: the bytes that each sends, as sent and as the paper counts them, its step and
+memory, whether it fits, and which flags would make it fit; as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from usp.config import AC_MODES, TrainConfig
+from usp.fields import flag
+from usp.hf.models import ModelConfig, model_facts
+from usp.hf.shapes import model_shape
+from usp.model.facts import ModelShape
+from usp.predict.job import ONE_DOCUMENT, Data, Job
+from usp.predict.memory import largest_footprint
+from usp.predict.seconds import exposure
+from usp.predict.traffic import Sent, block_traffic, step_traffic
+from usp.run.metrics import seconds, size
+from usp.run.tables import AND, GIB, Grid
+from usp.train.resolve import job_of
+
+from .methods import Method, PaperCost, paper_cost
+from .question import Devices
+from .search import MLP_TILE
+from .step_report import StepReport, memory_parts, report_json
+
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Setting(Devices):
+    """What all compared methods have in common."""
+
+    base: TrainConfig  # model, sequence length and activation checkpointing
+    model_config: ModelConfig
+    sequences: int = 1  # of a step over all devices
+    rows: int = 1  # sequences of a micro-batch on one data-parallel rank
+    data: Data = ONE_DOCUMENT
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(model_facts(self.base.model, self.model_config), self.model_config)
+
+    def job(self, config: TrainConfig) -> Job:
+        """Return the step of a configuration; raise ValueError if train.py refuses it."""
+        return job_of(config, self.model_config, self.world_size, self.shape, self.data)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A feasible method and its predicted step.
+
+    The remedy of one that does not fit is the flags that save memory at the least cost, and the step with them; None if
+    none of them suffices, and before it is judged.
+    """
+
+    method: str
+    step: StepReport
+    rank: int  # with the highest peak memory
+    sender: int  # the rank that sends most in a step
+    sent: tuple[Sent, ...]
+    block_parameters: tuple[Sent, ...]  # what the sender's first layer sends
+    block_activations: tuple[Sent, ...]
+    paper: PaperCost | None  # None for methods that Table 2 does not have
+    remedy: tuple[str, StepReport] | None = None
+
+    @property
+    def degrees(self) -> str:
+        return f"{self.step.job.dims} zero={self.step.job.config.zero}"
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(sent.nbytes for sent in self.sent)
+
+    @property
+    def reason(self) -> str:
+        """Why the method does not fit, and what would make it; empty if it fits."""
+        if self.step.fits:
+            return ""
+        words = " ".join(self._excesses())
+        if self.remedy is None:
+            return (
+                f"{words} ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice."
+            )
+        return f"{words} It fits {self.short}."
+
+    def _excesses(self) -> Iterator[str]:
+        """Yield what exceeds the device's memory, and the host's."""
+        step, peak = self.step, self.step.memory.peak.total
+        if peak > step.limits.device:
+            largest, nbytes = max(memory_parts(step.memory).items(), key=lambda item: item[1])
+            yield (
+                f"Needs {size(peak)} of a device where {size(step.limits.device)} are usable, most for {largest}: "
+                f"{size(nbytes)}."
+            )
+        if step.on_host > step.limits.host:
+            yield f"Needs {size(step.on_host)} of a host's memory where {size(step.limits.host)} are usable."
+
+    @property
+    def short(self) -> str:
+        """Whether the method fits, or with which flags."""
+        if self.step.fits or self.remedy is None:
+            return "yes" if self.step.fits else "no"
+        flags, step = self.remedy
+        return f"with {flags}: {size(step.memory.peak.total)}, {seconds(step.time.total)}"
+
+
+def compare(methods: Iterable[Method], setting: Setting) -> tuple[list[Compared], dict[str, str]]:
+    """Return the feasible methods, and why the others are not, by name."""
+    feasible, problems = [], {}
+    sizes = setting.world_size, setting.sequences, setting.rows
+    for method in methods:
+        try:
+            config = method.config(setting.base, setting.shape.facts, *sizes)
+            feasible.append(_compared(method.name, setting.job(config), setting))
+        except ValueError as error:
+            problems[method.name] = str(error)
+    return feasible, problems
+
+
+def _compared(method: str, job: Job, setting: Setting) -> Compared:
+    ranks = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
+    sent = {rank: step_traffic(job, rank) for rank in ranks}
+    sender = max(sent, key=lambda rank: sum(each.nbytes for each in sent[rank]))
+    step, (_, rank) = StepReport(job, setting.hardware), largest_footprint(job)
+    paper = paper_cost(method, job, setting.sequences)
+    return Compared(method, step, rank, sender, sent[sender], *block_traffic(job, sender), paper)
+
+
+def judge(compared: Iterable[Compared], setting: Setting) -> list[Compared]:
+    """Return the methods with remedies: the fastest that fits first, then those that fit with a remedy, likewise; raise
+    ValueError if the hardware has no peak for the dtype, or connects too few devices."""
+
+    def order(method: Compared) -> tuple[int, float]:
+        if method.step.fits:
+            return 0, method.step.time.total
+        if method.remedy is None:
+            return 2, method.step.memory.peak.total
+        return 1, method.remedy[1].time.total
+
+    return sorted((replace(each, remedy=_remedy(each.step, setting)) for each in compared), key=order)
+
+
+def _remedy(step: StepReport, setting: Setting) -> tuple[str, StepReport] | None:
+    if step.fits:
+        return None
+    config, saving = step.job.config, []
+    zeros, modes = range(max(1, config.zero), 4), AC_MODES[AC_MODES.index(config.ac) :]
+    for zero, ac, offload, optimizer in product(zeros, modes, (False, True), (False, True)):
+        if offload and ac == "none":
+            continue
+        asked: dict[str, Any] = {"zero": zero, "ac": ac, "ac_offload": offload, "mlp_tile": MLP_TILE if offload else 0}
+        asked["optim_offload"] = optimizer
+        changes = {name: value for name, value in asked.items() if value != getattr(config, name)}
+        try:
+            other = StepReport(setting.job(replace(config, **changes)), setting.hardware)
+        except ValueError:  # zero-bubble has neither ZeRO-2 nor 3
+            continue
+        if other.fits:
+            words = (flag(name) if value is True else f"{flag(name)} {value}" for name, value in changes.items())
+            saving.append((" ".join(words), other))
+    return min(saving, key=lambda pair: pair[1].time.total, default=None)
+
+
+def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
+    """Return tables of traffic on the wire, memory, the paper's costs, overlap, and infeasible methods."""
+    tables = [_communication(compared), _memory(compared), _paper(compared), _overlap(compared)] if compared else []
+    tables.append(Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items())))
+    return [table for table in tables if table.rows]
+
+
+def _communication(compared: Sequence[Compared]) -> Grid:
+    columns = ("method", "degrees", "activations per block", "parameters per block", "whole step")
+    rows = (
+        (each.method, each.degrees, _sent(each.block_activations), _sent(each.block_parameters), size(each.sent_bytes))
+        for each in compared
+    )
+    return Grid("Sent in a step by the busiest rank, on the wire", columns, tuple(rows))
+
+
+def _memory(compared: Sequence[Compared]) -> Grid:
+    largest = max(each.step.memory.peak.total for each in compared)
+    unit, name = (GIB, "GiB") if largest >= GIB else (2**20, "MiB")
+    rows = []
+    for memory, method in ((each.step.memory, each.method) for each in compared):
+        sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.host)
+        rows.append((method, *(f"{nbytes / unit:.1f}" for nbytes in (*sizes, memory.peak.total)), memory.peak.name))
+    columns = ("method", "params", "grads", "optim", "activ", "host", "peak", "at")
+    return Grid(f"Memory of the rank that needs most, {name}", columns, tuple(rows))
+
+
+def _paper(compared: Sequence[Compared]) -> Grid:
+    columns = ("method", "activations", "parameters: as printed", "by its own factors", "P and G", "OS", "Act")
+    rows = tuple(
+        (each.method, *map(size, (paper.activations, paper.parameters_printed, paper.parameters)), *paper.states)
+        for each in compared
+        if (paper := each.paper) is not None
+    )
+    return Grid("As the paper counts: sent per rank and block, and memory", columns, rows)
+
+
+def _overlap(compared: Sequence[Compared]) -> Grid:
+    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
+    return Grid("Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes))
+
+
+def _sent(sent: Sequence[Sent]) -> str:
+    """Return `1.0 MiB ring send x3` for each axis and collective; the c10d operator alltoall_base_ is an all-to-all."""
+
+    def usual(collective: str) -> str:
+        letters = collective.replace("_", "")
+        return next((name for name in _COLLECTIVES if letters.startswith(name.replace("-", ""))), collective)
+
+    return AND.join(f"{size(s.nbytes)} {s.axis} {usual(s.collective)} x{s.calls}" for s in sent) or "0 B"
+
+
+def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
+    """Return the methods with their step and peak memory, in the order of `judge`."""
+    rows = tuple(
+        (
+            each.method,
+            seconds(step.time.total),
+            f"{step.tokens_per_second:,.0f}",
+            f"{step.time.mfu:.2f}",
+            size(step.memory.peak.total),
+            each.short,
+        )
+        for each in judged
+        for step in (each.step,)
+    )
+    columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
+    return Grid(f"A step on {hardware}, the fastest that fits first", columns, rows)
+
+
+def comparison_json(
+    methods: Iterable[Method], judged: Iterable[Compared], problems: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return everything as JSON values: seconds, bytes and fractions; in the order of `methods`."""
+    lines = {each.method: _json(each) for each in judged}
+    lines |= {name: {"method": name, "problem": problem} for name, problem in problems.items()}
+    return [lines[method.name] for method in methods]
+
+
+def _json(compared: Compared) -> dict[str, Any]:
+    memory, step = compared.step.memory, report_json(compared.step)
+    return {
+        "method": compared.method,
+        "rank": compared.rank,
+        "sender": compared.sender,
+        "block_parameters": [asdict(sent) for sent in compared.block_parameters],
+        "block_activations": [asdict(sent) for sent in compared.block_activations],
+        "paper": None if compared.paper is None else asdict(compared.paper),
+        "degrees": compared.degrees,
+        "step": [asdict(sent) for sent in compared.sent],
+        "sent": compared.sent_bytes,
+        "memory": asdict(memory) | {"moment": memory.peak._asdict(), "peak": memory.peak.total},
+        **{name: step[name] for name in ("seconds", "parts", "kernels", "mfu", "memory_limit_bytes", "fits")},
+        "reason": compared.reason,
+    }

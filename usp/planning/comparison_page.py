@@ -1,0 +1,251 @@
+"""A comparison of methods for people: plots by number of devices and sequence length, one self-contained HTML page
+whose template is `page.html`, and the computed tables of docs/cost.md, which `python -m usp.planning.comparison_page`
+writes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+
+from parallel import load_hardware
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
+from usp.run.metrics import seconds, short, size
+from usp.run.tables import AND, GIB, Grid
+
+from .choice import degrees, memory_options
+from .comparison import Compared, Setting, compare, comparison_tables
+from .methods import DEFAULT, TABLE_2, Method, expert_row, grouped_rows, markdown, pipeline_row
+from .step_report import memory_parts, parts
+
+WIDTH, HEIGHT = 420, 260
+LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 12, 10, HEIGHT - 40  # of the area inside the axes
+SHOWN = 5  # methods that are selected at first
+# The classes of the page's bars, in their order: words of the names of a step's parts, then of the memory's.
+KINDS = (
+    *("attention", "products", "operators", "exposed", "offload", "bubble"),
+    *("parameters", "gradients", "gathered", "optimizer", "activations", "temporary"),
+)
+Bar = list[tuple[str, float, str, str]]  # (name, value, text, class) of each part
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cost.md"
+COMPUTED = re.compile(r"(?<=<!-- computed -->\n).*?(?=<!-- end -->\n)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines of methods by number of devices or sequence length; both axes are logarithmic to base 2."""
+
+    title: str
+    below: str
+    places: tuple[int, ...]  # on the horizontal axis
+    lines: Mapping[str, Mapping[int, float]]  # GiB by method and place, where it is feasible
+    limit: float | None = None  # GiB that are usable, for memory
+
+
+def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
+    """Return what is sent and the memory by devices (powers of two up to the setting's), then by sequence length (1/8
+    to 8 times the setting's)."""
+    numbers = [2**power for power in range(1, setting.world_size.bit_length())]
+    lengths = [max(1, setting.base.seq_len // 8) * 2**power for power in range(7)]
+    by_number = {number: compare(methods, replace(setting, world_size=number))[0] for number in numbers}
+    by_length = {
+        length: compare(methods, replace(setting, base=replace(setting.base, seq_len=length)))[0] for length in lengths
+    }
+    panels = []
+    for cases, below in ((by_number, "devices"), (by_length, "tokens of a sequence")):
+        sent: dict[str, dict[int, float]] = {}
+        memory: dict[str, dict[int, float]] = {}
+        for place, compared in cases.items():
+            for each in compared:
+                sent.setdefault(each.method, {})[place] = each.sent_bytes / GIB
+                memory.setdefault(each.method, {})[place] = each.step.memory.peak.total / GIB
+        places, limit = tuple(cases), setting.usable.device / GIB
+        panels += [
+            Panel("GiB that the busiest rank sends in a step", below, places, sent),
+            Panel("GiB of memory of the rank that needs most", below, places, memory, limit),
+        ]
+    return panels
+
+
+def plot(panels: Sequence[Panel]) -> Any:
+    """Return a matplotlib figure of the four panels of a sweep."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    columns = figure.subplots(2, 2).T.flat
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    for axes, panel in zip(columns, panels, strict=True):
+        for number, name in enumerate(names):
+            style, color = ("-", "--", ":", "-.")[number // 10 % 4], f"C{number % 10}"
+            points = panel.lines.get(name, {})
+            axes.plot(list(points), list(points.values()), style, marker="o", ms=4, color=color, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(panel.places, [short(place) for place in panel.places])
+        powers = range(-4, int(max([1.0, *_values(panel)])).bit_length() + 1)
+        low, high = axes.get_ylim()
+        axes.set_yticks([2.0**power for power in powers], [f"{2.0**power:g}" for power in powers])
+        axes.set_ylim(max(low, 2.0**-4), high)
+        axes.minorticks_off()
+        axes.set_xlabel(panel.below)
+        axes.set_ylabel(panel.title)
+        axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def _values(panel: Panel) -> list[float]:
+    return [value for line in panel.lines.values() for value in line.values() if value > 0]
+
+
+def chart(panel: Panel) -> dict[str, Any]:
+    """Return a panel in units of a `WIDTH` x `HEIGHT` drawing, for the template."""
+    values = [*_values(panel), *([panel.limit] if panel.limit else [])] or [1.0]
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    high = max(high, low + 1)
+    first, last = math.log2(min(panel.places)), math.log2(max(panel.places))
+    last = max(last, first + 1)
+
+    def x(place: float) -> float:
+        return round(LEFT + (math.log2(place) - first) / (last - first) * (RIGHT - LEFT), 1)
+
+    def y(value: float) -> float:
+        return round(BOTTOM - (math.log2(value) - low) / (high - low) * (BOTTOM - TOP), 1)
+
+    lines = {name: {at: value for at, value in line.items() if value > 0} for name, line in panel.lines.items()}
+    return {
+        "title": panel.title,
+        "below": panel.below,
+        "ticks_x": [(x(place), short(place)) for place in panel.places],
+        "ticks_y": [(y(2.0**power), f"{2.0**power:g}") for power in range(low, high + 1, -(-(high - low) // 8))],
+        "lines": [
+            (
+                name,
+                [(x(at), y(value)) for at, value in line.items()],
+                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line.items()),
+            )
+            for name, line in lines.items()
+        ],
+        "limit": (y(panel.limit), f"{panel.limit:.0f} usable") if panel.limit else None,
+    }
+
+
+def page(
+    title: str,
+    facts: Sequence[str],
+    judged: Sequence[Compared],
+    problems: Mapping[str, str],
+    tables: Sequence[Grid],
+    panels: Sequence[Panel],
+) -> str:
+    """Return the page, on which the first methods are selected, with the facts as lines below the tables."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"size": size, "seconds": seconds}
+    methods = [_method(each) for each in judged]
+    return environment.get_template("page.html").render(
+        title=title,
+        headline=_headline(judged),
+        facts=facts,
+        methods=methods,
+        infeasible=problems,
+        shown=SHOWN,
+        kinds=KINDS,
+        legends=[
+            (name, _legend(each[key] for each in methods)) for name, key in (("Step", "time"), ("Memory", "memory"))
+        ],
+        longest=max((each.step.time.total for each in judged), default=1),
+        largest=max((each.step.memory.peak.total for each in judged), default=1),
+        limit=judged[0].step.limits.device if judged else 0,
+        tables=[(grid, [[cell.split(AND) for cell in row] for row in grid.rows]) for grid in tables],
+        drawing={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "bottom": BOTTOM},
+        charts=map(chart, panels),
+        number={each.method: index for index, each in enumerate(judged)},
+    )
+
+
+def _method(method: Compared) -> dict[str, Any]:
+    step = method.step
+    config = replace(step.job.config, dp_shard=step.job.dims.dp_shard)
+    return {
+        "name": method.method,
+        "degrees": f"{degrees(config)}, {memory_options(config)}",
+        "step": step,
+        "reason": method.reason,
+        "time": _bar(parts(step.time), seconds),
+        "memory": _bar(memory_parts(step.memory), size),
+        "sent": method.sent_bytes,
+    }
+
+
+def _headline(judged: Sequence[Compared]) -> str:
+    """Return the decision in a sentence or two."""
+    fitting = [each for each in judged if each.step.fits]
+    if fitting:
+        step = fitting[0].step
+        words = (
+            f"{fitting[0].method} is the fastest that fits: {seconds(step.time.total)} per step, "
+            f"{step.time.mfu:.0%} MFU, {size(step.memory.peak.total)} of {size(step.limits.device)}."
+        )
+        if len(fitting) > 1:
+            second = fitting[1]
+            words += f" {second.method} takes {second.step.time.total / step.time.total - 1:.0%} longer."
+        return words
+    if not judged:
+        return "None of the methods can run as asked; the reasons are below."
+    if (remedy := judged[0].remedy) is None:
+        return "None of the methods fits, whatever saves memory: use more devices or shorter sequences."
+    flags, step = remedy
+    return (
+        f"None of the methods fits as asked. {judged[0].method} does with {flags}: "
+        f"{size(step.memory.peak.total)} of {size(step.limits.device)}, {seconds(step.time.total)} per step."
+    )
+
+
+def _bar(values: Mapping[str, float], text: Any) -> Bar:
+    """Return the parts that are not 0, those of a class side by side."""
+    bar = [
+        # the class is the word that stands first in the name
+        (name, value, text(value), min((kind for kind in KINDS if kind in name), key=name.index, default="operators"))
+        for name, value in values.items()
+        if value > 0
+    ]
+    return sorted(bar, key=lambda each: KINDS.index(each[3]))
+
+
+def _legend(bars: Iterable[Bar]) -> list[tuple[str, str]]:
+    """Return (class, name) of what the bars show; classes with several parts by what these have in common."""
+    names: dict[str, set[str]] = {}
+    for name, _, _, kind in (each for bar in bars for each in bar):
+        names.setdefault(kind, set()).add(name)
+    return [
+        (kind, next(iter(names[kind])) if len(names[kind]) == 1 else f"{kind} communication")
+        for kind in KINDS
+        if kind in names
+    ]
+
+
+def document() -> str:
+    """Return the text of docs/cost.md with its four computed parts replaced; raise ValueError if it has not four."""
+    example = TrainConfig(model="llama3-8b", seq_len=2**17, dtype="bfloat16")
+    setting = Setting(
+        hardware=load_hardware("h100"), world_size=16, base=example, model_config=load_model_config(example.model)
+    )
+    compared, problems = compare(map(Method.parse, DEFAULT), setting)
+    tables = "\n".join(table.markdown() for table in comparison_tables(compared, problems))
+    extra = markdown((expert_row(experts_per_token=2), pipeline_row()))
+    computed = (markdown(TABLE_2), extra, markdown(grouped_rows(group=4)), tables, "")
+    prose = COMPUTED.split(DOCUMENT.read_text())
+    return "".join(text + table for text, table in zip(prose, computed, strict=True))
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

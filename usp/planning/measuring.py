@@ -1,0 +1,255 @@
+"""Measure the calls that the executor makes of a role's model, on shallow models, in each layout; and a step without
+models.
+
+Every layout is measured on all of its ranks, because ranks that share processors slow each other down, in turns
+(`usp.predict.rounds`). A call lasts until its last rank ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import ParallelDims, ParallelMesh, ProcessGroups
+from usp.hf.models import model_facts, with_layers
+from usp.hf.shapes import model_shape
+from usp.predict.compute import dtype_name
+from usp.predict.rounds import Rounds, Timed
+from usp.presets import PRESETS
+from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.roles.role import RoleSpec
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.runtime.executor import Executor
+from usp.rlhf.samples import Samples
+
+from .estimates import layout_key
+from .measurements import PREFILL, UPDATE, Measurements, Part, Points, Sizes, model_key, work_of
+from .workload import Workload
+
+_STEPS = 8  # that are timed without models
+
+Timings = Iterator[tuple[Part, tuple[int, int, int], float]]  # (part, (layers, sequences, tokens), seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A call to measure, with the model of its role, in a layout."""
+
+    call: ModelCall
+    spec: RoleSpec
+    layout: CallLayout
+
+    def part(self) -> Part:
+        """Return what is measured; of generation, its decode steps."""
+        config = self.spec.config
+        key = model_key(model_shape(model_facts(self.spec.source, config), config), self.spec.dtype)
+        return Part(key, work_of(self.call), layout_key(self.layout))
+
+
+def measure_calls(
+    asked: Sequence[Asked],
+    sizes: Sizes,
+    rounds: Rounds,
+    device_name: str,
+    groups: ProcessGroups,
+    progress: Callable[[str], None] = lambda doing: None,
+    known: Mapping[Part, Points] = MappingProxyType({}),
+) -> Measurements:
+    """Measure every call once for each model and layout. Collective over the world, all of whose ranks ask the same.
+
+    There is at least one call, and all are of one dtype. What is `known` is in the result without being measured again.
+    Raise ValueError for a model whose layers are of several kinds, or that does not support a layout.
+    """
+    points = {part: dict(measured) for part, measured in known.items()}
+    for one in asked:
+        part = one.part()
+        if part in points:
+            continue
+        progress(f"{part.work} of {part.model}: {part.layout}")
+        mesh = ParallelMesh.create(one.layout.dims, rounds.device.type, one.layout.ranks, groups)
+        depths = sizes.layers or (one.spec.config.num_hidden_layers,)
+        for layers in sorted({max(layers, one.layout.dims.pp) for layers in depths}):
+            run = _GenerateRun if isinstance(one.call.work, Generate) else _RowsRun
+            for measured, at, seconds in run(one, part, layers, sizes, mesh, rounds).timings():
+                points.setdefault(measured, {})[at] = seconds
+    return Measurements(device_name, dtype_name(asked[0].spec.dtype), dist.get_world_size(), sizes, points)
+
+
+@dataclass(eq=False)
+class _Run:
+    """The model of a call, at one depth; None on a rank that has no part of it."""
+
+    asked: Asked
+    part: Part
+    layers: int
+    sizes: Sizes
+    mesh: ParallelMesh
+    rounds: Rounds
+    model: RoleModel | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = self._model() if self.mesh.member else None
+
+    def timings(self) -> Timings:
+        """Time calls, and yield what they took."""
+        raise NotImplementedError
+
+    def _model(self) -> RoleModel:
+        spec, slots = self.asked.spec, max(self.sizes.samples)
+        random = replace(spec, source=next(iter(PRESETS)), config=with_layers(spec.config, self.layers), lora=None)
+        trained = isinstance(self.asked.call.work, TrainStep)
+        model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
+        model.fill()
+        return model
+
+    def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
+        """Return the seconds of calls that are timed in turns. Collective over the world."""
+        names = {str(key): key for key in calls}
+        turns = self.rounds.turns([Timed(name, calls[key] if self.model else None, 1) for name, key in names.items()])
+        return {names[name]: estimate.seconds for name, estimate in self.rounds.estimates(turns).items()}
+
+    def of_rank(self, samples: int) -> int:
+        """Return the samples of a data-parallel rank."""
+        return max(1, -(-samples // self.mesh.dims.batch))
+
+    def drawn(self, samples: int, tokens: int) -> list[Tensor]:
+        """Return random tokens of samples, different on every data-parallel rank."""
+        draw = torch.Generator().manual_seed(self.asked.layout.number_of(dist.get_rank()))
+        vocabulary = self.asked.spec.config.vocab_size
+        return [torch.randint(vocabulary, (tokens,), generator=draw) for _ in range(samples)]
+
+
+class _RowsRun(_Run):
+    """An inference call, or an optimizer step on one mini-batch."""
+
+    def timings(self) -> Timings:
+        pp, trains = self.mesh.dims.pp, isinstance(self.asked.call.work, TrainStep)
+        numbers = sorted({max(pp, self.of_rank(samples)) for samples in self.sizes.samples})
+        shapes: list[tuple[int, ...]] = [(number, tokens) for number in numbers for tokens in self.sizes.tokens]
+        first, least = numbers[0], min(self.sizes.tokens)
+        twice = (2 * first, least, 2 * pp)  # in twice the micro-batches
+        found = self.seconds({shape: self._call(*shape) for shape in [*shapes, *([twice] if trains else [])]})
+        for number, tokens in shapes:
+            yield self.part, (self.layers, number, tokens), found[number, tokens]
+        if trains:
+            update = max(0.0, 2 * found[first, least] - found[twice])
+            yield replace(self.part, work=UPDATE + self.part.work), (self.layers, 1, 1), update
+
+    def _call(self, number: int, tokens: int, rows: int = 0) -> Callable[[], object]:
+        """Return a call on `number` samples in as few rows as the layout allows, or in `rows`."""
+        if self.model is None:
+            return lambda: None
+        model, work, layout = self.model, self.asked.call.work, self.asked.layout
+        samples = self._samples(number, tokens)
+        layout = replace(layout, micro_batch_tokens=-(-number * tokens // rows) if rows else 0)
+        if isinstance(work, Inference):
+            return lambda: model.inference(samples, work, "output", layout)
+        assert isinstance(work, TrainStep)
+        once = replace(work, mini_batches=1, epochs=1, stop_above=None)
+
+        def train() -> None:
+            model.layout = layout  # differs only in micro-batches
+            model.train_step([samples], once)
+
+        return train
+
+    def _samples(self, number: int, tokens: int) -> Samples:
+        work, response = self.asked.call.work, round(self.sizes.counted * tokens)
+        mask = torch.zeros(tokens)
+        mask[tokens - response - 1 : tokens - 1] = 1
+        values: dict[str, list[Tensor]] = {"tokens": self.drawn(number, tokens)}
+        if isinstance(work, TrainStep):
+            values |= {key: [0.01 * torch.randn(tokens) for _ in range(number)] for key in work.objective.keys}
+            if work.objective.counts:
+                values[work.objective.counts] = [mask] * number
+        elif "mask" in self.asked.call.inputs:
+            values["mask"] = [mask] * number
+        return Samples(tuple(range(number)), values)
+
+
+class _GenerateRun(_Run):
+    """A generation to the first token, and one of some more."""
+
+    def timings(self) -> Timings:
+        steps = self.sizes.decoded
+        numbers = sorted({self.of_rank(samples) for samples in self.sizes.samples})
+        shapes = [(number, tokens) for number in numbers for tokens in self.sizes.prompts]
+        found = self.seconds({(*shape, more): self._call(*shape, 1 + more) for shape in shapes for more in (0, steps)})
+        for number, tokens in shapes:
+            first = found[number, tokens, 0]
+            step = max(0.0, found[number, tokens, steps] - first) / steps
+            yield self.part, (self.layers, number, tokens + steps // 2), step
+            yield replace(self.part, work=PREFILL), (self.layers, number, tokens), max(0.0, first - step)
+
+    def _call(self, number: int, tokens: int, responses: int) -> Callable[[], object]:
+        if self.model is None:
+            return lambda: None
+        model, work = self.model, self.asked.call.work
+        assert isinstance(work, Generate)
+        prompts = Samples(tuple(range(number)), {"prompt_ids": self.drawn(number, tokens + 1)})
+        generate = replace(work, group_size=1, max_new_tokens=responses, stop_ids=(), stop_strings=())
+        return lambda: model.generate(prompts, generate, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Idle:
+    """A `Role` without weights, whose responses have the lengths of a workload."""
+
+    workload: Workload
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def nothing(self) -> None: ...
+
+    fill = allocate = release = offload = load = nothing
+
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        values: dict[str, list[Tensor]] = {}
+        ids = [prompt * work.group_size + k for prompt in prompts.ids for k in range(work.group_size)]
+        for index in ids:
+            prompt, length = self.workload.prompts[index], self.workload.sequences[index]
+            mask = torch.zeros(length)
+            mask[prompt - 1 : length - 1] = 1
+            sample = {"tokens": torch.zeros(length, dtype=torch.int64), "mask": mask, "logprobs": torch.zeros(length)}
+            sample |= {"finished": torch.tensor(False), "prompt_length": torch.tensor(prompt)}
+            for key, value in sample.items():
+                values.setdefault(key, []).append(value)
+        return Samples(tuple(ids), values)
+
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
+        scored = work.head == "score"
+        values = [torch.zeros(() if scored else len(tokens)) for tokens in samples["tokens"]]
+        return Samples(samples.ids, {output: values})
+
+    def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
+        return {}
+
+
+def measure_step(graph: DataflowGraph, workload: Workload, groups: ProcessGroups, device: torch.device) -> float:
+    """Return the median seconds of a step without models, all of whose calls are on all ranks. Collective.
+
+    It has the functions between the calls, what the ranks tell each other, and the metrics of the step.
+    """
+    ranks = tuple(range(dist.get_world_size()))
+    dims = ParallelDims(dp_replicate=len(ranks), dp_shard=1)
+    plan = ExecutionPlan("without models", {call.name: CallLayout(ranks, dims) for call in graph.calls})
+    executor = Executor(graph, plan, groups, lambda *_: _Idle(workload), device, ranks_per_host=len(ranks))
+    number = len(workload.prompts) // graph.group_size
+    prompts = [torch.zeros(workload.prompts[index * graph.group_size], dtype=torch.int64) for index in range(number)]
+    given = {key: prompts if key == "prompt_ids" else [torch.zeros(())] * number for key in graph.given}
+    seconds = []
+    for step in range(1, _STEPS + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        executor.run_step(Samples(tuple(range(number)), given), step, step)
+        seconds.append(time.perf_counter() - begin)
+    longest = torch.tensor(seconds[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.median().item()

@@ -1,0 +1,281 @@
+"""Choose an execution plan for RLHF, and what a person asks about it: why each call got its layout, what the named
+plans would cost, and what would change the verdict.
+
+A question is an RLHF step on a cluster: that of flags (`described_graph`, `model_shapes`) or of a run (`run_plan`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from usp.fields import parse_options
+from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
+from usp.hf.shapes import model_shape
+from usp.model.facts import ModelShape
+from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
+from usp.rlhf.algorithms.rewards import ScoreWith
+from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
+from usp.rlhf.plan.named_plans import Facts
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
+from usp.run.failures import ConfigurationError
+from usp.run.tables import GIB
+
+from .call_cost import CallOptions
+from .estimates import Estimates, layout_key
+from .measurements import Measurements
+from .question import Devices, enough_devices, suppositions
+from .rlhf_search import Baseline, Found, NothingFits, OptionSpace, Problem, Progress, baselines, options, search
+from .simulator import Simulation, Simulator
+from .workload import Workload
+
+_MORE_RANKS = (2, 4, 8, 16)  # times those that are too few
+_REMEDY_SECONDS = 3.0  # to search a plan on each of these
+_EVEN_FROM = 8  # hosts: with more, only even divisions of them are searched
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question(Devices):
+    """A step of RLHF, and the devices that it has."""
+
+    graph: DataflowGraph
+    models: Mapping[str, ModelShape]  # by role
+    workload: Workload
+    options: CallOptions = field(default_factory=CallOptions)
+    max_sequence: int = 8  # the highest ring x ulysses degree; 1: no sequence parallelism
+    staleness: int = 0  # as --staleness of rlhf.py
+    allowed: Callable[[ModelCall, CallLayout], bool] = lambda call, layout: True  # whether a model can have a layout
+    measurements: Measurements | None = None  # of calls on these devices
+
+    @cached_property
+    def space(self) -> OptionSpace:
+        """The layouts to choose from; raise ValueError for devices that are not whole hosts."""
+        hosts = self.world_size // self.ranks_per_host
+        return OptionSpace(
+            self.world_size,
+            self.ranks_per_host,
+            len(self.workload.prompts),
+            smallest=self.ranks_per_host if hosts > 1 else 1,
+            even=hosts > _EVEN_FROM,
+            max_sequence=self.max_sequence,
+            zero=(0, 1, 3),
+            recompute=(("none", False), ("full", False)),
+            models={role: model.facts for role, model in self.models.items()},
+            allowed=self.allowed,
+        )
+
+    @cached_property
+    def layouts(self) -> dict[str, list[CallLayout]]:
+        """The layouts of each call."""
+        return {call.name: list(options(call, self.space)) for call in self.graph.calls}
+
+    @cached_property
+    def estimates(self) -> Estimates:
+        """What the calls of a plan take."""
+        by_formula = Estimates(self.graph, self.models, self.workload, self.hardware, self.options)
+        if self.measurements is None:
+            return by_formula
+        return by_formula.with_factors(self.measurements.factors(by_formula, self.layouts))
+
+    @property
+    def facts(self) -> Facts:
+        """What named plans depend on."""
+        models = self.space.models.values()
+        heads = math.gcd(*(number for facts in models for number in (facts.num_heads, facts.num_kv_heads)))
+        layers = min(len(facts.windows) for facts in models)
+        return Facts(self.world_size, self.ranks_per_host, heads, layers, experts=any(f.num_experts for f in models))
+
+    def problem(self, estimates: Estimates | None = None) -> Problem:
+        """Return the search for the fastest plan that fits into the memory of the hardware.
+
+        Untrained models and the optimizer states of trained ones may be offloaded. Raise NothingFits naming the calls
+        that no layout fits, and ValueError for devices that are not whole hosts, or that the hardware does not connect.
+        """
+        simulator = Simulator(
+            self.graph,
+            estimates or self.estimates,
+            self.world_size,
+            staleness=self.staleness,
+            step_seconds=self.measurements.step_seconds if self.measurements else 0.0,
+        )
+        trained = self.graph.trained_roles
+        offload = (*(role for role in self.graph.roles if role not in trained), *map(optimizer_of, trained))
+        return Problem(simulator, self.layouts, self.usable.device, offload).that_fit()
+
+    def not_measured(self, plan: ExecutionPlan) -> Iterator[str]:
+        """Yield which calls of a plan were not measured in its layouts, and how many layouts were not."""
+        measured = {(name, key) for name, of_call in self.estimates.factors.items() for key in of_call}
+        calls = [call.name for call in self.graph.calls if call.role]
+        chosen = [(name, layout_key(plan[name])) for name in calls]
+        if missing := [key for key in chosen if key not in measured]:
+            listed = "; ".join(f"{name} ({layout})" for name, layout in missing)
+            yield f"NOT IN THE PROFILE, so by their most similar layouts there, or the rates of the hardware: {listed}"
+        elif self.measurements:
+            yield f"every call of the plan is in the profile, measured on {self.measurements.device}"
+        every = {(name, layout_key(layout)) for name in calls for layout in self.layouts[name]}
+        if every > measured:
+            yield f"{len(every - measured)} layouts of calls were searched that the profile lacks"
+
+
+@dataclass(frozen=True)
+class RlhfChoice:
+    """A chosen plan.
+
+    `next_best` is (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees;
+    calls with a single layout are missing.
+    """
+
+    problem: Problem
+    found: Found  # with at least one plan that fits
+    simulation: Simulation  # of the best plan
+    named: tuple[Baseline, ...]  # at their best
+    next_best: Mapping[str, tuple[float, CallLayout]]
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The best plan."""
+        return self.found.best[0][1]
+
+
+def answer(question: Question, *, seed: int = 0, budget: float = 60.0, report: Progress) -> RlhfChoice:
+    """Search the fastest plan in `budget` seconds, predictions included; in too few only the named plans are compared.
+
+    Raise as `Question.problem`, and NothingFits with the plan that needs least memory.
+    """
+    begin = time.monotonic()
+    try:
+        problem = question.problem()
+        left = budget - (time.monotonic() - begin)
+        return choose_plan(problem, question.space, question.facts, seed=seed, budget=left, report=report)
+    except NothingFits as error:
+        enough = enough_devices(question, _fits, _MORE_RANKS)
+        more = f"{enough} ranks, where one fits, or " if enough else ""
+        raise NothingFits(f"{error}. Use {more}devices with more memory, or shorter or fewer samples") from None
+
+
+def _fits(question: Question) -> bool:
+    try:
+        problem = question.problem()
+    except NothingFits:
+        return False
+    named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
+    return bool(search(problem, budget=_REMEDY_SECONDS, starts=named).best)
+
+
+def choose_plan(
+    problem: Problem, space: OptionSpace, facts: Facts, *, seed: int = 0, budget: float = 60.0, report: Progress
+) -> RlhfChoice:
+    """Measure the named plans and search from them in `budget` seconds, and simulate the best plan in full; raise
+    NothingFits with the plan that needs least memory."""
+    begin = time.monotonic()
+    named = baselines(problem, space, facts)
+    starts = [one.plan for one in named if one.plan]
+    left = budget - (time.monotonic() - begin)
+    found = search(problem, seed=seed, budget=left, starts=starts, progress=report)
+    if found.best:
+        _, plan = found.best[0]
+        return RlhfChoice(problem, found, problem.simulator.run(plan), named, dict(_next_best(problem, plan)))
+    if found.nearest is None:
+        raise NothingFits("no plan keeps rollouts and training on different ranks, as --staleness 1 needs")
+    needed, plan = found.nearest
+    layouts = "; ".join(f"{name} {layout}" for name, layout in plan.calls.items())
+    raise NothingFits(
+        f"no plan fits into {problem.memory_bytes / GIB:.1f} GiB per rank. The nearest needs {needed / GIB:.1f} GiB: "
+        f"{layouts}"
+    )
+
+
+def _next_best(problem: Problem, plan: ExecutionPlan) -> Iterator[tuple[str, tuple[float, CallLayout]]]:
+    for name in problem.options:
+        best: tuple[float, CallLayout] | None = None
+        for bound, other in problem.alternatives(plan, name):
+            if best and bound >= best[0]:
+                break
+            if (len(other[name].ranks), other[name].dims) == (len(plan[name].ranks), plan[name].dims):
+                continue
+            if not problem.shared_ranks(other):
+                took, peak = problem.simulator.measure(other)
+                if peak <= problem.memory_bytes and (best is None or took < best[0]):
+                    best = took, other[name]
+        if best:
+            yield name, best
+
+
+def what_ifs(question: Question, problem: Problem) -> Iterator[tuple[str, Callable[[], Problem]]]:
+    """Yield what could change the verdict on `problem`, that of `question`: memory, lengths and bandwidth."""
+    for words, other in suppositions(question):
+        if other.hardware is question.hardware:
+            yield words, replace(problem, memory_bytes=other.usable.device).that_fit
+        else:
+            yield words, other.problem
+    for words, times in (("twice", 2.0), ("half", 0.5)):
+        yield f"with responses {words} as long", replace(question, workload=question.workload.longer(times)).problem
+
+
+def suppose(
+    suppositions: Sequence[tuple[str, Callable[[], Problem]]],
+    choice: RlhfChoice,
+    *,
+    seed: int = 0,
+    budget: float = 10.0,
+) -> Iterator[tuple[str, ExecutionPlan | None, float]]:
+    """Yield (what is supposed, the best plan then or None, how much slower the chosen plan would be than that one).
+
+    Plans whose gain is below 1% are the chosen one. Each supposition makes the problem, or raises NothingFits; after
+    `budget` seconds only the first one is looked at.
+    """
+    end = time.monotonic() + budget
+    for number, (words, make) in enumerate(suppositions):
+        if number and time.monotonic() >= end:
+            return
+        left = (end - time.monotonic()) / (len(suppositions) - number)
+        try:
+            problem = make()
+            best, plan = search(problem, seed=seed, budget=left, starts=[choice.plan]).best[0]
+        except (NothingFits, IndexError):
+            yield words, None, 0.0
+            continue
+        stays, peak = problem.simulator.measure(choice.plan)
+        loss = stays / best - 1 if peak <= problem.memory_bytes else math.inf
+        yield words, plan if loss > 0.01 else choice.plan, loss
+
+
+def described_graph(
+    algorithm: str, options: str, *, group_size: int, max_new_tokens: int, staleness: int, function: bool
+) -> DataflowGraph:
+    """Return the graph of an algorithm by the flags of rlhf.py; a `function` or a reward model scores the responses.
+
+    Raise ConfigurationError for an algorithm that does not generate, and ValueError for wrong options.
+    """
+    if algorithm not in ALGORITHMS or ALGORITHMS[algorithm].data != "prompts":
+        raise ConfigurationError(f"--algorithm = {algorithm} must be one that generates: see --help")
+    kind = ALGORITHMS[algorithm].options
+    group = group_size or vars(kind())["generate"].group_size
+    generate = Generate(group_size=group, max_new_tokens=max_new_tokens)
+    reward = ScoreWith(lambda *_: 0.0, str, str) if function else None
+    values = parse_options(options, kind, "--options", without=("generate", "reward", "staleness"))
+    built = kind(**values, generate=generate, reward=reward, staleness=staleness)  # type: ignore[call-arg]
+    return build_graph(algorithm, built)
+
+
+def role_config(role: str, source: str) -> ModelConfig:
+    """Return the configuration of a role's model; critic and reward have a scalar head, whatever is in `source`."""
+    head: ModelHead = "scalar" if role in ("critic", "reward") else "lm"
+    return load_model_config(source, head, new_head=True, weights=False)
+
+
+def model_shapes(sources: Mapping[str, tuple[str, ModelConfig]]) -> dict[str, ModelShape]:
+    """Return the shapes of each role's model, given by name and configuration; roles of one model share them, which
+    shortens predictions. Raise ValueError for a model that there are no formulas for."""
+    shapes: dict[str, ModelShape] = {}
+    by_role = {}
+    for role, (source, config) in sources.items():
+        if violation := formula_violation(source, config):
+            raise ValueError(f"the {role}'s model: {violation}")
+        key = repr((source, config.to_dict()))
+        if key not in shapes:
+            shapes[key] = model_shape(model_facts(source, config), config)
+        by_role[role] = shapes[key]
+    return by_role

@@ -1,0 +1,371 @@
+"""The layouts that a call of an RLHF step may have, and the search of a plan by simulated step time.
+
+Layouts have the ranks and degrees of ReaL (arXiv 2406.14088, section 5 and its public code): part of a host, of a size
+that divides the host and at a multiple of that size, or whole consecutive hosts; a pipeline stage is within a host or
+has whole hosts. Ring and Ulysses degrees, ZeRO stages and activation checkpointing are beyond it.
+
+The search descends from the named plans, from every call's fastest layout, and again from the best plan with all or
+half of its calls changed by chance: each call in turn takes its best layout, and what helps is offloaded, until no
+change helps. A plan that needs more memory than a rank has is worse than any that fits, the more so the more it
+needs."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from operator import itemgetter
+
+import numpy as np
+
+from parallel import ParallelDims, divisors
+from usp.model.facts import ModelFacts
+from usp.rlhf.graph import ModelCall, TrainStep
+from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan
+from usp.rlhf.plan.operations import WeightCopy
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.run.tables import GIB
+
+from .simulator import Simulator, rank_index
+
+_STAGES_BESIDE_HOSTS = 8  # ReaL: pp is at most the number of hosts, or this if there are fewer
+_FORBIDDEN, _OVER_MEMORY = 1e18, 1e9  # seconds, more than any step takes
+_BEST = 10  # plans that a search returns
+RESTARTS = 10  # without a new best in a row, after which the search ends
+Progress = Callable[[float, int, float], None]  # with (seconds, simulated plans, seconds of the best plan's step)
+
+
+@dataclass(frozen=True)
+class OptionSpace:
+    """The layouts to choose from, on whole hosts.
+
+    By the models of roles, tp divides both kinds of heads, tp x ulysses is at most the number of heads, pp of layers.
+    `allowed` tells whether the model of a call can have a layout beyond these limits.
+    """
+
+    world_size: int
+    ranks_per_host: int
+    samples: int  # of a step
+    smallest: int = 1  # the fewest ranks of a call
+    even: bool = False  # whole hosts are as many as divide all of them, from a multiple of that number
+    max_tp: int = 8
+    max_sequence: int = 1  # the highest ring x ulysses; 1: no sequence parallelism
+    zero: tuple[int, ...] = (0,)  # stages of train and inference calls where there are ranks to shard over
+    recompute: tuple[tuple[str, bool], ...] = (("none", False),)  # (--ac, --ac-offload) of train steps
+    models: Mapping[str, ModelFacts] = field(default_factory=dict, hash=False)
+    allowed: Callable[[ModelCall, CallLayout], bool] = field(default=lambda call, layout: True, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size > self.ranks_per_host and self.world_size % self.ranks_per_host:
+            raise ValueError(f"{self.world_size} ranks must be whole hosts of {self.ranks_per_host}")
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.world_size // self.ranks_per_host)
+
+
+def rank_sets(space: OptionSpace) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks that a call may have, smaller sets first."""
+    host = min(space.ranks_per_host, space.world_size)
+    for size in (size for size in divisors(host) if space.smallest <= size < host):
+        yield from (tuple(range(first, first + size)) for first in range(0, space.world_size, size))
+    for hosts in divisors(space.hosts) if space.even else range(1, space.hosts + 1):
+        if hosts * host >= space.smallest:
+            for first in range(0, space.hosts - hosts + 1, hosts if space.even else 1):
+                yield tuple(range(first * host, (first + hosts) * host))
+
+
+def degrees(ranks: int, space: OptionSpace) -> Iterator[ParallelDims]:
+    """Yield the ways to divide a number of ranks, all data-parallel ranks in dp_shard."""
+    host = space.ranks_per_host
+    for tp in divisors(ranks, min(space.max_tp, host)):
+        if host % tp:
+            continue
+        for pp in divisors(ranks // tp):
+            stage = ranks // pp
+            if host % stage and stage % host:
+                continue
+            for sequence in divisors(stage // tp, space.max_sequence):
+                for ulysses in divisors(sequence):
+                    shards = stage // tp // sequence
+                    yield ParallelDims(pp, 1, shards, sequence // ulysses, ulysses, tp)
+
+
+def options(call: ModelCall, space: OptionSpace) -> Iterator[CallLayout]:
+    """Yield every layout of a call.
+
+    A function (`compute`) has only data-parallel ranks. Generation has ZeRO stage 0 and its weights complete on each
+    data-parallel rank.
+    """
+    trains = call.kind == "train_step"
+    recompute = space.recompute if trains else (("none", False),)
+    for ranks in rank_sets(space):
+        if call.kind == "compute":
+            yield CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
+            continue
+        for dims in degrees(len(ranks), space):
+            if not allows(call, dims, space):
+                continue
+            stages = space.zero if dims.dp_shard * dims.sp > 1 and call.kind != "generate" else (0,)
+            for zero, (ac, offload) in product(stages, recompute):
+                sequence_parallel = trains and dims.tp > 1
+                layout = CallLayout(
+                    ranks, dims, zero, tp_sequence_parallel=sequence_parallel, ac=ac, ac_offload=offload
+                )
+                if space.allowed(call, layout):
+                    yield layout
+
+
+def allows(call: ModelCall, dims: ParallelDims, space: OptionSpace) -> bool:
+    """Return whether the model and the batch of a call allow degrees."""
+    if call.kind == "compute":
+        return True
+    if facts := space.models.get(call.role):
+        heads, divided = facts.num_heads, math.gcd(facts.num_heads, facts.num_kv_heads)
+        if divided % dims.tp or dims.tp * dims.ulysses > heads or dims.pp > len(facts.windows):
+            return False
+    if dims.pp > max(space.hosts, _STAGES_BESIDE_HOSTS):
+        return False
+    if not isinstance(call.work, TrainStep):
+        return space.samples >= dims.batch * dims.pp
+    return space.samples >= 2 * dims.batch * dims.pp * call.work.mini_batches
+
+
+class NothingFits(ValueError):
+    """No plan fits into memory."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched."""
+
+    simulator: Simulator
+    options: Mapping[str, Sequence[CallLayout]] = field(hash=False)  # layouts by call
+    memory_bytes: float  # of a rank
+    offload: tuple[str, ...] = ()  # names that may be offloaded: see `ExecutionPlan.offload`
+
+    def that_fit(self) -> Problem:
+        """Return the problem without layouts whose call alone takes more memory than there is; raise NothingFits naming
+        the calls that no layout fits."""
+        if missing := [name for name, layouts in self.options.items() if not layouts]:
+            raise NothingFits(
+                f"{', '.join(missing)}: no layout, as the model and the samples of a step allow none on these ranks"
+            )
+        limit, work = self.memory_bytes, self.simulator.estimates.call_bytes
+        options, nearest = {}, []
+        for name, layouts in self.options.items():
+            # What a call takes beside its weights is only predicted where these fit.
+            weights = {layout: self._weight_bytes(name, layout) for layout in layouts}
+            options[name] = [o for o in layouts if weights[o] <= limit and weights[o] + work(name, o) <= limit]
+            if not options[name]:
+                needed = math.inf
+                for layout in sorted(weights, key=weights.__getitem__):
+                    if weights[layout] < needed and (total := weights[layout] + work(name, layout)) < needed:
+                        needed, words = total, f"{name} needs {total / GIB:.1f} GiB on {layout}"
+                nearest.append(words)
+        if nearest:
+            raise NothingFits(
+                f"no layout of some calls fits into {limit / GIB:.1f} GiB per rank. The nearest: {'; '.join(nearest)}"
+            )
+        return replace(self, options=options)
+
+    def _weight_bytes(self, name: str, layout: CallLayout) -> float:
+        """Return the memory of a call's weights and optimizer states, if all else that can be offloaded is."""
+        estimates, call = self.simulator.estimates, self.simulator.graph[name]
+        if not call.role:
+            return 0.0
+        copy = WeightCopy(call.role, layout.of_weights)
+        return estimates.weight_bytes(copy) + (estimates.state_bytes(copy) if isinstance(call.work, TrainStep) else 0)
+
+    def shared_ranks(self, plan: ExecutionPlan) -> int:
+        """Return how many ranks of rollouts train, too: none may if they run beside the training of the step before."""
+        graph = self.simulator.graph
+        trains = filter(None, map(graph.train_call, graph.trained_roles))
+        training = {rank for call in trains for rank in plan[call.name].ranks}
+        rollouts = graph.rollouts if self.simulator.staleness else ()
+        return sum(len(training.intersection(plan[call.name].ranks)) for call in rollouts)
+
+    def alternatives(self, plan: ExecutionPlan, call: str) -> Iterator[tuple[float, ExecutionPlan]]:
+        """Yield the plans in which one call has another layout, ordered by their busiest rank's seconds of calls: a
+        step takes at least as long."""
+        busy, seconds = np.zeros(self.simulator.world_size), self.simulator.estimates.call_seconds
+        for other, layout in plan.calls.items():
+            if other != call:
+                busy[rank_index(layout.ranks)] += seconds(other, layout)
+        least, most = {o.ranks: 0.0 for o in self.options[call]}, float(busy.max())
+        for ranks in least:
+            least[ranks] = float(busy[rank_index(ranks)].max())
+        bounds = [(max(most, least[o.ranks] + seconds(call, o)), o) for o in self.options[call]]
+        for bound, layout in sorted(bounds, key=itemgetter(0)):
+            yield bound, replace(plan, calls={**plan.calls, call: layout})
+
+    @property
+    def plans(self) -> int:
+        """The number of plans."""
+        return math.prod(map(len, self.options.values())) * 2 ** len(self.offload)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    best: tuple[tuple[float, ExecutionPlan], ...]  # (seconds of a step, plan) that fit, the shortest first
+    nearest: tuple[float, ExecutionPlan] | None  # (bytes, plan) that needs least memory; None if one fits
+    simulated: int  # plans
+    seconds: float  # of the search
+    history: tuple[tuple[float, float], ...]  # (seconds since the beginning, seconds of a step) of each new best
+
+
+def search(
+    problem: Problem,
+    *,
+    seed: int = 0,
+    budget: float = 60.0,
+    starts: Sequence[ExecutionPlan] = (),
+    progress: Progress = lambda seconds, simulated, best: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
+    """Search for the fastest plan that fits, until `budget` seconds are up or no change of a call helps.
+
+    It starts from every call's fastest layout and from `starts`, which may be outside of the options, and reports each
+    new best to `progress`.
+    """
+    seconds = problem.simulator.estimates.call_seconds
+    fastest = {name: min(layouts, key=partial(seconds, name)) for name, layouts in problem.options.items()}
+    plans = [ExecutionPlan("search", {name: plan[name] for name in fastest}, plan.offload) for plan in starts]
+    plans.append(ExecutionPlan("search", fastest))
+    descents, chance = _Descents(problem, budget, progress, clock), random.Random(seed)
+    for plan in plans:
+        descents.energy(plan)
+    for plan in plans:
+        descents.descend(plan, chance)
+    number = last = 0
+    while number - last < RESTARTS and not descents.over:
+        before, best = len(descents.history), descents.best[0][1] if descents.best else plans[-1]
+        share = 0.5 if number % 2 else 1.0
+        changed = {name: chance.choice(of) for name, of in problem.options.items() if chance.random() < share}
+        descents.descend(replace(best, calls={**best.calls, **changed}), chance)
+        number += 1
+        last = number if len(descents.history) > before else last
+    nearest = None if descents.best else descents.nearest
+    took = clock() - descents.begin
+    return Found(tuple(descents.best), nearest, len(descents.energies), took, tuple(descents.history))
+
+
+@dataclass(eq=False)
+class _Descents:
+    """Descents to plans of low energy: the seconds of a step, if the plan is allowed and fits into memory."""
+
+    problem: Problem
+    budget: float
+    progress: Progress
+    clock: Callable[[], float]
+    energies: dict[object, float] = field(default_factory=dict)
+    best: list[tuple[float, ExecutionPlan]] = field(default_factory=list)
+    nearest: tuple[float, ExecutionPlan] | None = None
+    history: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begin = self.clock()
+
+    def descend(self, plan: ExecutionPlan, chance: random.Random) -> None:
+        """Offload what helps and give every call its best layout in turn, until no change helps or the time is up."""
+        energy, improved, names = self.energy(plan), True, list(self.problem.options)
+        while improved and not self.over:
+            improved = False
+            for name in self.problem.offload:
+                neighbor = replace(plan, offload=plan.offload ^ {name})
+                if self.energy(neighbor) < energy:
+                    plan, energy, improved = neighbor, self.energy(neighbor), True
+            chance.shuffle(names)
+            for name in names:
+                for bound, neighbor in self.problem.alternatives(plan, name):
+                    if bound >= energy or self.over:
+                        break
+                    if self.energy(neighbor) < energy:
+                        plan, energy, improved = neighbor, self.energy(neighbor), True
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self.clock() - self.begin > self.budget
+
+    def energy(self, plan: ExecutionPlan) -> float:
+        """Return the energy of a plan, and remember it if it is among the best."""
+        key = tuple(plan.calls.values()), plan.offload
+        if key not in self.energies:
+            self.energies[key] = self._energy(plan)
+        return self.energies[key]
+
+    def _energy(self, plan: ExecutionPlan) -> float:
+        if shared := self.problem.shared_ranks(plan):
+            return _FORBIDDEN * shared
+        seconds, peak = self.problem.simulator.measure(plan)
+        if peak > self.problem.memory_bytes:
+            if self.nearest is None or peak < self.nearest[0]:
+                self.nearest = peak, plan
+            return _OVER_MEMORY * peak / self.problem.memory_bytes
+        if not self.best or seconds < self.best[0][0]:
+            self.history.append((self.clock() - self.begin, seconds))
+            self.progress(self.history[-1][0], len(self.energies), seconds)
+        self.best = sorted([*self.best, (seconds, plan)], key=itemgetter(0))[:_BEST]
+        return seconds
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A named plan with its best degrees, and its simulated step; `why` says why there is no plan."""
+
+    name: str
+    seconds: float = 0.0
+    peak_bytes: float = 0.0
+    plan: ExecutionPlan | None = None
+    why: str = ""
+
+
+def baselines(problem: Problem, space: OptionSpace, facts: Facts) -> tuple[Baseline, ...]:
+    """Return every named plan with its fastest degrees, ZeRO stages and activation checkpointing; where none fit into
+    memory, with those that need least."""
+    return tuple(_at_its_best(name, problem, space, facts) for name in NAMED_PLANS)
+
+
+def _at_its_best(name: str, problem: Problem, space: OptionSpace, facts: Facts) -> Baseline:
+    variants = [replace(facts, ac=ac, ac_offload=offload) for ac, offload in space.recompute]
+    ranks = space.world_size // 2 if name == "separation" else space.world_size
+    if name != "heuristic":  # which chooses its degrees itself
+        every = product(variants, degrees(ranks, space), space.zero)
+        variants = [replace(saving, dims=dims, zero=zero) for saving, dims, zero in every]
+
+    def order(pair: tuple[Facts, Baseline]) -> tuple[bool, float]:
+        fits = pair[1].peak_bytes <= problem.memory_bytes
+        return not fits, pair[1].seconds if fits else pair[1].peak_bytes
+
+    def best(variants: Iterable[Facts]) -> tuple[Facts, Baseline] | None:
+        measured = [(facts, one) for facts in variants if (one := _measured(name, facts, problem, space))]
+        return min(measured, key=order, default=None)
+
+    found = best(variants)
+    if found and name == "separation":
+        found = best(replace(found[0], rollout_dims=dims) for dims in degrees(ranks, space))
+    return found[1] if found else Baseline(name, why="no degrees fit the ranks, the heads, the layers and the batch")
+
+
+def _measured(name: str, facts: Facts, problem: Problem, space: OptionSpace) -> Baseline | None:
+    """Return a named plan, offloading all it may where it does not fit; None if it cannot have the degrees."""
+    graph = problem.simulator.graph
+    try:
+        plan = named_plan(name, graph, facts)
+    except ValueError:
+        return None
+    layouts = [(call, plan[call.name]) for call in graph.calls]
+    if not all(allows(call, layout.dims, space) and space.allowed(call, layout) for call, layout in layouts):
+        return None
+    seconds, peak = problem.simulator.measure(plan)
+    if peak > problem.memory_bytes:
+        plan = replace(plan, offload=frozenset(problem.offload))
+        seconds, peak = problem.simulator.measure(plan)
+    return Baseline(name, seconds, peak, plan)

@@ -1,0 +1,281 @@
+"""The plan of a run: searched before its first step (--plan search), and between steps (--replan) by what calls took
+and what a change costs: the exact reallocations of weights and optimizer states in `usp.rlhf.runtime.copies`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from parallel import ReallocPlan, plan_realloc, realloc_seconds
+from usp.model.facts import ModelShape, weight_layout
+from usp.predict.devices import hardware_here, of_launch
+from usp.rlhf.config import SEARCH
+from usp.rlhf.datasets import example_indices, sequences_of
+from usp.rlhf.graph import DataflowGraph, ModelCall
+from usp.rlhf.plan.operations import kept_copies, trained_copy, weight_copies
+from usp.rlhf.plan.plan import PLAN_FILE, CallLayout, ExecutionPlan, from_mapping, optimizer_of, to_mapping
+from usp.rlhf.prepare import PreparedRlhf
+from usp.rlhf.replanning import Decision, MeasuredStep, ReplanOptions, SwitchCost
+from usp.rlhf.role_specs import call_violations
+from usp.rlhf.runtime.measure import StepLengths
+from usp.run.failures import ConfigurationError
+from usp.run.launch import Launch
+
+from .call_cost import CallOptions
+from .estimates import CallSeconds, Estimates, Factors, factor_of, layout_key
+from .question import from_rank_0
+from .report import render_choice
+from .rlhf_question import Question, answer, model_shapes
+from .rlhf_search import Problem, baselines, search
+from .workload import Workload
+
+_WIDTH = 150  # of what is printed, at least: logs of torchrun report 80 columns
+_BUCKET_BYTES = 64 << 20  # buffer memory of a reallocation, as in usp.rlhf.runtime.copies
+_NEWEST = 0.5  # the weight of the steps since the last decision, against all before
+_STATES = 3  # the float32 tensors of a trained parameter: its values and two moments, sharded alike
+
+
+class SearchedPlan:
+    """The planner of a run: the plan that was searched, or that of the run that is resumed.
+
+    It is searched once: what the run prepares again, as after its supervised steps, gets the same plan.
+    """
+
+    def __init__(self) -> None:
+        self._plan: ExecutionPlan | None = None
+
+    def __call__(self, run: PreparedRlhf) -> ExecutionPlan:
+        """Return the same plan on every rank. Collective through torchrun's store.
+
+        Raise ValueError on every rank for unknown hardware, models without formulas, and if no plan fits.
+        """
+        if self._plan is None:
+            if run.launch.world_size > 1 and run.launch.agent_store is None:
+                raise ValueError(
+                    f"--plan = {SEARCH} hands its plan to all ranks through torchrun's store: start with torchrun, or "
+                    f"give the file that python -m usp rlhf-plan --out writes"
+                )
+            self._plan = from_mapping(from_rank_0(run.launch, "rlhf-plan", lambda: _searched(run)))
+        return self._plan
+
+
+def _searched(run: PreparedRlhf) -> dict[str, Any]:
+    """Return the plan as plain values, and say on screen what it is."""
+    if resumed := _of_resumed(run):
+        print(f"plan: that of the run, from {resumed[0]}", flush=True)
+        return to_mapping(resumed[1])
+    print(f"plan: searching for {run.launch.world_size} ranks", flush=True)
+    budget, seed = run.config.search_budget, run.config.seed
+    try:
+        choice = answer(question_of(run), seed=seed, budget=budget, report=lambda seconds, simulated, best: None)
+    except ValueError as error:
+        raise ValueError(f"--plan = {SEARCH}: {error}") from error
+    Console(width=max(Console().width, _WIDTH)).print(render_choice(choice))
+    return to_mapping(choice.plan)
+
+
+def _of_resumed(run: PreparedRlhf) -> tuple[Path, ExecutionPlan] | None:
+    """Return the searched plan in the folder of the run that is resumed, if it is of as many ranks."""
+    if run.start.checkpoint is None:
+        return None
+    file = run.start.checkpoint.parent.parent / PLAN_FILE
+    try:
+        plan = from_mapping(yaml.safe_load(file.read_text()))
+        plan.check(run.graph, run.launch.world_size)
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return None
+    ranks = {rank for layout in plan.calls.values() for rank in layout.ranks}
+    return (file, plan) if plan.name == SEARCH and len(ranks) == run.launch.world_size else None
+
+
+def question_of(run: PreparedRlhf) -> Question:
+    """Return the question of a run: the samples of its first step, with responses of --max-new-tokens; raise ValueError
+    for unknown hardware, and models that there are no formulas for."""
+    config = run.config
+
+    @cache
+    def allowed_as(role: str, layout: CallLayout, trained: bool) -> bool:
+        return not any(call_violations(layout, run.roles[role], trained=trained))
+
+    def allowed(call: ModelCall, layout: CallLayout) -> bool:
+        alike = replace(layout.of_weights, ranks=())
+        return not call.role or allowed_as(call.role, alike, call.kind == "train_step")
+
+    return Question(
+        graph=run.graph,
+        models=model_shapes({role: (spec.source, spec.config) for role, spec in run.roles.items()}),
+        workload=_workload(run),
+        hardware=of_launch(hardware_here(config.hardware, run.device, run.launch), run.device, run.launch),
+        world_size=run.launch.world_size,
+        options=CallOptions(
+            dtype=run.roles[next(iter(run.graph.trained_roles))].dtype,
+            slots=config.slots,
+            loss_chunk=config.loss_chunk,
+            kernel=config.attention_kernel,
+        ),
+        staleness=config.staleness,
+        allowed=allowed,
+    )
+
+
+def _workload(run: PreparedRlhf) -> Workload:
+    """Return the lengths of the first step's samples; a response that is generated has as many as it may."""
+    drawn = example_indices(0, run.drawn, len(run.examples), run.config.seed)
+    examples = [run.examples[index] for index in drawn]
+    group, limit = run.graph.group_size, run.config.max_new_tokens
+    if run.algorithm.data == "prompts":
+        prompts = tuple(len(example.prompt) for example in examples for _ in range(group))
+        return Workload(prompts, (limit,) * len(prompts), group, limit)
+    pairs = run.algorithm.data == "pairs"
+    whole = [len(ids) for example in examples for ids, _ in sequences_of(example, run.tokenizer, pairs)]
+    return Workload(tuple(length - 1 for length in whole), (1,) * len(whole), 2 if pairs else 1, 1)
+
+
+def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
+    """Return the factors of calls after further steps under a plan.
+
+    Of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
+    changes nothing for long. Steps tell only the sum of computation and communication: of the factors that explain it,
+    to first order, those are taken that change least in the logarithm. So what a call takes on one rank says nothing
+    about links, and the larger part of a call explains most.
+
+    A step is the measured seconds by call, and the estimates for its lengths.
+    """
+    found = {call: dict(of_call) for call, of_call in factors.items()}
+    for call, layout in plan.calls.items():
+        measured = [(seconds[call], of.predicted(call, layout)) for seconds, of in steps if seconds.get(call)]
+        if measured:
+            before = factor_of(factors, call, layout)
+            factor = _explaining(before or CallSeconds(), measured, _NEWEST if before else 1.0)
+            found.setdefault(call, {})[layout_key(layout)] = factor
+    return found
+
+
+def _explaining(before: CallSeconds, measured: Sequence[tuple[float, CallSeconds]], newest: float) -> CallSeconds:
+    """Return the factors nearest to those before that explain (measured, predicted) of steps, with weight `newest`."""
+    corrected = [predicted.times(before) for _, predicted in measured]
+    change = newest * log(median(s / c.total for (s, _), c in zip(measured, corrected, strict=True)))
+    share = sum(c.communication for c in corrected) / sum(c.total for c in corrected)
+    norm = share**2 + (1 - share) ** 2
+    return before.times(CallSeconds(exp(change * (1 - share) / norm), exp(change * share / norm)))
+
+
+def moves(
+    graph: DataflowGraph,
+    before: ExecutionPlan,
+    after: ExecutionPlan,
+    models: Mapping[str, ModelShape],
+    dtype: torch.dtype,
+    ranks_per_host: int,
+) -> Iterator[tuple[ReallocPlan, int]]:
+    """Yield the reallocations between two plans, of trained copies and of untrained ones (in `dtype`) that only `after`
+    has, each with the number of tensors per parameter that it runs for."""
+    stay = kept_copies(graph, before, after)
+    for role in graph.roles:
+        trains = graph.train_call(role) is not None
+        sources, targets = (  # the copies that have their values between steps
+            [c for c in weight_copies(graph, plan) if c.role == role and trained_copy(graph, plan, role) in (None, c)]
+            for plan in (before, after)
+        )
+        kind = torch.float32 if trains else dtype
+        held, wanted = (
+            [weight_layout(models[role], c.layout.dims, c.layout.ranks, zero=c.layout.zero, dtype=kind) for c in copies]
+            for copies in (sources, [copy for copy in targets if copy not in stay])
+        )
+        for target in wanted:
+            options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": ranks_per_host}
+            yield plan_realloc(held[0], target, copies=held[1:], **options), _STATES if trains else 1
+
+
+@dataclass(eq=False)
+class SearchingPlanner:
+    """A `usp.rlhf.replanning.Replanner` that searches from the running plan and the named ones."""
+
+    question: Callable[[StepLengths], Question]  # of the lengths of a step
+    options: ReplanOptions
+    seed: int
+    completed: Callable[[ExecutionPlan], ExecutionPlan]  # returns a searched plan with what the run sets for every plan
+    factors: Factors = field(default_factory=dict)  # of the estimates, after the last decision
+
+    def __call__(
+        self, running: ExecutionPlan, measured: Sequence[MeasuredStep], remaining: int, build_seconds: float
+    ) -> Decision:
+        """See `Replanner`. Lengths are expected to stay as those of the last step."""
+        begin, number = time.perf_counter(), measured[-1].number
+        questions = [self.question(step.lengths) for step in measured]
+        steps = [(step.seconds, question.estimates) for step, question in zip(measured, questions, strict=True)]
+        self.factors = learned(self.factors, running, steps)
+        question = questions[-1]
+        stays = Decision(number, remaining, running, 0.0, 0.0, SwitchCost(), self.options.gain)
+        try:
+            problem = question.problem(question.estimates.with_factors(self.factors))
+        except ValueError as error:  # by prediction nothing fits, and yet the plan runs
+            return replace(stays, why_not=str(error))
+        seconds = problem.simulator.measure(running)[0]
+        decision = self._best(problem, question, replace(stays, running_seconds=seconds, best_seconds=seconds))
+        dtype = question.options.dtype
+        moved = list(moves(question.graph, running, decision.best, question.models, dtype, question.ranks_per_host))
+        cost = SwitchCost(
+            sum(times * plan.total_bytes for plan, times in moved),
+            sum(times * realloc_seconds(plan, question.hardware).total for plan, times in moved),
+            build_seconds,
+            time.perf_counter() - begin,
+        )
+        return replace(decision, cost=cost)
+
+    def _best(self, problem: Problem, question: Question, stays: Decision) -> Decision:
+        """Search, and return the fastest plan that the run can have; with `why_not` if it can have none of them."""
+        named = [one.plan for one in baselines(problem, question.space, question.facts) if one.plan]
+        seed, starts = self.seed + stays.step, [stays.best, *named]
+        decision = stays
+        for _, plan in search(problem, seed=seed, budget=self.options.budget, starts=starts).best:
+            best = self.completed(plan)
+            if (seconds := problem.simulator.measure(best)[0]) >= stays.running_seconds:
+                break
+            why_not = next(best.violations(question.graph, question.world_size), "")
+            decision = replace(stays, best=best, best_seconds=seconds, why_not=why_not)
+            if not why_not:
+                break
+        return decision
+
+
+def run_planner(prepared: PreparedRlhf, launch: Launch) -> SearchingPlanner:
+    """Return what `train_rlhf` needs for --replan; raise ConfigurationError for a model that there are no formulas for,
+    or hardware that is not known."""
+    config = prepared.config
+    try:
+        first = question_of(prepared)
+    except ValueError as error:
+        raise ConfigurationError(f"--replan = {config.replan}: {error}") from error
+
+    def question(lengths: StepLengths) -> Question:
+        workload = Workload(lengths.prompts, lengths.responses, lengths.group_size, config.max_new_tokens)
+        return replace(first, workload=workload)
+
+    options = ReplanOptions.parse(config.replan)
+    return SearchingPlanner(question, options, config.seed, lambda plan: _completed(plan, prepared))
+
+
+def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:
+    """Return a plan with what is not searched as the run has it: how calls divide tokens, and offloading by flags."""
+    config, graph = prepared.config, prepared.graph
+    names = ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk")
+    offload = set(plan.offload)
+    if config.offload:
+        offload |= set(graph.roles) - set(graph.trained_roles)
+    if config.offload_optimizer:
+        offload |= set(map(optimizer_of, graph.trained_roles))
+    calls = {}
+    for call, layout in plan.calls.items():
+        calls[call] = replace(layout, **{name: getattr(prepared.plan[call], name) for name in names})
+    return ExecutionPlan(plan.name, calls, frozenset(offload))

@@ -1,0 +1,317 @@
+"""The layouts of a training step, their options to save memory, and the search for the fastest that fit. Pure.
+
+The search is best first by a lower bound that grows from step to step:
+
+    a group       layouts with the same degrees, bounded by compute with the largest micro-batches and no bubble, then
+                  also by the traffic of activations
+    a layout      bounded by its compute, and by the traffic of activations as in the largest micro-batches
+    an option     a way to save activations, bounded likewise with its recomputation
+    replicas      more of them (HSDP), bounded by the same step with one replica, but without the traffic of parameters
+    a candidate   with a ZeRO stage and a number of replicas that fit, timed
+
+so a candidate that is reached is faster than everything that has not been reached. Of each family, the configurations
+with the same axes, only the fastest is of interest. Only the lowest ZeRO stage that fits is timed, because higher ones
+communicate more; optimizer offload, which saves no time, is tried only for lower ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, product
+
+from parallel import PP_SCHEDULES, bubble_fraction, divisors, micro_batch_violation
+from usp.config import AC_MODES, TrainConfig
+from usp.model.facts import ModelFacts
+from usp.predict.devices import Memory
+from usp.predict.seconds import StepTime
+from usp.train.validate import violations
+
+from .question import Devices
+
+AC = (("none", False), *((ac, offload) for ac in AC_MODES if ac != "none" for offload in (False, True)))
+MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
+MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
+FAMILIES = 6  # in a report
+MOST_TIGHT = 20  # layouts that are searched for the least memory
+ACTIVATION_AXES = ("ring", "ulysses", "tp", "ep")
+PARAMETER_AXES = ("fsdp", "efsdp", "dp_replicate")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question(Devices):
+    """A training step to plan; in `base`, whatever the planner chooses has its default."""
+
+    base: TrainConfig
+    facts: ModelFacts
+    sequences: int  # per step, over all ranks
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Functions of a configuration."""
+
+    seconds: Callable[[TrainConfig], StepTime]  # of its step
+    least_seconds: Callable[[TrainConfig], float]  # a lower bound, for any ZeRO stage and number of replicas
+    memory: Callable[[TrainConfig], Memory]  # of the rank and the host that need most
+
+
+@dataclass(frozen=True)
+class Candidate:
+    config: TrainConfig
+    time: StepTime
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    best: tuple[Candidate, ...]  # the fastest configuration of each family that fits, the fastest first
+    layouts: int  # how many there are
+    tried: int  # of these, how many were checked against the memory
+
+
+def changed(config: TrainConfig, **values: object) -> TrainConfig:
+    """Return a configuration with other values, as `dataclasses.replace`, which takes ten times as long."""
+    other = copy(config)
+    vars(other).update(values)
+    return other
+
+
+def family(config: TrainConfig) -> tuple[str, ...]:
+    """Return the axes that a configuration uses, outermost first; dp may shard and replicate."""
+    degrees = {"pp": config.pp, "dp": config.dp_replicate * config.dp_shard}
+    degrees |= {name: getattr(config, name) for name in ("sp_ring", "sp_ulysses", "tp", "ep")}
+    return tuple(name for name, degree in degrees.items() if degree > 1)
+
+
+def layouts(question: Question) -> Iterator[TrainConfig]:
+    """Yield every valid choice of degrees, micro-batches and schedule, with all activations saved and ZeRO-1 over all
+    data-parallel ranks.
+
+    tp stays inside a host and always includes Megatron's sequence parallelism; the heads bound tp x ulysses.
+    """
+    world, facts = question.world_size, question.facts
+    inside = question.hardware.tiers[0].devices or world
+    for tp, pp in product(divisors(world), divisors(world)):
+        if tp > inside or facts.num_heads % tp or world % (tp * pp) or pp > len(facts.windows):
+            continue
+        for sp in divisors(world // (tp * pp)):
+            dp = world // (tp * pp * sp)
+            if question.sequences % dp:
+                continue
+            for ulysses in divisors(sp):
+                if ulysses * tp <= facts.num_heads:
+                    layout = changed(
+                        question.base,
+                        tp=tp,
+                        tp_sequence_parallel=tp > 1,
+                        pp=pp,
+                        dp_shard=dp,
+                        sp_ulysses=ulysses,
+                        sp_ring=sp // ulysses,
+                        batch_size=question.sequences // dp,
+                        zero=1,
+                    )
+                    yield from _completed(question, layout)
+
+
+def _completed(question: Question, layout: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield a layout with every schedule, number of micro-batches and expert degree."""
+    world, experts = question.world_size, question.facts.num_experts
+    schedules = PP_SCHEDULES if layout.pp > 1 else ("1f1b",)
+    for ep in [ep for ep in divisors(experts) if world // layout.pp % ep == 0] if experts else [1]:
+        for schedule in schedules:
+            for number in _micro_batches(layout.batch_size, layout.pp, schedule):
+                config = changed(layout, ep=ep, pp_schedule=schedule, micro_batches=number)
+                if not violations(config, world, question.facts):
+                    yield config
+
+
+def _micro_batches(batch: int, pp: int, schedule: str) -> list[int]:
+    """Return divisors of the batch. Without a pipeline all of them: fewer save more activations, but larger products
+    are faster, and ZeRO-2 and 3 communicate in each."""
+    numbers = divisors(batch)
+    if pp == 1:
+        return numbers
+    fitting = [number for number in numbers if not micro_batch_violation(schedule, pp, number)]
+    return [number for number in fitting if number <= MOST_MICRO_BATCHES * pp] or fitting[:1]
+
+
+def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
+    """Yield a layout with every way to save activations, the one that saves most last, and the sharding that saves most
+    memory."""
+    local = config.seq_len // (config.sp_ring * config.sp_ulysses) // config.tp
+    most = next(shardings(config))[-1]
+    for ac, offload in AC if config.pp_schedule != "zero-bubble" else AC[:1]:
+        tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
+        for tile in (0, MLP_TILE) if tiled else (0,):
+            yield changed(most, ac=ac, ac_offload=offload, mlp_tile=tile)
+
+
+def shardings(config: TrainConfig) -> Iterator[list[TrainConfig]]:
+    """Yield a configuration with the ZeRO stages that differ, for every number of replicas of the shards that experts
+    allow, the fewest first."""
+    sp, dp = config.sp_ring * config.sp_ulysses, config.dp_replicate * config.dp_shard
+    for replicas in divisors(dp):
+        shards = dp // replicas
+        if shards * sp * config.tp % config.ep == 0:
+            stages: tuple[int, ...] = (1, 2, 3) if config.micro_batches > 1 else (1, 3)
+            if shards * sp == 1 or config.pp_schedule == "zero-bubble":
+                stages = (1,)
+            yield [changed(config, dp_replicate=replicas, dp_shard=shards, zero=zero) for zero in stages]
+
+
+def _inner(config: TrainConfig) -> tuple[int, ...]:
+    """Return the degrees inside pp and dp, which determine how much a sequence's activations are sent."""
+    return config.sp_ring, config.sp_ulysses, config.tp, config.ep
+
+
+def _degrees(config: TrainConfig) -> tuple[int, ...]:
+    return config.pp, config.dp_shard, *_inner(config)
+
+
+def _bubble(config: TrainConfig) -> float:
+    return bubble_fraction(config.pp_schedule, config.pp, config.micro_batches)
+
+
+def without_parameters(time: StepTime) -> float:
+    """Return the time of a step without the exposed traffic of parameters and gradients, and the optimizer."""
+    exposed = sum(time.communication[axis].exposed for axis in PARAMETER_AXES if axis in time.communication)
+    return (time.total - time.optimizer) * (1 - exposed / (time.compute.total + time.exposed))
+
+
+class Search:
+    """A search among `every` layout for the fastest configurations that fit the devices of a question."""
+
+    def __init__(self, question: Question, predictor: Predictor, every: Sequence[TrainConfig]) -> None:
+        self.question, self.predictor, self.every = question, predictor, every
+        self.can_offload = math.isfinite(question.hardware.host_link_bytes_per_second)
+        self.waits: dict[tuple[int, ...], float] = {}
+        self.groups: dict[tuple[int, ...], list[TrainConfig]] = {}  # by degrees, the largest micro-batches first
+        self.largest: dict[tuple[int, ...], TrainConfig] = {}  # by inner degrees
+        for layout in sorted(every, key=lambda layout: layout.micro_batches / layout.batch_size):
+            self.groups.setdefault(_degrees(layout), []).append(layout)
+            self.largest.setdefault(_inner(layout), layout)
+
+    def run(
+        self, keep: int = FAMILIES, report: Callable[[int, int], None] = lambda tried, layouts: None
+    ) -> SearchResult:
+        """Search the fastest configurations of `keep` families; now and then tell `report` how many layouts were tried,
+        and how many there are."""
+        order = count()  # among equally fast ones, the first
+        queue: list[tuple[float, int, str, TrainConfig, Candidate | None]] = []
+        best: dict[tuple[str, ...], Candidate] = {}
+        tried = 0
+
+        def push(least: float, state: str, config: TrainConfig, candidate: Candidate | None = None) -> None:
+            heappush(queue, (least, next(order), state, config, candidate))
+
+        for layout, *_ in self.groups.values():
+            push(self.predictor.least_seconds(layout) * (1 - _bubble(layout)), "group", layout)
+        while queue and len(best) < keep:
+            least, _, state, config, candidate = heappop(queue)
+            if family(config) in best:
+                continue
+            if candidate:
+                best[family(config)] = candidate
+            elif state == "group":
+                push(least + self._waiting(config) * (1 - _bubble(config)), "waiting group", config)
+            elif state == "waiting group":
+                for layout in self.groups[_degrees(config)]:
+                    push(self.predictor.least_seconds(layout) + self._waiting(layout), "layout", layout)
+            elif state == "layout":
+                report(tried, len(self.every))
+                tried += 1
+                for option in self._options(config):
+                    push(self.predictor.least_seconds(option) + self._waiting(option), "option", option)
+            else:
+                candidates, bound = self._candidates(config, state)
+                for candidate in candidates:
+                    push(candidate.time.total, "candidate", candidate.config, candidate)
+                if bound < math.inf:
+                    push(bound, "two replicas" if state == "option" else "more replicas", config)
+        return SearchResult(tuple(best.values()), len(self.every), tried)
+
+    def fastest(self) -> Candidate | None:
+        """Search the fastest configuration that fits; None if none does."""
+        return next(iter(self.run(keep=1).best), None)
+
+    def _waiting(self, config: TrainConfig) -> float:
+        """Return the seconds in which a step waits for the traffic of activations: as long, for each sequence and
+        layer, as with the same inner degrees in the largest micro-batches, which send the fewest messages."""
+        key = _inner(config)
+        if key not in self.waits:
+            largest = self.largest[key]
+            communication = self.predictor.seconds(largest).communication
+            exposed = sum(communication[axis].exposed for axis in ACTIVATION_AXES if axis in communication)
+            self.waits[key] = exposed * largest.pp / largest.batch_size
+        waits = self.waits[key] * config.batch_size / config.pp
+        return waits / (1 - _bubble(config))
+
+    def _fits(self, config: TrainConfig) -> bool:
+        needed, usable = self.predictor.memory(config), self.question.usable
+        return needed.device <= usable.device and needed.host <= usable.host
+
+    def _options(self, layout: TrainConfig) -> list[TrainConfig]:
+        """Return the ways to save activations, with the sharding that saves most memory; none if none can fit."""
+        options = list(recomputations(layout, self.question.facts))
+        smallest = changed(options[-1], optim_offload=self.can_offload)
+        return options if self.predictor.memory(smallest).device <= self.question.usable.device else []
+
+    def _candidates(self, config: TrainConfig, state: str) -> tuple[list[Candidate], float]:
+        """Return the configuration without replicas, with two and with one on every host, or with more; and a lower
+        bound of those with more replicas, inf if there are none."""
+        every, host = list(shardings(config)), self.question.hardware.tiers[0].devices
+        inner = config.sp_ring * config.sp_ulysses * config.tp
+        inside = [stages for stages in every[2:] if stages[0].dp_shard * inner <= host]
+        groups = {"option": every[:1], "two replicas": [*every[1:2], *inside[:1]], "more replicas": every[2:]}
+        candidates: list[Candidate] = []
+        for stages in groups[state]:
+            sharded = self._sharded(stages)
+            if not sharded:  # more replicas need more memory
+                break
+            candidates += sharded
+        if not candidates or state == "more replicas":
+            return candidates, math.inf
+        fastest = min((candidate.time for candidate in candidates), key=lambda time: time.total)
+        bound = without_parameters(fastest)
+        if state == "two replicas":  # gathers and reductions take a time that is linear in the number of shards
+            first = min(candidate.time.total for candidate in self._sharded(every[0]))
+            bound = max(bound, 2 * fastest.total - first)
+        return candidates, bound
+
+    def _sharded(self, stages: list[TrainConfig]) -> list[Candidate]:
+        """Return the lowest ZeRO stage that fits, and a lower one if it fits with optimizer offload."""
+        lowest = self._lowest(stages)
+        lower = [each for each in stages if lowest is None or each.zero < lowest.zero] if self.can_offload else []
+        away = self._lowest([changed(each, optim_offload=True) for each in lower])
+        return [self.candidate(config) for config in (lowest, away) if config]
+
+    def _lowest(self, stages: list[TrainConfig]) -> TrainConfig | None:
+        return next(filter(self._fits, stages)) if stages and self._fits(stages[-1]) else None
+
+    def candidate(self, config: TrainConfig) -> Candidate:
+        return Candidate(config, self.predictor.seconds(config), self.predictor.memory(config))
+
+    def tightest(self) -> Candidate | None:
+        """Return the configuration that needs least memory of a device, of those that fit the host; None if none does.
+
+        Of all layouts the ones that need least with most savings are tried with every option.
+        """
+        host, memory = self.question.usable.host, self.predictor.memory
+
+        def placements(config: TrainConfig) -> list[TrainConfig]:
+            placed = [config, changed(config, optim_offload=True)] if self.can_offload else [config]
+            return [each for each in placed if memory(each).host <= host]
+
+        def least(configs: Iterable[TrainConfig]) -> float:
+            return min((memory(each).device for config in configs for each in placements(config)), default=math.inf)
+
+        options = [list(recomputations(layout, self.question.facts)) for layout in self.every]
+        nearest = sorted(options, key=lambda each: least(each[-2:]))[:MOST_TIGHT]
+        every = [each for options in nearest for option in options for each in placements(option)]
+        return self.candidate(min(every, key=lambda each: memory(each).device)) if every else None

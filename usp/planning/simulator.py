@@ -1,0 +1,201 @@
+"""Simulate the steps of an execution plan: the executor's own list of operations, in its order, on a clock per rank.
+
+An operation begins when all of its ranks have ended what they did before, and occupies them until it ends; so calls on
+common ranks run one after another, and calls on other ranks at once. A call waits until the calls that make its inputs
+have ended; sending samples takes no time, for they are small beside weights. At the end of a step all ranks exchange
+metrics, so the next one begins everywhere at once; ReaL's runtime has no such barrier, and `barrier=False` simulates
+that.
+
+Memory is counted as the executor holds it: trained copies with their optimizer states always, copies that are filled
+from the first operation that needs them to their release, offloaded ones while they are loaded, and what a call takes
+while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
+from usp.rlhf.plan.operations import Operation, WeightCopy, schedule, trained_copy, weight_copies
+from usp.rlhf.plan.plan import CallLayout, ExecutionPlan, optimizer_of
+from usp.rlhf.runtime.timeline import Event
+
+from .estimates import Estimates
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation of a simulated step: seconds since the first step began."""
+
+    step: int
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of simulated steps."""
+
+    seconds: float  # of a step, the mean of all
+    peak_bytes: float  # the most memory that a rank needs
+    spans: tuple[Span, ...]  # in the order of the schedule
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of a timeline, as the executor writes them: `usp.rlhf.runtime.trace` shows both alike."""
+        for s in self.spans:
+            yield from (Event(s.step, rank, s.kind, s.name, s.start, s.end) for rank in s.ranks)
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """Simulates plans of one graph on one cluster.
+
+    With `staleness` 1, a step is an iteration in the middle of a run: it trains on what the one before rolled out.
+    """
+
+    graph: DataflowGraph
+    estimates: Estimates
+    world_size: int
+    steps: int = 1
+    barrier: bool = True  # every rank waits for all others at the end of a step
+    staleness: int = 0
+    step_seconds: float = 0.0  # beside the calls and the movement of weights
+    _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def run(self, plan: ExecutionPlan) -> Simulation:
+        """Simulate a plan, with everything that happens."""
+        clock = self._clock(plan)
+        spans = tuple(Span(step, kind, op.name, ranks, *times) for step, kind, op, ranks, times in clock.ran)
+        return Simulation(*self._totals(clock), spans)
+
+    def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
+        """Return the seconds of a step, and the most bytes that a rank holds."""
+        return self._totals(self._clock(plan))
+
+    def _totals(self, clock: _Clock) -> tuple[float, float]:
+        return float(clock.free.max()) / self.steps + self.step_seconds, float(clock.most.max())
+
+    def _clock(self, plan: ExecutionPlan) -> _Clock:
+        clock = _Clock(self.graph, plan, self.estimates, self.world_size)
+        operations = self._operations(plan, clock)
+        for step in range(self.steps):
+            for operation in operations:
+                clock.run(step, operation)
+            if self.barrier:
+                clock.free[:] = clock.free.max()
+        return clock
+
+    def _operations(self, plan: ExecutionPlan, clock: _Clock) -> tuple[Operation, ...]:
+        """Return the schedule, made once for all plans whose calls share copies in the same way."""
+        sharing = frozenset(copy for copy, source in clock.sources.items() if shares_memory(copy, source))
+        copies = tuple(
+            (tuple(call.name for call in calls), copy in sharing, clock.sources[copy] == copy)
+            for copy, calls in clock.copies.items()
+        )
+        announced = [plan[call.name].ranks for call in self.graph.rollouts] if self.staleness else ()
+        key = (copies, plan.offload, tuple(announced))
+        if key not in self._schedules:
+            self._schedules[key] = schedule(self.graph, plan, self.world_size, sharing, staleness=self.staleness)
+        return self._schedules[key]
+
+
+class _Clock:
+    """When each rank is free, what it holds, and the most that it held.
+
+    Operations may come from another plan with the same copies: they are run with the layouts of this one.
+    """
+
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, estimates: Estimates, world_size: int) -> None:
+        self._graph, self._plan, self._estimates = graph, plan, estimates
+        self.free, self._held = np.zeros(world_size), np.zeros(world_size)
+        self.ran: list[tuple[int, str, Operation, tuple[int, ...], tuple[float, float]]] = []
+        self._ended: dict[str, float] = {}  # by call: when it ended last
+        self.copies = weight_copies(graph, plan)
+        self.sources = {copy: trained_copy(graph, plan, copy.role) for copy in self.copies}
+        self._of_call = {call.name: copy for copy, calls in self.copies.items() for call in calls}
+        for copy, source in self.sources.items():
+            at = rank_index(copy.layout.ranks)
+            if source == copy or (source is None and copy.role not in plan.offload):
+                self._held[at] += estimates.weight_bytes(copy)
+            if source == copy and optimizer_of(copy.role) not in plan.offload:
+                self._held[at] += estimates.state_bytes(copy)
+        self.most = self._held.copy()
+
+    def run(self, step: int, operation: Operation) -> None:
+        """Run an operation on its ranks."""
+        kind, ranks, seconds, begins = operation.kind, operation.ranks, 0.0, 0.0
+        if kind == "transfer":
+            return
+        if kind == "call":
+            call, layout = self._graph[operation.call], self._plan[operation.call]
+            producers = [self._graph.producers.get(key, "") for key in call.inputs]
+            begins = max((self._ended.get(producer, 0.0) for producer in producers), default=0.0)
+            kind, ranks, seconds = call.kind, layout.ranks, self._call(call, layout)
+        elif operation.calls and operation.copy:
+            copy = self._of_call[operation.calls[0]]
+            source = self.sources[copy] if kind == "reallocate" else None
+            ranks = _union(copy.layout.ranks, source.layout.ranks) if source else copy.layout.ranks
+            seconds = self._move(kind, copy, source)
+        at = rank_index(ranks)
+        start = max(begins, float(self.free[at].max()))
+        self.free[at] = end = start + seconds
+        self.ran.append((step, kind, operation, ranks, (start, end)))
+        if operation.kind == "call":
+            self._ended[operation.call] = end
+
+    def _call(self, call: ModelCall, layout: CallLayout) -> float:
+        """Return the time of a call, and count its memory."""
+        copy = self._of_call.get(call.name)
+        seconds, taken = self._estimates.call_seconds(call.name, layout), self._estimates.call_bytes(call.name, layout)
+        if copy and isinstance(call.work, TrainStep) and optimizer_of(call.role) in self._plan.offload:
+            seconds += 2 * self._estimates.state_load_seconds(copy)
+            taken += self._estimates.state_bytes(copy)
+        at = rank_index(layout.ranks)
+        self.most[at] = np.maximum(self.most[at], self._held[at] + taken)
+        return seconds
+
+    def _move(self, kind: str, copy: WeightCopy, source: WeightCopy | None) -> float:
+        """Return the time of an operation on weights, and count what it leaves in memory."""
+        at, arrives = rank_index(copy.layout.ranks), kind in ("reallocate", "load")
+        self._held[at] += self._estimates.weight_bytes(copy) * (1 if arrives else -1)
+        self.most[at] = np.maximum(self.most[at], self._held[at])
+        if source:
+            return self._estimates.fill_seconds(source, copy)
+        return self._estimates.load_seconds(copy) if kind in ("load", "offload") else 0.0
+
+
+@lru_cache(1 << 16)
+def shares_memory(copy: WeightCopy, source: WeightCopy | None) -> bool:
+    """Return whether a copy uses the memory of its role's trained copy: both hold the same on each of its ranks."""
+    if source is None or source == copy or copy.layout.zero:
+        return False
+    trained, other = source.layout, copy.layout
+    if trained.zero and trained.dims.dp_shard * trained.dims.sp > 1:
+        return False
+    same = (trained.dims.pp, trained.dims.tp, trained.dims.ep) == (other.dims.pp, other.dims.tp, other.dims.ep)
+    if not same or not set(other.ranks) <= set(trained.ranks):
+        return False
+    for rank in other.ranks:
+        ours, its = (each.dims.coordinates(each.ranks.index(rank)) for each in (other, trained))
+        if (ours["pp"], ours["tp"]) != (its["pp"], its["tp"]):
+            return False
+    return True
+
+
+@lru_cache(1 << 16)
+def rank_index(ranks: tuple[int, ...]) -> slice | list[int]:
+    """Return an index of ranks into an array, a slice for consecutive ones."""
+    if ranks and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return slice(ranks[0], ranks[-1] + 1)
+    return list(ranks)
+
+
+@lru_cache(1 << 16)
+def _union(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*some, *others}))

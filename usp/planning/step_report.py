@@ -1,0 +1,342 @@
+"""The predicted step of a configuration: seconds by part, MFU, memory, and a run's own metrics beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Group
+
+from attention import AttentionSpec
+from parallel import Hardware, bubble_fraction, overlap_of
+from usp.config import TrainConfig
+from usp.hf.models import formula_violation, model_facts
+from usp.model.facts import ModelFacts
+from usp.predict.compute import Seconds, attention_kernel, dtype_name, model_flops
+from usp.predict.devices import Memory, usable
+from usp.predict.job import Data, Job
+from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
+from usp.predict.meter import CATEGORIES, FSDP_COLLECTIVES
+from usp.predict.seconds import (
+    OVERLAPS_WITH,
+    StepTime,
+    TransferSeconds,
+    host_copies,
+    overlapped,
+    overlapped_in_pieces,
+    sent_seconds,
+    sharing,
+    step_seconds,
+)
+from usp.predict.traffic import Sent
+from usp.run.failures import ConfigurationError
+from usp.run.metrics import METRICS_FILE, seconds
+from usp.run.tables import GIB, Grid
+from usp.train.dry_run import DryRun, dry_run
+from usp.train.resolve import job_of, resolve, trained_model
+
+SCALARS = 64  # bytes of a call up to which it sums scalars
+_FIRST_STEPS = 3  # of a run, which allocate, connect and compile
+_COMMUNICATION = {
+    "ring": "ring attention",
+    "ulysses": "Ulysses all-to-alls",
+    "tp": "tensor parallelism",
+    "pp": "pipeline messages",
+    "ep": "expert all-to-alls",
+    "host": "copies to and from the host",
+}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step of `job` on `hardware`, by dry runs for a job without formulas."""
+
+    job: Job
+    hardware: Hardware
+    measured: Measured | None = None  # medians over the steps of a run, without the first ones
+    runs: tuple[DryRun, ...] = ()  # of one rank of each pipeline stage that may be the slowest
+
+    @cached_property
+    def time(self) -> StepTime:
+        if not self.runs:
+            return step_seconds(self.job, self.hardware)
+        return max((counted_time(run, self.job, self.hardware) for run in self.runs), key=lambda time: time.total)
+
+    @cached_property
+    def memory(self) -> Footprint:
+        """The memory of the pipeline stage that needs the most."""
+        if not self.runs:
+            return largest_footprint(self.job)[0]
+        run = max(self.runs, key=lambda run: run.peak_bytes)
+        sizes = [run.by_category[name] for name in CATEGORIES]
+        parameters, gradients, optimizer, whole, activations, transient = sizes
+        peak = Moment("the dry run", parameters, optimizer, gradients, whole, activations, transient)
+        return Footprint(parameters, gradients, optimizer, activations, run.host_bytes, peak)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.job.config.seq_len * self.job.config.batch_size * self.job.dims.batch
+
+    @property
+    def unmasked_mfu(self) -> float:
+        """MFU with the masked half of attention counted as work, as PaLM's (arXiv 2204.02311, appendix B) does."""
+        hidden = (model_flops(self.job, masked=True) - model_flops(self.job)) / self.job.world_size
+        return (self.time.causal_flops + hidden) / self.time.total / self.time.peak
+
+    @cached_property
+    def on_host(self) -> int:
+        """Bytes that the ranks of a host keep in its memory."""
+        if self.runs:
+            return self.memory.host * sharing(self.job, self.hardware)
+        return host_bytes(self.job, self.hardware.host_devices)
+
+    @property
+    def limits(self) -> Memory:
+        """Bytes of a device and of a host that a run can use."""
+        return usable(self.hardware)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak.total <= self.limits.device and self.on_host <= self.limits.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that a device processes per second."""
+        return self.tokens / self.time.total / self.job.world_size
+
+
+def counted_time(run: DryRun, job: Job, hardware: Hardware) -> StepTime:
+    """Return the time of a step whose operators and messages a dry run of one rank has counted; what overlaps is as in
+    `usp.predict.seconds`."""
+    dtype, kernel = dtype_name(job.dtype), attention_kernel(job, hardware, AttentionSpec())
+    busy, micro_batches = run.work.seconds(hardware, dtype, kernel), job.config.micro_batches
+    layers = sum(len(job.stage_layers[stage]) for stage in job.stages(run.rank))
+    communication: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
+    for sent in run.sent:
+        axis = sent.axes[0] if sent.collective not in FSDP_COLLECTIVES else next(x for x in sent.axes if "fsdp" in x)
+        took = sent_seconds(job, hardware, Sent(axis, sent.collective, sent.nbytes, sent.calls), run.rank)
+        if axis == "ring":
+            hidden = overlapped([took], [busy.attention])
+        elif axis in OVERLAPS_WITH and sent.nbytes > SCALARS * sent.calls:
+            hidden = overlapped_in_pieces(took, busy.total if hardware.streams else 0.0, layers + 1)
+        else:
+            hidden = TransferSeconds(exposed=took)
+        communication[axis] += hidden.with_free_part(overlap_of(hardware, sent.ranks))
+    forward = busy.total / (4 if job.config.ac != "none" else 3)
+    passes = forward / micro_batches, (busy.total - forward) / micro_batches
+    communication |= host_copies(job, hardware, run.rank, *passes, saved=run.offloaded_bytes // micro_batches)
+    update = run.update.seconds(hardware, dtype, kernel).total
+    if job.config.optim_offload:
+        update = hardware.host_memory_seconds(run.update.nbytes, sharing(job, hardware))
+    exposed = sum(transfers.exposed for transfers in communication.values())
+    if not job.config.compile:
+        busy += Seconds(launch=max(0.0, run.work.launches * hardware.launch_seconds - busy.total - exposed))
+    fraction = bubble_fraction(job.config.pp_schedule, job.dims.pp, micro_batches)
+    with_adapters = job
+    if job.config.lora_rank:  # whose frozen weights have no gradients
+        with_adapters = job_of(job.config, trained_model(job.config, weights=False), job.world_size, data=job.data)
+    return StepTime(
+        compute=busy,
+        communication=dict(communication),
+        bubble=(busy.total + exposed) * fraction / (1 - fraction),
+        optimizer=update,
+        causal_flops=model_flops(with_adapters) / job.world_size,
+        peak=hardware.peak(dtype),
+        kernels=(kernel,),
+    )
+
+
+def step_report(
+    config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data], run: Measured | None
+) -> StepReport:
+    """Predict a step by formulas, or where these do not apply by dry runs; raise ConfigurationError for configurations
+    that train.py refuses, and for DeepSpeed."""
+    model = trained_model(config, weights=False)
+    found = data(model_facts(config.model, model))
+    formulas = not (config.lora_rank or config.optimizer != "adamw" or formula_violation(config.model, model))
+    if formulas or config.engine != "fsdp2":
+        return StepReport(job_of(config, model, world_size, data=found), hardware, run)
+    if found.router_imbalance != 1:
+        raise ConfigurationError("--router-imbalance: a dry run's routers choose experts evenly: remove it")
+    resolved = resolve(config, world_size, model)
+    resolved.valid()
+    largest = resolved.largest
+    job = Job(largest.config, resolved.shape, largest.dims, data=found)
+    # The last rank of a stage has the end of the sequence: with contiguous shards, most of the attention.
+    ranks = {world_size // job.dims.pp - 1, world_size - 1}
+    eager = replace(config, compile=False)
+    return StepReport(job, hardware, run, tuple(dry_run(eager, world_size, rank, found) for rank in sorted(ranks)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run recorded: seconds and MFU of its median step, and rank 0's peak memory."""
+
+    steps: int
+    seconds: float
+    mfu: float | None  # None where the run's device has no known peak
+    memory_bytes: int
+
+
+def measured(folder: Path) -> Measured:
+    """Read the metrics of a run of train.py; raise ConfigurationError if it has none after the first steps."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        raise ConfigurationError(f"--against = {folder} holds no {METRICS_FILE}: give the folder of a run of train.py")
+    lines = path.read_text().splitlines()
+    try:
+        records = [json.loads(line) for line in lines][_FIRST_STEPS:]
+        if not records:
+            raise ConfigurationError(
+                f"--against = {folder} has {len(lines)} steps, and the first {_FIRST_STEPS} are left out because they "
+                "allocate and connect: let it run longer"
+            )
+        known = [record["mfu"] for record in records if record["mfu"] is not None]
+        return Measured(
+            steps=len(records),
+            seconds=median(record["seconds"] for record in records),
+            mfu=median(known) if known else None,
+            memory_bytes=max(record["memory_bytes"] for record in records),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--against = {folder}: {path} is no log of train.py: {error!r}") from error
+
+
+def render(report: StepReport) -> Group:
+    """Return the tables of a report for rich to print."""
+    config = report.job.config
+    asked = (
+        f"{config.model} on {report.job.world_size} x {report.hardware.name} ({report.job.dims}): {report.tokens:,} "
+        f"tokens per step, ZeRO-{config.zero}, activation checkpointing {config.ac}"
+    )
+    how = "by formula; `dry-run` counts its memory and bytes exactly"
+    if report.runs:
+        how = f"from a dry run, which took {sum(run.seconds for run in report.runs):.0f} s"
+    compared = [] if report.measured is None else [_comparison(report, report.measured).table()]
+    return Group(f"{asked}, {how}", _times(report).table(), _memory(report).table(), _verdict(report), *compared)
+
+
+def report_json(report: StepReport) -> dict[str, Any]:
+    """Return the report as JSON values: seconds, bytes and fractions."""
+    peak = report.memory.peak
+    return {
+        "seconds": report.time.total,
+        "parts": parts(report.time),
+        "kernels": list(report.time.kernels),
+        "tokens": report.tokens,
+        "mfu": report.time.mfu,
+        "unmasked_mfu": report.unmasked_mfu,
+        "memory_bytes": peak.total,
+        "memory_parts": memory_parts(report.memory),
+        "host_bytes": report.memory.host,
+        "memory_limit_bytes": report.limits.device,
+        "bytes_of_a_host": report.on_host,
+        "host_limit_bytes": report.limits.host if math.isfinite(report.limits.host) else None,
+        "fits": report.fits,
+        "measured": None if report.measured is None else vars(report.measured),
+    }
+
+
+def _times(report: StepReport) -> Grid:
+    total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
+    slowest = sorted(parts(report.time).items(), key=lambda item: -item[1])
+    rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
+    rows += [
+        ("step", seconds(total), "100%"),
+        ("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""),
+        ("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""),
+        ("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""),
+    ]
+    return Grid("Time of a step", ("part", "time", "share"), tuple(rows))
+
+
+def parts(time: StepTime) -> dict[str, float]:
+    """Return the seconds of each component; they add up to the step."""
+    exposed = {axis: transfers.exposed for axis, transfers in time.communication.items() if transfers.exposed}
+    return {
+        "matrix products": time.compute.matmul,
+        "attention": time.compute.attention,
+        "memory-bound operators": time.compute.memory,
+        "kernel launches": time.compute.launch,
+        "optimizer": time.optimizer,
+        "pipeline bubble": time.bubble,
+        **{f"exposed {_COMMUNICATION.get(axis, f'{axis} traffic')}": found for axis, found in exposed.items()},
+    }
+
+
+def memory_parts(memory: Footprint) -> dict[str, int]:
+    """Return the bytes at the peak by what takes them."""
+    peak = memory.peak
+    return {
+        "parameters": peak.parameters,
+        "optimizer states": peak.optimizer,
+        "gradients": peak.gradients,
+        "gathered parameters and gradients": peak.whole,
+        "activations": peak.activations,
+        "temporary": peak.transient,
+    }
+
+
+def _verdict(report: StepReport) -> str:
+    """Return whether the step fits, and into what."""
+    hardware = report.hardware
+    words = f"{report.limits.device / GIB:.1f} GiB, the usable part of {hardware.memory_bytes / GIB:.1f} GiB"
+    if report.on_host and math.isfinite(report.limits.host):
+        words += f", and {report.limits.host / GIB:.0f} of a host's {hardware.host_memory_bytes / GIB:.0f} GiB"
+    return f"the step {'fits' if report.fits else 'does not fit'} into {words}"
+
+
+def _memory(report: StepReport) -> Grid:
+    memory = report.memory
+    sizes = {**memory_parts(memory), f"peak, at: {memory.peak.name}": memory.peak.total}
+    if memory.host:
+        sizes["in host memory"] = memory.host
+        sizes["in host memory, all ranks of a host"] = report.on_host
+    rows = tuple((name, f"{nbytes / GIB:.2f}") for name, nbytes in sizes.items() if nbytes)
+    return Grid("Memory of the rank that needs most", ("category", "GiB"), rows)
+
+
+def _comparison(report: StepReport, run: Measured) -> Grid:
+    compared: list[tuple[str, float, float | None, Callable[[float], str]]] = [
+        ("step", report.time.total, run.seconds, seconds),
+        ("peak memory, GiB", report.memory.peak.total, run.memory_bytes, lambda nbytes: f"{nbytes / GIB:.2f}"),
+        ("MFU", report.time.mfu, run.mfu, "{:.1%}".format),
+    ]
+    rows = ((name, text(ours), text(its), f"{ours / its - 1:+.1%}") for name, ours, its, text in compared if its)
+    title = f"Prediction and run (median of {run.steps} steps)"
+    return Grid(title, ("", "predicted", "measured", "difference"), tuple(rows))
+
+
+def plot(report: StepReport) -> Any:
+    """Return a matplotlib figure: the step's parts, and the run's step, as stacked bars; memory against the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    times, memory = figure.subplots(1, 2)
+    for axes, name, sizes, unit in (
+        (times, "predicted", parts(report.time), 1e-3),
+        (memory, "peak", memory_parts(report.memory), GIB),
+    ):
+        below = 0.0
+        for part, height in sorted(sizes.items(), key=lambda item: -item[1]):
+            if height > 0:
+                axes.bar(name, height / unit, bottom=below, label=part, width=0.5)
+                below += height / unit
+    if report.measured is not None:
+        times.bar("measured", 1e3 * report.measured.seconds, color="0.6")
+    times.set_ylabel("ms per step")
+    memory.axhline(report.limits.device / GIB, color="black", linestyle="--", linewidth=1, label="usable")
+    memory.set_ylabel("GiB per device")
+    for axes in (times, memory):
+        axes.margins(x=0.4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, fontsize="small")
+    figure.suptitle(f"{report.job.config.model}, {report.job.world_size} x {report.hardware.name}", fontsize="medium")
+    return figure

@@ -1,0 +1,464 @@
+"""Calibration of this machine: rates of matrix products, attention and memory, and alpha-beta of its links.
+
+All ranks measure at the same time, because in training they compute at the same time: processes that share a core, a
+memory bus or a network adapter also share it here, and waiting for a shared core is part of a time. Two message sizes
+give a link's alpha and beta; one rank sending by itself and all ranks sending together give the bandwidth that the
+ranks of a host share. Everything is measured in turns (`rounds`), and what no machine can do is refused rather than
+written to a file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attention import AttentionSpec, Device, select_kernel
+from parallel import Link, ParallelDims, ParallelMesh, load_hardware, node_of
+from usp.sp.sp_attention import UnifiedSPAttention
+
+from .compute import BACKWARD, FORWARD, dtype_name
+from .devices import device_memory_bytes, host_memory_bytes
+from .rounds import Estimate, OtherLoad, Rounds, Timed
+from .traffic import FLOAT32
+
+SMALL, LARGE = 1 << 10, 1 << 22  # bytes that a rank sends
+CALLS = {SMALL: 8, LARGE: 1}  # in a turn
+KINDS = ("send", "gather", "reduce", "exchange")
+TOGETHER = "send from every device"
+UNCACHED = 1 << 28  # bytes, more than any cache holds
+WIDE, USELESS = 0.15, 0.6  # relative spread of a time: warned of, refused
+TOLERANCE = 1.1  # a rate above its physical bound by less is measurement error
+OTHERS = 0.1  # of the processors' time
+ALONE, MEMORY = "product of the first rank alone", "memory"  # names of times
+TO_HOST, FROM_HOST, LAUNCHES = "copy to the host", "copy from the host", "launches"
+PINNED, ISSUED = 1 << 28, 256  # bytes of a copy, launches of a call
+AGAIN = "Measure again while the machine does nothing else"
+MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
+
+
+@dataclass(frozen=True)
+class LinkTier:
+    """The ranks that one tier of links connects.
+
+    Attributes:
+        devices: of the tier in a hardware file; 0 for any number.
+        group: of this rank; ranks: its size.
+        shared: whether the ranks of a host share the link. One of them is then measured by itself, too.
+    """
+
+    name: str
+    devices: int
+    group: dist.ProcessGroup
+    ranks: int
+    host_size: int
+    shared: bool = False
+
+    @staticmethod
+    def all(ranks: int, host_size: int) -> list[LinkTier]:
+        """Return the tiers that connect `ranks`, with `host_size` neighbours on each host. Collective."""
+        hosts = [list(range(first, first + host_size)) for first in range(0, ranks, host_size)]
+        across = [list(range(place, ranks, host_size)) for place in range(host_size)]
+        tiers = []
+        if host_size > 1:
+            group, _ = dist.new_subgroups_by_enumeration(hosts)
+            tiers.append(LinkTier("inside a host", host_size, group, host_size, host_size))
+        if len(hosts) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(across)
+            tiers.append(LinkTier("between hosts", 0, group, len(hosts), host_size, shared=True))
+        return tiers
+
+    def timed(self, device: torch.device) -> Iterator[Timed]:
+        """Yield the messages of both sizes and all kinds; of a shared link, from every rank as well."""
+        first = not self.shared or dist.get_rank() % self.host_size == 0
+        for name in (*KINDS, *([TOGETHER] if self.shared else [])):
+            for nbytes, calls in CALLS.items():
+                takes_part = first or name == TOGETHER
+                call = self._transfer(device, "send" if name == TOGETHER else name, nbytes) if takes_part else None
+                yield Timed(self._name(name, nbytes), call, calls)
+
+    def _name(self, kind: str, nbytes: int) -> str:
+        return f"{self.name}, {kind} of {nbytes} bytes"
+
+    def _transfer(self, device: torch.device, kind: str, nbytes: int) -> Callable[[], object]:
+        """Return a call in which each rank of the group sends `nbytes`."""
+        if kind == "send":
+            begin = self._message(device, nbytes)
+            return lambda: _finish(begin())
+        shard = torch.zeros(nbytes // (self.ranks - 1) // FLOAT32, device=device)
+        whole, gathered = shard.repeat(self.ranks), shard.repeat(self.ranks)
+        if kind == "gather":
+            return lambda: dist.all_gather_into_tensor(gathered, shard, group=self.group)
+        if kind == "reduce":
+            return lambda: dist.reduce_scatter_tensor(shard, whole, group=self.group)
+        return lambda: dist.all_to_all_single(gathered, whole, group=self.group)
+
+    def _message(self, device: torch.device, nbytes: int) -> Callable[[], list[dist.Work]]:
+        """Return a call that starts to send `nbytes` to the next rank and to receive as many from the previous one."""
+        data, here = torch.zeros(nbytes, dtype=torch.uint8, device=device), dist.get_rank(self.group)
+        operations = [
+            dist.P2POp(dist.isend, data, group=self.group, group_peer=(here + 1) % self.ranks),
+            dist.P2POp(dist.irecv, torch.empty_like(data), group=self.group, group_peer=(here - 1) % self.ranks),
+        ]
+        return lambda: dist.batch_isend_irecv(operations)
+
+    def overlapping(
+        self, device: torch.device, product: Callable[[], object], seconds: float, times: Mapping[str, float]
+    ) -> list[Timed]:
+        """Return a message, matrix products that take about as long, and both at once.
+
+        Args:
+            seconds: of one product.
+            times: of what `timed` returned.
+        """
+        number = max(1, round(times[self._name(TOGETHER if self.shared else "send", LARGE)] / seconds))
+        begin = self._message(device, LARGE)
+
+        def compute() -> None:
+            for _ in range(number):
+                product()
+
+        def both() -> None:
+            works = begin()
+            compute()
+            _finish(works)
+
+        calls = {"message": lambda: _finish(begin()), "products": compute, "both": both}
+        return [Timed(f"{self.name}, overlap: {name}", call, CALLS[LARGE]) for name, call in calls.items()]
+
+    def values(self, times: Mapping[str, float]) -> dict[str, Any]:
+        """Return the tier of a hardware file from the times of everything above."""
+        links = {kind: self._link(kind, times) for kind in KINDS}
+        message, compute, both = (times[f"{self.name}, overlap: {name}"] for name in ("message", "products", "both"))
+        tier = {"name": self.name, "devices": self.devices, **{kind: asdict(link) for kind, link in links.items()}}
+        if self.shared:
+            together = self.host_size * self._link(TOGETHER, times).bytes_per_second
+            tier["shared_bytes_per_second"] = max(links["send"].bytes_per_second, together)
+        return {**tier, "overlap": min(1.0, max(0.0, (message + compute - both) / min(message, compute)))}
+
+    def _link(self, kind: str, times: Mapping[str, float]) -> Link:
+        steps = self.ranks - 1 if kind in KINDS[1:] else 1
+        small, large = (times[self._name(kind, nbytes)] for nbytes in (SMALL, LARGE))
+        if large <= small:
+            raise ValueError(
+                f"{self._name(kind, LARGE)} took {large:.2g} s, and {SMALL} bytes {small:.2g} s: no bandwidth follows "
+                f"from that. {AGAIN}"
+            )
+        rate = (LARGE - SMALL) / (large - small)
+        return Link(max(0.0, small - SMALL / rate) / steps, rate)
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes to measure.
+
+    Attributes:
+        host_size: ranks per host; the ranks of a host are neighbours.
+        heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a sequence in attention.
+        stream_bytes: size of each operand in the memory bandwidth measurement.
+        rounds, seconds: turns of each measurement, and their duration without communication.
+        crowded: whether ranks share processors.
+    """
+
+    device: torch.device
+    host_size: int
+    heads: int
+    head_dim: int
+    sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    stream_bytes: int
+    rounds: int = 64
+    seconds: float = 0.005
+    crowded: bool = False
+
+    @staticmethod
+    def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
+        """Choose sizes that take about a minute in total on this kind of device."""
+        if device.type == "cuda":
+            return Plan(device, host_size, heads, head_dim, (512, 1024, 2048, 4096, 8192), (512, 2048, 8192), 1 << 30)
+        # A turn is short, so that some are free of other work; but where ranks share a core, they wait for each other,
+        # and it must be long enough for many turns of the scheduler.
+        crowded = host_size * torch.get_num_threads() > (os.cpu_count() or 1)
+        rounds, seconds = (16, 0.1) if crowded else (64, 0.005)
+        sizes, lengths = (64, 128, 256, 512, 1024), (256, 1024, 4096)
+        return Plan(device, host_size, heads, head_dim, sizes, lengths, 1 << 23, rounds, seconds, crowded)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes to measure; the last one is the compute dtype of training."""
+        return (torch.float32, torch.bfloat16) if self.device.type == "cuda" else (torch.float32,)
+
+    @property
+    def trained(self) -> torch.dtype:
+        return self.dtypes[-1]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The seconds of every call, of these kernels and tiers.
+
+    Attributes:
+        turns: of this rank, each of which is nan where another rank was measured. times: over all ranks.
+        kernels: the --attention-kernel of each by the name that has its rates.
+        other_load: the fraction of the processors' time that other programs used; None if unknown.
+    """
+
+    turns: Mapping[str, Sequence[float]]
+    times: Mapping[str, Estimate]
+    kernels: Mapping[str, str]
+    tiers: list[LinkTier]
+    other_load: float | None
+
+
+def calibrate(plan: Plan, name: str) -> dict[str, Any]:
+    """Measure the contents of a hardware file. Collective over the default process group, if there is one."""
+    return contents(plan, name, measure(plan))
+
+
+def measure(plan: Plan) -> Measured:
+    """Time everything. Collective over the default process group, if there is one."""
+    load, rounds = OtherLoad(), Rounds(plan.device, plan.rounds, plan.seconds, plan.crowded)
+    kernels, tiers = _kernels(plan), LinkTier.all(_ranks(), plan.host_size)
+    local = [*_products(plan), *_attention(plan, kernels), _memory(plan), *_host(plan)]
+    turns = rounds.turns([*local, *(timed for tier in tiers for timed in tier.timed(plan.device))])
+    seconds = {name: each.seconds for name, each in rounds.estimates(turns).items()}
+    n, dtype = plan.sizes[-2], plan.trained
+    product = _product(plan, n, dtype), seconds[_of_product(n, dtype)]
+    turns |= rounds.turns([timed for tier in tiers for timed in tier.overlapping(plan.device, *product, seconds)])
+    return Measured(turns, rounds.estimates(turns), kernels, tiers, load.share())
+
+
+def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
+    """Return the contents of a hardware file.
+
+    Raises:
+        ValueError: if the times that a rate follows from differ too much between turns, or a rate is above what is
+            possible.
+    """
+    times = measured.times
+    # Latencies of ranks that share processors depend on who runs first: they are warned of, like any wide spread.
+    rates = {name: time for name, time in times.items() if not name.endswith(f" of {SMALL} bytes")}
+    if useless := [f"{name} ({time.spread:.0%})" for name, time in rates.items() if time.spread > USELESS]:
+        raise ValueError(
+            f"times differ by more than {USELESS:.0%} between thirds of their turns: {', '.join(useless)}. {AGAIN}"
+        )
+    values = {"name": name, **_values(plan, measured, {name: time.seconds for name, time in times.items()})}
+    if problems := _impossible(plan, values):
+        raise ValueError("; ".join(problems) + f". {AGAIN}")
+    notes = {
+        "turns": plan.rounds,
+        "other_load": None if measured.other_load is None else round(measured.other_load, 3),
+        "spread": {name: round(time.spread, 3) for name, time in times.items()},
+    }
+    return {**values, "measured": notes}
+
+
+def cautions(found: Mapping[str, Any]) -> list[str]:
+    """Return what to say about the trust in a calibration: its wide spreads, and other work on the machine."""
+    measured = found["measured"]
+    wide = {name: spread for name, spread in measured["spread"].items() if spread > WIDE}
+    listed = ", ".join(f"{name} ({spread:.0%})" for name, spread in sorted(wide.items(), key=lambda x: -x[1]))
+    said = [f"times of a call differ by more than {WIDE:.0%} between turns: {listed}"] if wide else []
+    if (share := measured["other_load"]) is not None and share > OTHERS:
+        said.append(f"other programs used {share:.0%} of the processors meanwhile: rates may be too low")
+    return said
+
+
+def _values(plan: Plan, measured: Measured, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values of a hardware file."""
+    products = {
+        dtype: [(2 * n**3, 2 * n**3 / seconds[_of_product(n, dtype)]) for n in plan.sizes] for dtype in plan.dtypes
+    }
+    peaks = {dtype_name(dtype): max(rate for _, rate in rates) for dtype, rates in products.items()}
+    peak = peaks[dtype_name(plan.trained)]
+
+    host: dict[str, Any] = {}  # the system tells the size of its memory, and not how fast that is
+    if LAUNCHES in seconds:
+        host = {
+            "host_devices": plan.host_size,
+            "host_memory_bytes": host_memory_bytes(),
+            "host_link_bytes_per_second": PINNED / max(seconds[TO_HOST], seconds[FROM_HOST]),
+            "launch_seconds": seconds[LAUNCHES] / ISSUED,
+        }
+
+    def curve(kernel: str, backward: bool, suffix: str) -> list[list[float]]:
+        points = []
+        for length in plan.lengths:
+            pairs = length * (length + 1) // 2 if MASKS[suffix] else length**2  # visible ones
+            heads, products = max(plan.lengths) // length * plan.heads, BACKWARD if backward else FORWARD
+            took = seconds[_of_attention(kernel, backward, suffix, length)]
+            points.append([length, 2 * products * heads * plan.head_dim * pairs / (took * peak)])
+        return points
+
+    return {
+        "source": [f"python -m usp calibrate: {_ranks()} ranks, {plan.host_size} on a host, torch {torch.__version__}"],
+        "device": _device_name(plan),
+        "compute_capability": Device.of(plan.device).capability,
+        "peak_flops": peaks,
+        "memory_bytes": device_memory_bytes(plan.device, plan.host_size),
+        "memory_bytes_per_second": 3 * plan.stream_bytes / seconds[MEMORY],
+        **host,
+        # a hardware file must have a tier, and a single process sends nothing
+        "tiers": [tier.values(seconds) for tier in measured.tiers]
+        or [{"name": "none", "devices": 0, "alpha_seconds": 0.0, "bytes_per_second": 1e9}],
+        "parallel_rings": plan.device.type == "cuda",
+        "streams": plan.device.type == "cuda",
+        "crowding": max(1.0, seconds[_of_product(plan.sizes[-2], plan.trained)] / seconds[ALONE]),
+        "efficiency": {
+            "matmul": [[flops, rate / peak] for flops, rate in products[plan.trained]],
+            "attention": {
+                kernel: {
+                    f"{'backward' if backward else 'forward'}{suffix}": curve(kernel, backward, suffix)
+                    for backward in (False, True)
+                    for suffix in MASKS
+                }
+                for kernel in measured.kernels
+            },
+        },
+    }
+
+
+def _impossible(plan: Plan, found: dict[str, Any]) -> list[str]:
+    """Return the rates that no machine has; lower those that exceed a bound by no more than measurement error."""
+    problems = []
+    memory, peaks = found["memory_bytes_per_second"], found["peak_flops"]
+    limits = [(f"{dtype} products", peak, "the device's peak", _known(plan, dtype)) for dtype, peak in peaks.items()]
+    limits.append(("memory", memory, "the device's", _known(plan, "memory")))
+    for tier, kind in itertools.product(found["tiers"], KINDS):
+        if kind in tier:
+            limits.append((f"{tier['name']}, {kind}", tier[kind]["bytes_per_second"], "memory", memory))
+    for what, rate, bound, limit in limits:
+        if limit is not None and rate > TOLERANCE * limit:
+            problems.append(f"{what} measured at {rate:.3g} per second is faster than {bound} of {limit:.3g}")
+    for kernel, curves in found["efficiency"]["attention"].items():
+        for name, point in ((name, point) for name, curve in curves.items() for point in curve):
+            if point[1] > TOLERANCE:
+                problems.append(f"{kernel} {name} of {point[0]} tokens is {point[1]:.1f} times the fastest product")
+            point[1] = min(point[1], 1.0)
+    return problems
+
+
+def _known(plan: Plan, what: str) -> float | None:
+    """Return the datasheet's peak of a dtype, or rate of "memory", for a device that has a node file; else None."""
+    node = node_of(_device_name(plan)) if plan.device.type == "cuda" else None
+    if node is None:
+        return None
+    hardware = load_hardware(node)
+    return hardware.memory_bytes_per_second if what == "memory" else hardware.peak_flops.get(what)
+
+
+# What is timed
+
+
+def _products(plan: Plan) -> Iterator[Timed]:
+    for dtype in plan.dtypes:
+        for n in plan.sizes:
+            yield Timed(_of_product(n, dtype), _product(plan, n, dtype))
+    waits = dist.is_initialized() and dist.get_rank() > 0
+    yield Timed(ALONE, None if waits else _product(plan, plan.sizes[-2], plan.trained))
+
+
+def _of_product(n: int, dtype: torch.dtype) -> str:
+    return f"product of {n} in {dtype_name(dtype)}"
+
+
+def _product(plan: Plan, n: int, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(n, n, device=plan.device).to(dtype) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def _kernels(plan: Plan) -> dict[str, str]:
+    """Return the --attention-kernel of every kernel to measure, by the name that has its rates."""
+    found: dict[str, str] = {}
+    for name in ("flash4", "flash3", "flash2", "cudnn", "sdpa"):
+        with suppress(ValueError):
+            kernel, _ = select_kernel(name, AttentionSpec(), plan.device, plan.trained, plan.head_dim)
+            found.setdefault(kernel.rated_as or kernel.name, name)
+    return found
+
+
+def _attention(plan: Plan, kernels: Mapping[str, str]) -> Iterator[Timed]:
+    """Time `UnifiedSPAttention` on one rank.
+
+    The number of tokens is constant over lengths, as in FlashAttention's benchmarks (arXiv 2307.08691, section 4.1): a
+    batch of short sequences keeps a device as busy as one long sequence.
+    """
+    mesh = ParallelMesh.create(ParallelDims(dp_shard=_ranks()), device_type=plan.device.type)
+    for rated, kernel in kernels.items():
+        attention = UnifiedSPAttention(mesh, layout="contiguous", kernel=kernel)
+        for suffix, causal in MASKS.items():
+            for length in plan.lengths:
+                forward, backward = _passes(plan, attention, length, causal)
+                yield Timed(_of_attention(rated, False, suffix, length), forward)
+                yield Timed(_of_attention(rated, True, suffix, length), backward)
+
+
+def _of_attention(kernel: str, backward: bool, suffix: str, length: int) -> str:
+    return f"{kernel} {'backward' if backward else 'forward'}{suffix} of {length} tokens"
+
+
+def _passes(
+    plan: Plan, attention: UnifiedSPAttention, length: int, causal: bool
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return a forward, and the backward of one forward that has run. A difference of times would double the noise."""
+    shape = (max(plan.lengths) // length, length, plan.heads, plan.head_dim)
+    qkv = [torch.randn(shape, device=plan.device, dtype=plan.trained, requires_grad=True) for _ in range(3)]
+    out = attention(*qkv, causal=causal)
+    dout = torch.randn_like(out)
+
+    @torch.no_grad()
+    def forward() -> torch.Tensor:
+        return attention(*qkv, causal=causal)
+
+    return forward, lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+
+
+def _memory(plan: Plan) -> Timed:
+    """Time multiplying two vectors into a third, cycling over more than any cache holds.
+
+    The output is preallocated, as the caching allocator's memory is after a model's first step.
+    """
+    number = max(3, UNCACHED // plan.stream_bytes)
+    # Ones, because the pages of a vector of zeros may all be the same physical page.
+    vectors = [torch.ones(plan.stream_bytes // 4, device=plan.device) for _ in range(number)]
+    turns = itertools.cycle(zip(vectors, vectors[1:], vectors[2:], strict=False))
+
+    def multiply() -> torch.Tensor:
+        x, y, product = next(turns)
+        return torch.mul(x, y, out=product)
+
+    return Timed(MEMORY, multiply)
+
+
+def _host(plan: Plan) -> Iterator[Timed]:
+    """Time copies between a GPU and pinned memory, and launches, which tiny kernels do not hide."""
+    if plan.device.type != "cuda":
+        return
+    there = torch.empty(PINNED, dtype=torch.uint8, device=plan.device)
+    here, one = torch.empty(PINNED, dtype=torch.uint8, pin_memory=True), torch.zeros(1, device=plan.device)
+
+    def launches() -> None:
+        for _ in range(ISSUED):
+            one.add_(1.0)
+
+    yield Timed(TO_HOST, lambda: here.copy_(there, non_blocking=True))
+    yield Timed(FROM_HOST, lambda: there.copy_(here, non_blocking=True))
+    yield Timed(LAUNCHES, launches)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _device_name(plan: Plan) -> str:
+    return torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"

@@ -1,0 +1,416 @@
+"""FLOPs of operators as they are called, and the compute of a rank in a step: FLOPs, and seconds on given hardware.
+
+A multiply-add is two FLOPs. torch's own formulas count matrix products. Attention counts its products over the (query,
+key) pairs that the kernel visits: all pairs of a rectangle, the lower triangle of a causal square, the band of each
+packed sequence. The forward has 2 products (scores, output), the backward 5 (scores again, 4 gradients; Dao et al.
+2022, arXiv 2205.14135, algorithms 1 and 4). Other operators (norms, activations, rotary embeddings, residuals, the
+vocabulary's softmax, the optimizer) count nothing: they are memory-bound, and the constants below count their reads and
+writes, operator by operator as in transformers' models."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import compress, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from attention import AttentionSpec, RingSchedule, Task, band_pairs
+from parallel import Hardware
+from usp.model.facts import NO_ATTENTION, LayerShape, ModelFacts, ModelShape, ParameterShape, training_flops
+from usp.sp.kernel_choice import kernel_on
+
+from .job import ADAPTER, Job, shared
+from .traffic import FLOAT32, stage_units
+
+aten = torch.ops.aten
+
+FORWARD, BACKWARD = 2, 5  # products
+VALUES = {FORWARD: 1, BACKWARD: 2}  # of these, products over the head dim of the values
+_visible = lru_cache(maxsize=2**16)(Task.visible)
+Read = Callable[[Tensor], list[int]]
+IN_PLACE: Mapping[Any, Any] = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # torch's formulas lack them
+
+
+def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of a matrix product or convolution, 0 for any other operator."""
+    packet = IN_PLACE.get(func.overloadpacket, func.overloadpacket)
+    if packet is aten._grouped_mm:
+        a, b = args[0], args[1]  # (rows, K) x (groups, K, N), or for a weight's gradient (M, rows) x (rows, N)
+        return 2 * a.numel() * b.shape[-1]
+    formula = None if packet in ATTENTION else flop_registry.get(packet)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=result)
+
+
+def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
+    """Return the FLOPs of an attention kernel, 0 for any other operator.
+
+    read: `Tensor.tolist` for `cu_seqlens`, whose values a fake tensor does not have.
+    """
+    count = ATTENTION.get(func.overloadpacket)
+    return 0 if count is None else count(args, kwargs, read)
+
+
+def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
+    """Count a kernel with q (batch, heads, rows, head dim), k and v from argument `query` on, a bool at `causal`."""
+
+    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
+        (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
+        pairs = rows * (rows + 1) // 2 if any(args[causal : causal + 1]) else rows * columns
+        return 2 * batch * heads * pairs * _multiplied(products, size, args[query + 2].shape[3])
+
+    return count
+
+
+def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
+    """Count a kernel with q (tokens, heads, head dim), k and v from `query` on, `cu_seqlens` of q and k likewise."""
+
+    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
+        left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        limits = None if right < 0 else -right, None if left < 0 else left
+        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[cu_seqlens : cu_seqlens + 2]]
+        pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
+        _, heads, size = args[query].shape
+        return 2 * heads * pairs * _multiplied(products, size, args[query + 2].shape[2])
+
+    return count
+
+
+def _multiplied(products: int, head_dim: int, v_head_dim: int) -> int:
+    """Return the multiply-adds per pair and head of a kernel's products."""
+    return (products - VALUES[products]) * head_dim + VALUES[products] * v_head_dim
+
+
+# Operator: products, position of q among its arguments, position of the causal flag or of cu_seqlens.
+ATTENTION: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _dense(FORWARD, 0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense(BACKWARD, 1, 7),
+    aten._scaled_dot_product_efficient_attention: _dense(FORWARD, 0, 6),
+    aten._scaled_dot_product_efficient_attention_backward: _dense(BACKWARD, 1, 11),
+    aten._scaled_dot_product_cudnn_attention: _dense(FORWARD, 0, 6),
+    aten._scaled_dot_product_cudnn_attention_backward: _dense(BACKWARD, 1, 14),
+    aten._flash_attention_forward: _packed(FORWARD, 0, 3),
+    aten._flash_attention_backward: _packed(BACKWARD, 1, 6),
+}
+
+
+# Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
+# backward moves twice as many. Counted from their code, not measured.
+NORM_PASSES = 5  # of an RMSNorm in fp32: square (2), mean (1) and product (2), besides the weight and casts
+RESIDUAL_PASSES = 3  # two addends and a sum
+ROTARY_PASSES = 10  # over q and k: products with cos and sin (4), a negated half (1), halves joined (2), a sum (3)
+MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product with the other half
+# In fp32, per logit: maximum (1), difference and exponential (4), sum (1), gradient (4).
+LOGIT_PASSES = 10
+LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient
+# Operators of an eager layer's forward besides products; a backward has twice as many.
+LAYER_LAUNCHES = 2 * 8 + 2 * 5 + 2 + 1 + 2  # two norms, two rotations, an MLP's activation, attention, two additions
+EXPERT_LAUNCHES = 20  # choosing experts, sorting rows by expert and back
+RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging its output and lse
+# Bytes per element: gradient read for the norm; read and written by clipping; parameter and both states likewise.
+OPTIMIZER_BYTES = 4 + 8 + 3 * 8
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The time of compute, by what bounds it; `launch` is the waiting for a host that launches kernels too slowly."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    launch: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory + self.launch
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.launch + other.launch,
+        )
+
+    def times(self, number: float) -> Seconds:
+        return Seconds(number * self.matmul, number * self.attention, number * self.memory, number * self.launch)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product: FLOPs, elements read and written, and bytes of one."""
+
+    flops: float
+    elements: float
+    itemsize: int
+
+    @staticmethod
+    def of(rows: float, inner: float, columns: float, itemsize: int) -> Product:
+        return Product(2.0 * rows * inner * columns, rows * inner + inner * columns + rows * columns, itemsize)
+
+    def seconds(self, hardware: Hardware, dtype: str) -> float:
+        """Return the time of the kernel or of reading and writing its operands, whichever is longer.
+
+        The kernel runs at the rate of a square product: with as many FLOPs on a GPU, which a large product fills in any
+        shape; on a processor with as many FLOPs per element, because caches must serve narrow products more often.
+        """
+        if not self.flops:
+            return 0.0
+        side = 1.5 * self.flops / self.elements  # of squares: 2 side^3 FLOPs of 3 side^2 elements
+        square = self.flops if hardware.streams else 2 * side**3
+        kernel = hardware.matmul_seconds(square, dtype, self.flops / square)
+        return max(kernel, hardware.memory_seconds(self.elements * self.itemsize))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_matrix(parameter: ParameterShape) -> bool:
+    """Check whether a parameter outside of experts is a matrix, which multiplies every token."""
+    return len(parameter.shape) == 2
+
+
+def _linear(job: Job, parameter: ParameterShape) -> Product:
+    columns, inner = parameter.local(job.dims.tp)
+    # A matrix that tp does not shard multiplies only this rank's share of the tokens.
+    tokens = job.tokens if parameter.tp_dim is not None else job.outer_tokens
+    return Product.of(tokens, inner, columns, job.dtype.itemsize)
+
+
+def layer_products(job: Job, layer: LayerShape) -> tuple[list[Product], list[Product]]:
+    """Return (products of one micro-batch's forward, products that its backward recomputes).
+
+    Recomputation skips a layer's last product, because nothing needs its result; `selective` repeats none.
+    """
+    linears, rows = [p for p in layer.parameters if is_matrix(p)], job.expert_rows
+    forward = [_linear(job, p) for p in linears]
+    for p in layer.experts:
+        elements = p.numel / job.dims.ep + rows * sum(p.shape[1:])
+        forward.append(Product(2.0 * rows * math.prod(p.shape[1:]), elements, job.dtype.itemsize))
+    again = forward[:-1] if job.config.ac not in ("none", "selective") else []
+    if job.config.mlp_tile and not layer.experts:
+        in_mlp = [".mlp." in f".{p.name}" for p in linears]
+        mlp = list(compress(forward, in_mlp))
+        if job.config.ac != "none":  # the recomputation of the layer skips the last tile
+            tile, tokens = job.config.mlp_tile, job.layout.local_len
+            share = (tokens - 1) // tile * tile / tokens
+            again = [product for product, inside in zip(forward, in_mlp, strict=True) if not inside]
+            again += [replace(p, flops=share * p.flops, elements=share * p.elements) for p in mlp]
+        again = again + mlp[:-1]
+    return forward, again
+
+
+def head_products(job: Job) -> tuple[list[Product], list[Product]]:
+    """Return the products with the vocabulary of one micro-batch's (forward, backward).
+
+    The loss computes logits and both gradients in the forward; log-probabilities compute the logits again.
+    """
+    weights = job.model.head or job.model.embedding
+    vocabulary = [(p.shape[0] / job.dims.tp, p.shape[1]) for p in weights if is_matrix(p)]
+    logits = [Product.of(job.tokens, inner, rows, job.dtype.itemsize) for rows, inner in vocabulary]
+    passes = 2 if job.frozen else 3
+    return {"loss": (passes * logits, []), "logprobs": (logits, passes * logits)}.get(job.output, ([], []))
+
+
+def attention_work(job: Job, ring: RingSchedule, heads: int, products: int) -> list[list[tuple[float, Task]]]:
+    """Return the tasks of a sequence by ring step, each with the FLOPs of it in all sequences of a micro-batch.
+
+    Both head dims are padded to the larger, as the kernels do.
+    """
+    per_pair = 2.0 * products * heads * max(job.model.facts.head_dim, job.model.facts.value_dim) * job.rows
+    return [[(per_pair * _visible(task), task) for task in step.tasks] for step in ring.steps]
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of a decoder layer for one micro-batch, without attention's kernels, and its eager operators."""
+
+    forward: Seconds
+    recompute: Seconds
+    backward: Seconds
+    launches: int
+
+
+def kernel_rates(hardware: Hardware) -> Hashable:
+    """Return what determines the time of compute; the links between devices do not."""
+    rates = hardware.memory_bytes_per_second, hardware.memory_efficiency, hardware.streams, hardware.compute_capability
+    return id(hardware.peak_flops), id(hardware.attention), id(hardware.matmul), hardware.device, *rates
+
+
+def _work(job: Job, hardware: Hardware) -> Hashable:
+    return job.micro_batch, job.config.ac, job.config.mlp_tile, kernel_rates(hardware)
+
+
+@shared(lambda job, hardware, index: (_work(job, hardware), index))
+def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
+    """Return the time of a decoder layer's passes."""
+    layer = job.model.layers[index]
+    forward, again = layer_products(job, layer)
+    memory = hardware.memory_seconds(sum(_layer_bytes(job, layer, job.model.facts.windows[index])))
+    matmul, repeated = _matmul_seconds(job, hardware, forward), _matmul_seconds(job, hardware, again)
+    # What a layer's two gathers and two sums over tp copy besides what they send. Tokens are the second dim: a
+    # reduce-scatter's input and an all-gather's output are copied into another order, the latter unless there is a
+    # single row; a functional all-reduce copies its input (torch.distributed).
+    copies = 0 if job.dims.tp == 1 else 4 if job.config.tp_sequence_parallel and job.rows > 1 else 2
+    shared = hardware.memory_seconds(2.0 * copies * job.tokens * job.model.hidden_size * job.dtype.itemsize)
+    recomputes = job.config.ac != "none"
+    others = LAYER_LAUNCHES + (EXPERT_LAUNCHES if layer.experts else 0) + RING_LAUNCHES * (job.dims.ring - 1)
+    return LayerSeconds(
+        Seconds(matmul, 0.0, memory + shared),
+        Seconds(repeated, 0.0, memory + shared if recomputes else 0.0),
+        Seconds((1 if job.frozen else 2) * matmul, 0.0, 2 * memory + shared),  # frozen weights have no gradients
+        (3 if job.trained else 1) * (len(forward) + others) + len(again) + (others if recomputes else 0),
+    )
+
+
+def _matmul_seconds(job: Job, hardware: Hardware, products: list[Product]) -> float:
+    return sum(product.seconds(hardware, dtype_name(job.dtype)) for product in products)
+
+
+def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
+    """Yield the bytes that a forward reads and writes outside of matrix products and attention."""
+    facts, itemsize = job.model.facts, job.dtype.itemsize
+    norm = NORM_PASSES * FLOAT32 + 2 * itemsize + _casts(itemsize)
+    yield 2 * (norm + RESIDUAL_PASSES * itemsize) * job.outer_tokens * job.model.hidden_size
+    head_dim = (facts.head_dim + facts.value_dim) / 2 if window != NO_ATTENTION else 0.0
+    yield ROTARY_PASSES * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp * itemsize
+    if layer.experts:
+        rows = job.expert_rows
+        yield MLP_PASSES * rows * job.model.expert_size * itemsize
+        yield 4 * rows * job.model.hidden_size * itemsize  # gathered by expert, and added back
+    else:
+        yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
+
+
+@shared(lambda job, hardware: (_work(job, hardware), job.output))
+def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
+    """Return the time of the output head in one micro-batch's (forward, backward)."""
+    logits = job.tokens * job.model.facts.vocab_size / job.dims.tp
+    casts = _casts(job.dtype.itemsize)  # to fp32 in the forward, and of the gradient back
+    per_logit = (0.0, 0.0)  # bytes
+    if job.output == "loss":
+        per_logit = LOGIT_PASSES * FLOAT32 + casts, 0.0
+    elif job.output == "logprobs":
+        per_logit = LOGPROB_PASSES[0] * FLOAT32 + casts / 2, LOGPROB_PASSES[1] * FLOAT32 + casts / 2
+    forward, backward = (
+        Seconds(_matmul_seconds(job, hardware, products), 0.0, hardware.memory_seconds(nbytes * logits))
+        for products, nbytes in zip(head_products(job), per_logit, strict=True)
+    )
+    return forward, backward
+
+
+def _casts(itemsize: int) -> int:
+    """Return the bytes per element of casts to fp32 and back."""
+    return 2 * (itemsize + FLOAT32) if itemsize < FLOAT32 else 0
+
+
+def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:
+    """Return the name of the attention kernel that would run, as a file with its rates has it.
+
+    Raises:
+        ValueError: if the kernel that --attention-kernel asks for cannot compute the job's attention.
+    """
+    facts = job.model.facts
+    kernel = kernel_on(
+        hardware, job.config.attention_kernel, spec, job.dtype, facts.head_dim, facts.value_dim, job.layout
+    )
+    return kernel.rated_as or kernel.name
+
+
+def ring_step_seconds(
+    job: Job, hardware: Hardware, ring: RingSchedule, heads: int, kernel: str, *, backward: bool
+) -> list[float]:
+    """Return each ring step's attention compute for one layer and micro-batch, with the accumulation over steps."""
+    products = BACKWARD if backward else FORWARD
+    sums = 0.0
+    if len(ring.steps) > 1:  # as `attention.accumulate` does: the last zigzag rank has all its queries in every step
+        queries, itemsize = job.layout.ring_len * job.rows, job.dtype.itemsize
+        cast = itemsize + FLOAT32 if itemsize < FLOAT32 else 0
+        # Gradients are added to the float32 sum; outputs are cast, and the sum is interpolated with them.
+        nbytes = 2 * FLOAT32 + itemsize if backward else cast + 3 * FLOAT32
+        sums = hardware.memory_seconds(queries * heads * job.model.facts.value_dim * nbytes)
+
+    @cache  # most tasks of a ring have the same shape
+    def seconds(flops: float, side: int, full: bool) -> float:
+        return hardware.attention_seconds(kernel, flops, side, dtype_name(job.dtype), backward=backward, full=full)
+
+    return [
+        sum(seconds(flops, min(task.rows, task.columns), task.full) for flops, task in tasks) + (sums if tasks else 0.0)
+        for tasks in attention_work(job, ring, heads, products)
+    ]
+
+
+def held_elements(job: Job, rank: int) -> int:
+    """Return the number of parameter elements that this rank stores and updates."""
+    return sum(stage_units(job, stage).shard for stage in job.stages(rank))
+
+
+def trained_elements(job: Job, rank: int) -> int:
+    """Return the number of parameter elements that this rank updates."""
+    return sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))
+
+
+NEWTON_SCHULZ = 5  # steps of Muon, each of three products
+
+
+def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
+    """Return the time of gradient norm, clipping and AdamW on this rank, and of Muon's products.
+
+    Muon's ranks divide the matrices that they share, each of which is orthogonalized in bfloat16.
+    """
+    seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
+    if job.config.optimizer != "muon":
+        return seconds
+    for index, number in sum((job.kinds(stage) for stage in job.stages(rank)), Counter[int]()).items():
+        layer = job.model.layers[index]
+        trained = [p.shape for p in layer.parameters if is_matrix(p) and (ADAPTER in p.name or not job.frozen)]
+        matrices = [(1 / (job.degree("fsdp") * job.dims.tp), min(shape), max(shape)) for shape in trained]
+        for p in layer.experts if not job.frozen else ():
+            matrices.append((p.shape[0] / (job.dims.ep * job.degree("efsdp")), min(p.shape[1:]), max(p.shape[1:])))
+        for share, rows, columns in matrices:  # the short side first
+            products = [Product.of(rows, columns, rows, 2), Product.of(rows, rows, rows, 2)]
+            products.append(Product.of(rows, rows, columns, 2))
+            each = NEWTON_SCHULZ * sum(product.seconds(hardware, "bfloat16") for product in products)
+            seconds += number * share * each
+    return seconds
+
+
+def model_flops(job: Job, *, masked: bool = False) -> int:
+    """Return the model FLOPs of forward and backward of the global batch, recomputation not counted.
+
+    masked: count what the causal mask and windows hide as work, too.
+    """
+    weights, adapters = _weights(job.model)
+    facts, tokens = job.model.facts, job.config.seq_len
+    flops = _sequence_flops(facts, weights, adapters, job.boundaries)
+    if masked:
+        layers = sum(window != NO_ATTENTION for window in facts.windows)
+        flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
+    return job.config.batch_size * job.dims.batch * flops
+
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelShape) -> tuple[int, int]:
+    """Return (the weights that multiply each token, those of adapters)."""
+    weights, adapters = sum(p.numel for p in model.head or model.embedding if is_matrix(p)), 0
+    for index, number in Counter(model.alike).items():
+        layer = model.layers[index]
+        weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
+        weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
+        adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
+    return weights, adapters
+
+
+@lru_cache(maxsize=64)
+def _sequence_flops(facts: ModelFacts, weights: int, adapters: int, boundaries: tuple[int, ...]) -> int:
+    """Return the model FLOPs of a sequence with documents between `boundaries`."""
+    documents, tokens = torch.tensor([boundaries]), boundaries[-1]
+    return training_flops(
+        facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=documents, adapter_parameters=adapters
+    )

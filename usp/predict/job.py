@@ -1,0 +1,274 @@
+"""A training step, or forwards alone, as numbers: the model's shapes, the degrees, and every switch for bytes.
+
+`usp.train.resolve.job_of` reads it from a configuration; all predictions are pure functions of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, wraps
+from itertools import accumulate, cycle, takewhile
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+
+from attention import SequenceLayout
+from parallel import ParallelDims, rank_stages, stage_layers, stages_per_rank
+from parallel.dims import DERIVED_AXES
+from usp.config import TrainConfig
+from usp.model.facts import LayerShape, ModelShape, ParameterShape
+
+Pass = Literal["count", "forward", "recompute", "backward", "update"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
+Output = Literal["loss", "logprobs", "values", "cache"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a prediction assumes of the data, where bytes and time depend on it.
+
+    Attributes:
+        documents: tokens of the documents of every sequence, repeated until it is full; empty: one document.
+        router_imbalance: tokens that the busiest expert-parallel rank computes, relative to the mean.
+    """
+
+    documents: tuple[int, ...] = ()
+    router_imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = [f"documents={each} must be at least 1" for each in self.documents if each < 1]
+        if not 1 <= self.router_imbalance < math.inf:
+            problems.append(f"router_imbalance={self.router_imbalance:g} must be at least 1: the maximum over the mean")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def boundaries(self, seq_len: int) -> tuple[int, ...]:
+        """Return the `cu_seqlens` of a sequence, whose last document is cut."""
+        ends = takewhile(lambda end: end < seq_len, accumulate(cycle(self.documents)))
+        return (0, *ends, seq_len)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+ADAPTER = ".lora_"  # in the names of the parameters of `adapted`
+ONE_DOCUMENT = Data()  # in each sequence, and routers that choose experts evenly
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
+class Job:
+    """One optimizer step of `Fsdp2Engine`, or the forwards of one.
+
+    Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks.
+
+    Attributes:
+        config: with the batch size of a rank.
+        dims: resolved.
+        balance: whether routers have a load-balancing loss.
+        trained: False for forwards alone, without gradients and optimizer.
+        output: of the last stage: the loss of train.py; of each token the log-probability or the value, and a loss of
+            these if the job is trained; or a KV cache alone (`usp.rlhf.generation`).
+        weights: the dtype in which ranks store their shards of the weights.
+        placed: the global rank of each rank of the mesh; None: the same.
+        data: the documents of every sequence, and how unevenly routers choose experts.
+        approximate: why predictions are approximate, to be proved by a dry run; empty if they are not.
+    """
+
+    config: TrainConfig
+    model: ModelShape
+    dims: ParallelDims
+    balance: bool = False
+    trained: bool = True
+    output: Output = "loss"
+    weights: torch.dtype = torch.float32
+    placed: tuple[int, ...] | None = None
+    data: Data = ONE_DOCUMENT
+    approximate: str = ""
+
+    def __post_init__(self) -> None:
+        violations = []
+        if self.placed is not None and len({*self.placed}) != self.world_size:
+            violations.append(f"placed={self.placed} must be {self.world_size} different ranks")
+        if not self.trained and (self.balance or self.config.ac != "none"):
+            violations.append(f"forwards alone have no balance={self.balance} and no ac={self.config.ac}")
+        if self.trained and self.output == "cache":
+            violations.append("output=cache is that of forwards alone: set trained=False")
+        if violations:
+            raise ValueError("; ".join(violations))
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(self.dims.degrees().values())
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype; master weights and reductions are float32. `auto` is a GPU's, except with device=cpu."""
+        auto = torch.float32 if self.config.device == "cpu" else torch.bfloat16
+        return auto if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.config.lora_rank > 0
+
+    @property
+    def counts_choices(self) -> bool:
+        """Whether forwards without gradients count the routers' choices before the step (`usp.train.engines`)."""
+        return self.balance and self.config.router_balance == "step" and self.config.micro_batches > 1
+
+    @cached_property
+    def layout(self) -> SequenceLayout:
+        """The layout of a sequence on ring x ulysses."""
+        return SequenceLayout(self.config.sp_layout, self.config.seq_len, self.dims.ring, self.dims.ulysses)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch on one data-parallel rank."""
+        return self.config.batch_size // self.config.micro_batches
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank of ring x ulysses."""
+        return self.rows * self.layout.local_len
+
+    @cached_property
+    def outer_tokens(self) -> int:
+        """Tokens of one micro-batch on one rank outside of attention and MLP, which tp ranks may share."""
+        return self.tokens // self.dims.tp if self.config.tp_sequence_parallel else self.tokens
+
+    def labelled_tokens(self, rank: int) -> int:
+        """Return the tokens of one micro-batch on `rank` that have a next token in their sequence."""
+        last = self.layout.ring_spans(self.place("ring", rank))[-1]
+        holds_end = last.start + (last.length - 1) * last.step == self.config.seq_len - 1
+        return self.tokens - (self.rows if holds_end and self.place("ulysses", rank) == self.dims.ulysses - 1 else 0)
+
+    @cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """The `cu_seqlens` of each sequence."""
+        return self.data.boundaries(self.config.seq_len)
+
+    @cached_property
+    def micro_batch(self) -> Hashable:
+        """What determines the work of a layer and a micro-batch on a rank, apart from recomputation."""
+        dims, config = self.dims, self.config
+        axes = dims.ring, dims.ulysses, dims.tp, dims.ep, config.tp_sequence_parallel, config.sp_layout
+        return self.model, self.dtype, self.rows, config.seq_len, *axes, self.data, self.trained, self.frozen
+
+    @property
+    def routed_rows(self) -> int:
+        """Rows that one rank sends to experts in a micro-batch."""
+        return self.outer_tokens * self.model.experts_per_token
+
+    @cached_property
+    def expert_rows(self) -> int:
+        """Rows that the experts of the busiest rank compute in a micro-batch."""
+        return self.busiest_rows(self.outer_tokens)
+
+    def busiest_rows(self, tokens: int) -> int:
+        """Return the rows that the busiest expert-parallel rank gets where each rank sends so many tokens."""
+        return math.ceil(tokens * self.model.experts_per_token * min(self.data.router_imbalance, self.dims.ep))
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether backwards are split into one for the inputs and a later one for the weights."""
+        return self.config.pp_schedule == "zero-bubble" and self.dims.pp > 1
+
+    @cached_property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The layers of each pipeline stage."""
+        return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """Return the pipeline stages of a rank."""
+        return rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
+
+    def kinds(self, stage: int) -> Counter[int]:
+        """Count the layers of a stage by the layer that they equal (`ModelShape.alike`)."""
+        return _kinds(self.model.alike, self.stage_layers[stage])
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """The global ranks, in the order of the mesh."""
+        return range(self.world_size) if self.placed is None else self.placed
+
+    def linked(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return the global ranks of some ranks, which determine the links between them."""
+        return ranks if self.placed is None else tuple(self.placed[rank] for rank in ranks)
+
+    @cached_property
+    def slowest_ranks(self) -> tuple[int, ...]:
+        """One rank per pipeline stage: the one with the most attention of those that share a sequence."""
+        inside = max(self.ranks("ring", 0)) if self.config.sp_layout == "contiguous" else 0
+        return tuple(first + inside for first in self.ranks("pp", 0))
+
+    def degree(self, axis: str) -> int:
+        """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
+        return self._extents[axis][0]
+
+    def ranks(self, axis: str, rank: int) -> range:
+        """Return the ranks of the group of `rank` along an axis, ascending."""
+        degree, stride = self._extents[axis]
+        first = rank - self.place(axis, rank) * stride
+        return range(first, first + degree * stride, stride)
+
+    def place(self, axis: str, rank: int) -> int:
+        """Return the coordinate of `rank` along an axis."""
+        degree, stride = self._extents[axis]
+        return rank // stride % degree
+
+    @cached_property
+    def _extents(self) -> Mapping[str, tuple[int, int]]:
+        """The degree of each axis, and the distance between neighbours along it."""
+        found, stride = {"efsdp": (self.dims.efsdp, self.dims.ep), "ep": (self.dims.ep, 1)}, 1
+        for axis, degree in reversed(self.dims.degrees().items()):
+            found[axis] = degree, stride
+            stride *= degree
+        for axis, parts in DERIVED_AXES.items():  # the parts of a derived axis are adjacent
+            degrees, strides = zip(*(found[part] for part in parts), strict=True)
+            found[axis] = math.prod(degrees), min(strides)
+        pp, stride = found["pp"]
+        found["ends"] = (2, stride * (pp - 1)) if pp > 1 else (1, stride)
+        return found
+
+
+def adapted(model: ModelShape, rank: int, targets: Collection[str]) -> ModelShape:
+    """Return a model with LoRA adapters of the linears whose names end with one of `targets`."""
+
+    def adapters(p: ParameterShape) -> Iterator[ParameterShape]:
+        yield p
+        if len(p.shape) == 2 and p.name.removesuffix(".weight").rpartition(".")[2] in targets:
+            styles = [p.style if p.tp_dim == dim else "replicated_with_grad_allreduce" for dim in (1, 0)]
+            yield ParameterShape(f"{p.name}{ADAPTER}A", (rank, p.shape[1]), styles[0])
+            yield ParameterShape(f"{p.name}{ADAPTER}B", (p.shape[0], rank), styles[1])
+
+    def layer(shape: LayerShape) -> LayerShape:
+        return LayerShape(tuple(q for p in shape.parameters for q in adapters(p)), shape.experts)
+
+    different = {index: layer(model.layers[index]) for index in set(model.alike)}
+    return replace(model, layers=tuple(different[index] for index in model.alike))
+
+
+def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
+    """Cache a function by the `key` of its arguments, for all jobs whose results are the same. Arguments stay alive, so
+    a key may have the `id` of their parts."""
+
+    def decorate(function: F) -> F:
+        results: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+        @wraps(function)
+        def cached(*arguments: Any) -> Any:
+            known = results.get(found := key(*arguments))
+            if known is None:
+                if len(results) >= 2**14:
+                    results.clear()
+                known = results[found] = function(*arguments), arguments
+            return known[0]
+
+        return cast(F, cached)
+
+    return decorate
+
+
+@lru_cache(maxsize=4096)
+def _kinds(alike: tuple[int, ...], layers: range) -> Counter[int]:
+    return Counter(alike[index] for index in layers)

@@ -1,0 +1,394 @@
+"""The memory of a rank by formula, to rank layouts; `usp.train.dry_run` counts every tensor of the real step.
+
+A step's peak is the highest of a few moments, each the sum of what is alive then:
+
+    loss                 all saved activations, the unsharded head, a chunk's logits, the head's float32 gradient
+    first, last layer    a backward's recomputed activations and gradients, unsharded weights and gradients, and what
+                         is saved by then, or reduced
+    root reduced         the float32 copies of embedding and head that are sent
+    split backward       all that the input halves leave for the weight halves (zero-bubble)
+    optimizer            all gradient shards
+
+Only tensor storage counts, without fragmentation. A layer's activations are the results of its matrices and the tensors
+of attention and norms around them, as transformers' Llama-like layers save them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from attention import HeadPlan
+from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape
+
+from .job import ADAPTER, Job, shared
+from .order import Schedule, actions
+from .traffic import FLOAT32, INT64, Unit, muon_elements, stage_units
+
+_RECURRENT = re.compile(r"A_log|conv|dt_bias")  # in the names of parameters
+_ATTENTION = re.compile(r"q_proj|qkv|query|c_attn|q_a_proj|q_b_proj")
+# Bytes that a recurrent layer saves per result of its products, in torch's code of the recurrence: from dry runs of
+# qwen3_next (gated delta rule) and bamba (Mamba-2).
+DELTA_BYTES, STATE_SPACE_BYTES = 28, 43
+MUON_BYTES = 14  # per element of a matrix: what is sent, received and iterated in bfloat16, and a float32 gradient
+NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that of the mean square, and their sum
+
+
+class LayerMemory(NamedTuple):
+    """Bytes of the activations of a layer for one micro-batch.
+
+    Attributes:
+        saved: from the forward until the backward.
+        backward: added at the backward's peak: what is recomputed, and gradients.
+        left: added from the input half of a split backward until its weight half: gradients of products' results.
+    """
+
+    saved: int
+    backward: int
+    left: int
+
+
+def _attention(job: Job) -> tuple[int, int, int]:
+    """Return the elements of (q, k and v, the output) of attention on the busiest rank."""
+    facts, tp, ulysses = job.model.facts, job.dims.tp, job.dims.ulysses
+    plan, tokens = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, ulysses), job.tokens * ulysses
+    queries, keys = tokens * plan.q_width(0), tokens * plan.kv_width(0)
+    return queries * facts.head_dim, keys * (facts.head_dim + facts.value_dim), queries * facts.value_dim
+
+
+def _results(job: Job, layer: LayerShape, attends: bool) -> tuple[int, int, int]:
+    """Return (elements that a layer's matrices compute, those that dense MLPs begin with, bytes that recurrences,
+    convolutions and latent attention save of theirs)."""
+    size = job.dtype.itemsize
+
+    def elements(parameters: list[ParameterShape]) -> int:  # what tp does not shard has a share of the tokens
+        return sum((job.outer_tokens if p.tp_dim is None else job.tokens) * p.local(job.dims.tp)[0] for p in parameters)
+
+    modules: defaultdict[str, list[ParameterShape]] = defaultdict(list)
+    for p in layer.parameters:
+        if ADAPTER not in p.name:
+            modules[p.name.rsplit(".", 2)[0]].append(p)
+    names = {p.name.rpartition(".")[2] for p in layer.parameters}
+    per_result = STATE_SPACE_BYTES if "D" in names else DELTA_BYTES if "A_log" in names else size
+    recurrent = {name.partition(".")[0] for name, ps in modules.items() if any(_RECURRENT.search(p.name) for p in ps)}
+    mlp = others = 0
+    for module, parameters in modules.items():
+        linears = [p for p in parameters if len(p.shape) == 2 and min(p.shape) > 1]
+        linears = [p for p in linears if p.shape[0] != job.model.facts.num_experts]  # no router
+        if module.partition(".")[0] in recurrent:
+            others += elements(linears) * per_result
+        elif attends and any(_ATTENTION.search(p.name) for p in parameters):
+            others += elements([p for p in linears if "_a_proj" in p.name]) * (2 * size + FLOAT32)
+        else:
+            mlp += elements(linears[:-1])  # nothing needs the result of the last
+    return elements([p for p in layer.parameters if len(p.shape) == 2]), mlp, others
+
+
+@shared(lambda job, index: (job.micro_batch, job.config.ac, job.config.mlp_tile, index))
+def layer_memory(job: Job, index: int) -> LayerMemory:
+    """Return the activations of a decoder layer."""
+    layer, facts, size, ac = job.model.layers[index], job.model.facts, job.dtype.itemsize, job.config.ac
+    attends = facts.windows[index] != NO_ATTENTION
+    computed, mlp, others = _results(job, layer, attends)
+    products, cast = computed * size, FLOAT32 if size < FLOAT32 else 0
+    hidden = job.outer_tokens * job.model.hidden_size
+    inside = job.tokens * job.model.hidden_size * size  # hidden states in a region of tp
+
+    q, kv, out = _attention(job) if attends else (0, 0, 0)
+    output = out * size * (2 if job.dims.ulysses > 1 else 1) + out // facts.value_dim * FLOAT32  # and log-sum-exp
+    exchanged = (q + kv) * size
+    # Gradients of the output, and of q, k and v with their float32 sums; a ring has those of a neighbour as well.
+    of_attention = out * size + (q + kv) * (size + cast) + (3 * kv * (size + FLOAT32) if job.dims.ring > 1 else 0)
+    # A norm saves its input in float32 and, unless its weight is frozen, normalized.
+    norm = inside + hidden * (FLOAT32 if job.frozen else FLOAT32 + size)
+    norms = sum(len(p.shape) == 1 and p.name.count(".") == 1 and p.name.endswith("weight") for p in layer.parameters)
+    others += max(1, norms) * norm
+    if any(p.name.endswith("q_norm.weight") for p in layer.parameters):
+        others += (q + kv // 2) * (FLOAT32 + size)
+
+    # A gated MLP saves the results of gate and up, the activation and the product, or has those of one tile at a time.
+    into_mlp = mlp * size  # results of gate and up
+    in_mlp, of_mlp = 2 * into_mlp, float(into_mlp)
+    if job.config.mlp_tile:
+        in_mlp, of_mlp = 0, 3 * into_mlp * min(1.0, job.config.mlp_tile / job.layout.local_len)
+    if layer.experts:
+        routed, rows = job.routed_rows * job.model.hidden_size, job.expert_rows * job.model.hidden_size * size
+        columns = job.expert_rows * job.model.expert_size * size
+        in_mlp += routed * size + (3 * columns if job.frozen else rows + 4 * columns)
+        of_mlp += routed * FLOAT32 + 2 * rows  # of the weighted sum, and the rows in transit
+        into_mlp, products = into_mlp + 2 * columns, products + rows + 2 * columns
+
+    every = others + output + exchanged + in_mlp
+    saved, again = every, 0
+    if ac != "none":
+        saved = hidden * size + (output + (exchanged if job.dims.ulysses > 1 else 0) if ac != "full" else 0)
+        again = every - saved + (hidden * size if cast else 0)
+    if ac == "selective":  # the operator behind a product saves what selective does
+        saved += products - (0 if layer.experts else inside)
+        again, in_mlp = again - into_mlp, in_mlp - into_mlp
+    weights = sum(math.prod(p.local(job.dims.tp)) for p in layer.parameters if p.name.startswith("mlp"))
+    weights += sum(p.numel for p in layer.experts) // job.dims.ep
+    of_weights = 0 if job.frozen else weights * size
+    peaks = (  # in the MLP, in the norm before it, and in attention
+        of_mlp + of_weights / 3,
+        NORM_BYTES * hidden - in_mlp + of_weights,
+        of_attention - in_mlp - norm + of_weights,
+    )
+    return LayerMemory(saved, again + hidden * size + round(max(peaks)), products + 2 * hidden * size)
+
+
+class Moment(NamedTuple):
+    """Bytes alive at one peak of a step.
+
+    Attributes:
+        gradients: reduced shards; whole: unsharded parameters and gradients, and their communication buffers;
+            activations: saved for backwards; transient: the rest.
+    """
+
+    name: str
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    whole: int = 0
+    activations: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self[1:])
+
+
+class _Stage:
+    """One pipeline stage.
+
+    Attributes:
+        saved: bytes that one micro-batch's forward saves on the device; at_last, at_first: saved
+            by layers at the backward of the last and of the first layer.
+        left: bytes that the input half of a split backward leaves for the weight half.
+        handed, buffers: hidden states from one neighbour, and those that torch's pipeline keeps for all micro-batches.
+    """
+
+    def __init__(self, job: Job, stage: int) -> None:
+        self.job, self.units, self.kinds = job, stage_units(job, stage), job.kinds(stage)
+        self.first, self.last = stage == 0, stage == len(job.stage_layers) - 1
+        size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
+        memory = {kind: layer_memory(job, kind) for kind in self.kinds}
+        hidden, inside = (tokens * width * size for tokens in (job.outer_tokens, job.tokens))
+        self.handed = 0 if job.dims.pp == 1 else hidden
+        self.buffers = (2 - self.first - self.last) * job.config.micro_batches * self.handed
+        self.outside = 2 * job.tokens * job.model.facts.head_dim * size + self.handed  # rotary cosines and sines
+        self.backward = max(layer.backward for layer in memory.values())
+        self.at_first, self.at_last = memory[job.model.alike[layers[0]]].saved, stage_saved(job, stage)
+        self.left = sum(number * memory[kind].left for kind, number in self.kinds.items())
+        self.of_head = self.head = self.logits = 0
+        if self.last:
+            vocabulary, cast = job.model.facts.vocab_size // job.dims.tp, FLOAT32 if size < FLOAT32 else 0
+            self.of_head = 0 if job.frozen else vocabulary * width  # elements of its gradient
+            self.head = job.outer_tokens * width * (FLOAT32 + size) + inside + self.of_head * FLOAT32
+            # A chunk's logits or the head's gradient, also in float32; or the backward of the norm before the head.
+            chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary, self.of_head) * (size + cast)
+            norm = job.outer_tokens * width * (NORM_BYTES + size) - inside - self.of_head * (FLOAT32 - size)
+            self.logits = max(inside + chunk, norm)
+            self.left += inside + hidden
+        self.saved = self.outside + self.head + (0 if job.config.ac_offload else self.at_last)
+        if job.config.ac_offload:  # two layers are on the device
+            self.at_last = min(2, len(layers)) * max(layer.saved for layer in memory.values())
+
+    def idle(self, later: bool) -> int:
+        """Return the bytes of unsharded parameters and gradients while other stages run.
+
+        later: whether an earlier backward has run.
+        """
+        size, config = self.job.dtype.itemsize, self.job.config
+        sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
+        if self.job.splits_backwards:
+            sums = FLOAT32 + (size if size < FLOAT32 and not self.first else 0)
+        return self.units.numel * (0 if config.zero == 3 else size) + self.units.trained_numel * sums
+
+    def moments(self, later: bool) -> Iterator[Moment]:
+        """Yield the peaks of one backward, without optimizer states and other micro-batches' activations.
+
+        later: whether another micro-batch's backward has run before.
+        """
+        job, size, zero = self.job, self.job.dtype.itemsize, self.job.config.zero
+        accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
+        reduces = (later or not accumulates) and not job.splits_backwards
+        root, layer = self.units.around, self.units.largest
+        sums = self.units.numel * FLOAT32 if accumulates and later else 0
+        prefetched = layer.numel if zero == 3 and layer.numel > layer.shard else 0
+        # What reduces gradients stays until the next reduction: the root's of the micro-batch before, or a layer's,
+        # whose activations are gone.
+        reducing = root.reduced * FLOAT32 if zero >= 2 and later else 0
+        every = self.units.numel - root.numel
+        whole = sums + reducing + size * (root.numel + (prefetched if zero == 3 else every))
+        if self.last:
+            yield Moment("loss", 0, 0, 0, whole, self.at_last + self.outside + self.head, self.logits)
+        layers = len(self.units.layers)
+        if reduces and layers > 1:  # the layer before the last, where offloading leaves two layers' activations again
+            freed = 0 if job.config.ac_offload and layers > 2 else self.at_first
+            whole += max(0, layer.reduced * FLOAT32 - freed - reducing)
+        whole += size * (self.of_head + (layer.numel if zero == 3 else 0))
+        yield Moment("last layer", 0, 0, 0, whole, self.at_last + self.outside, self.backward)
+        whole = sums + size * (root.numel + self.of_head + (layer.numel if reduces or zero == 3 else every))
+        gradients = (self.units.trained_shard - root.trained_shard - layer.trained_shard) * FLOAT32 if reduces else 0
+        whole += FLOAT32 * (layer.reduced if reduces else 0 if later else every - layer.numel)
+        yield Moment("first layer", 0, 0, gradients, whole, self.at_first + self.outside, self.backward)
+        if reduces:
+            gradients += layer.trained_shard * FLOAT32
+            copies = root.trained_numel * (FLOAT32 if accumulates else size) + root.reduced * FLOAT32
+            yield Moment("root reduced", gradients=gradients, whole=copies)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A rank's memory in one step, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: float32 shards of weights and gradients, and AdamW's two moments, on the
+            device, or with `--optim-offload` on the host.
+        activations: saved between forward and backward on the device, over all micro-batches in flight.
+        host: the peak of host memory.
+        peak: the highest moment of the step on the device.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    host: int
+    peak: Moment
+
+
+def footprint(job: Job, rank: int) -> Footprint:
+    """Return the memory of `rank`."""
+    stages = {stage: _Stage(job, stage) for stage in job.stages(rank)}
+    gradients = FLOAT32 * sum(stage.units.trained_shard for stage in stages.values())
+    frozen = sum(stage.units.shard - stage.units.trained_shard for stage in stages.values())
+    matrices = sum(sum(muon_elements(job, stage)) for stage in stages)  # with one state
+    parameters, optimizer = gradients + frozen * job.weights.itemsize, 2 * gradients - FLOAT32 * matrices
+    peak = max(_moments(job, rank, stages, gradients), key=lambda moment: moment.total)
+    if not job.config.optim_offload:
+        peak = peak._replace(parameters=parameters, optimizer=optimizer)
+    flights = chain(*_backwards(Schedule.of(job, rank)).values())
+    activations = _most(flights, {number: stage.saved for number, stage in stages.items()})
+    return Footprint(parameters, gradients, optimizer, activations, rank_host_bytes(job, rank), peak)
+
+
+def _moments(job: Job, rank: int, stages: Mapping[int, _Stage], shards: int) -> Iterator[Moment]:
+    """Yield the peaks of the step, without parameters and optimizer states. shards: bytes of all gradient shards."""
+    config, buffers, most = job.config, sum(stage.buffers for stage in stages.values()), shards
+    if config.optim_offload and not (config.zero >= 2 and config.micro_batches > 1 and job.dims.dp_replicate > 1):
+        # A gradient goes to the host once it is reduced, over replicas as well.
+        most = FLOAT32 * max(unit.trained_shard for stage in stages.values() for unit in stage.units.all)
+    bytes_of = {number: stage.saved for number, stage in stages.items()}
+    bytes_of |= {~number: stage.left for number, stage in stages.items()}
+    for (number, half, later), flights in _backwards(Schedule.of(job, rank)).items():
+        stage, others = stages[number], _most(flights, bytes_of) - bytes_of[number]
+        idle = sum(other.idle(later) for other in stages.values() if other is not stage)
+        moments = stage.moments(later)
+        if half:
+            work = stage.left + max(stage.of_head * FLOAT32, 5 * FLOAT32 * job.outer_tokens * job.model.hidden_size)
+            moments = iter([Moment("split backward", 0, 0, 0, stage.idle(True), stage.saved, work)])
+        for name, _, _, gradients, whole, saved, work in moments:
+            gradients = min(most, shards if later and config.zero >= 2 else gradients)
+            yield Moment(name, 0, 0, gradients, whole + idle, saved + others, work + buffers)
+    if not config.optim_offload:
+        muon = 0
+        if config.optimizer == "muon":  # Newton-Schulz of the largest matrix
+            layers = [job.model.layers[kind] for stage in stages.values() for kind in stage.kinds]
+            matrices = [p for layer in layers for p in (*layer.parameters, *layer.experts) if len(p.shape) > 1]
+            muon = MUON_BYTES * max(math.prod(p.shape[-2:]) for p in matrices)
+        yield Moment("optimizer", gradients=shards, transient=buffers + muon)
+
+
+def largest_footprint(job: Job) -> tuple[Footprint, int]:
+    """Return (the memory of the pipeline stage that needs most, the first rank that has it)."""
+    footprints = ((footprint(job, rank), rank) for rank in job.ranks("pp", 0))
+    return max(footprints, key=lambda pair: pair[0].peak.total)
+
+
+def stage_saved(job: Job, stage: int) -> int:
+    """Return the bytes that the layers of a stage save in one micro-batch's forward."""
+    return sum(number * layer_memory(job, kind).saved for kind, number in job.kinds(stage).items())
+
+
+def rank_host_bytes(job: Job, rank: int) -> int:
+    """Return `Footprint.host` of `rank`."""
+    saved = 0
+    if job.config.ac_offload:
+        flights = chain(*_backwards(Schedule.of(job, rank)).values())
+        saved = _most(flights, {stage: stage_saved(job, stage) for stage in job.stages(rank)})
+    if not job.config.optim_offload:
+        return saved
+    shards = FLOAT32 * sum(stage_units(job, stage).trained_shard for stage in job.stages(rank))
+    # With one reduction, gradients arrive as activations are freed.
+    reduces_each = job.config.zero >= 2 and job.config.micro_batches > 1
+    return 3 * shards + (saved + shards if reduces_each else max(saved, shards))
+
+
+def host_bytes(job: Job, devices: int) -> int:
+    """Return the most bytes that the ranks of one host keep in its memory, `devices` ranks on each host."""
+    if not (job.config.ac_offload or job.config.optim_offload):
+        return 0
+    saved = [rank_host_bytes(job, rank) for rank in job.ranks("pp", 0)]
+    if job.world_size // job.dims.pp % devices == 0:  # a host has ranks of one stage
+        return devices * max(saved)
+    hosts: Counter[int] = Counter()
+    for rank in range(job.world_size):
+        hosts[rank // devices] += saved[job.place("pp", rank)]
+    return max(hosts.values())
+
+
+@lru_cache(maxsize=4096)
+def _backwards(schedule: Schedule) -> Mapping[tuple[int, bool, bool], Set[tuple[tuple[int, int], ...]]]:
+    """Return what is in flight at a rank's backwards: micro-batches by stage, and by ~stage between halves; by stage,
+    whether it is the input half, and whether the stage had one before."""
+    live: Counter[int] = Counter()
+    flights: defaultdict[tuple[int, bool, bool], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
+    for kind, stage, micro_batch in actions(schedule):
+        half = kind == "inputs"
+        if kind == "backward" or (kind != "forward" and half == (stage > 0)):  # the first stage has no input half
+            flights[stage, half, micro_batch > 0].add(tuple(live.items()))
+        live[stage] += {"forward": 1, "inputs": 0}.get(kind, -1)
+        if stage:
+            live[~stage] += {"inputs": 1, "weights": -1}.get(kind, 0)
+    return flights
+
+
+def _most(flights: Iterable[tuple[tuple[int, int], ...]], bytes_of: Mapping[int, int]) -> int:
+    """Return the most bytes in flight, where a micro-batch of a stage takes `bytes_of` it."""
+    return max(sum(number * bytes_of.get(stage, 0) for stage, number in flight) for flight in flights)
+
+
+def forward_memory(job: Job, rank: int) -> Moment:
+    """Return the peak of a job that is not trained. Nothing is saved, and one layer's tensors exist at a time."""
+    stages, facts, size = [stage_units(job, stage) for stage in job.stages(rank)], job.model.facts, job.dtype.itemsize
+    hidden, inside = (tokens * job.model.hidden_size * size for tokens in (job.outer_tokens, job.tokens))
+
+    def copied(unit: Unit) -> int:
+        """Return the bytes of a unit's weights in a forward besides the stored shard."""
+        return 0 if unit.ranks == 1 and job.weights == job.dtype else unit.numel * size
+
+    # ZeRO-3 has the current layer and the next one, the others have all.
+    layers = [[sum(map(copied, layer)) for layer in stage.layers] for stage in stages]
+    gathered = max(sum(sorted(each)[-2:] if job.config.zero == 3 else each) for each in layers)
+    gathered += max(sum(map(copied, stage.root)) for stage in stages)
+    q, kv, out = _attention(job)
+    attention = (q + out + kv // 2) * (2 if job.dims.ulysses > 1 else 1) + (kv if job.dims.ring > 1 else 0)
+    mlp = min(job.config.mlp_tile or job.tokens, job.layout.local_len) * job.rows * 3 * facts.intermediate_size
+    mlp //= job.dims.tp
+    if job.model.experts_per_token:
+        mlp = job.routed_rows * (2 * job.model.hidden_size + 3 * job.model.expert_size)
+    work = inside + max(hidden + mlp * size, attention * size)
+    if len(job.stage_layers) - 1 in job.stages(rank) and job.output in ("loss", "logprobs"):
+        logits = min(job.config.loss_chunk, job.tokens) * facts.vocab_size // job.dims.tp
+        work = max(work, inside - hidden + logits * (FLOAT32 + (size if size < FLOAT32 else 0)))
+    # Besides the layer's input: embeddings, rotary tables, ids, positions, labels and the indices of sequences.
+    work += 2 * hidden + 2 * job.tokens * facts.head_dim * size + 5 * job.tokens * INT64
+    parameters = sum(stage.shard for stage in stages) * job.weights.itemsize
+    return Moment("forward", parameters, whole=gathered, transient=work)

@@ -1,0 +1,246 @@
+"""Counts of what passes torch's dispatcher in a step: operators, collectives, and the tensor storages that are alive.
+
+A storage counts from the operator that creates it until its last reference is gone, and resizing is tracked, by which
+FSDP2 frees gathered parameters. Workspaces inside an operator and allocator overhead are not seen."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import Hardware
+from parallel.wire import SentBytes
+
+from .compute import Product, Seconds, attention_flops, matmul_flops
+from .fake_world import HostMemory, KnownValues, tensors_of, written
+
+aten = torch.ops.aten
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer states"
+WHOLE, ACTIVATIONS, TRANSIENT = "whole parameters and gradients", "activations", "transient"
+_HOST = "host"
+CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, WHOLE, ACTIVATIONS, TRANSIENT)
+
+
+@dataclass(eq=False)
+class _Storage:
+    reference: weakref.ref[torch.UntypedStorage]
+    born: int
+    changed: int  # time of the last change of size
+    nbytes: int = 0
+    category: str = TRANSIENT
+
+
+class LiveMemory:
+    """The storages that are alive, and those that were alive at the peak.
+
+    Args:
+        host: counts the storages that `offload` moves.
+
+    Attributes:
+        peak_bytes: the maximum since `restart`.
+        at_peak: the peak by category; a storage counts under its last label, even if that came after the peak.
+        now: a clock, the number of `see` calls so far.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self._storages: dict[int, _Storage] = {}
+        self._bytes = dict.fromkeys(CATEGORIES, 0)
+        self.now = self._peak_time = self.current_bytes = self.peak_bytes = 0
+        self.at_peak = dict(self._bytes)
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of an operator's results."""
+        self.now += 1
+        for x in tensors:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in self._storages:
+                reference = weakref.ref(storage, lambda _, key=key: self._resize(self._storages.pop(key), 0))  # type: ignore[misc]
+                self._storages[key] = _Storage(reference, self.now, self.now)
+                self._resize(self._storages[key], storage.nbytes())
+
+    def label(self, tensors: Iterable[Tensor], category: str, again: bool = True) -> None:
+        """Set the category of the storages of `tensors`; `again` also replaces earlier labels."""
+        for x in tensors:
+            storage = self._storages.get(x.untyped_storage()._cdata)
+            if storage is not None and storage.category != _HOST and (again or storage.category == TRANSIENT):
+                self._move(storage, category)
+
+    def label_since(self, time: int, category: str) -> None:
+        """Set the category of all live storages that were created after `time` and have no label yet."""
+        for storage in self._storages.values():
+            if storage.born > time and storage.category == TRANSIENT:
+                self._move(storage, category)
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors` as host memory from now on."""
+        for x in tensors:
+            storage = self._storages.get(x.untyped_storage()._cdata)
+            if storage is not None and storage.category != _HOST:
+                nbytes = storage.nbytes
+                self._resize(storage, 0)
+                storage.category = _HOST
+                self._resize(storage, nbytes)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = -1
+        self._note_peak()
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Track storages that are resized, which does not go through an operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def followed(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            found = self._storages.get(storage._cdata)
+            if found is not None:
+                self._resize(found, storage.nbytes())
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", followed):
+            yield
+
+    def _resize(self, storage: _Storage, nbytes: int) -> None:
+        more, storage.nbytes, storage.changed = nbytes - storage.nbytes, nbytes, self.now
+        if storage.category == _HOST:
+            self._host.add(more)
+            return
+        self._bytes[storage.category] += more
+        self.current_bytes += more
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes, self._peak_time, self.at_peak = self.current_bytes, self.now, dict(self._bytes)
+
+    def _move(self, storage: _Storage, category: str) -> None:
+        places = [self._bytes]
+        if storage.changed <= self._peak_time:  # it had this size at the peak
+            places.append(self.at_peak)
+        for place in places:
+            place[storage.category] -= storage.nbytes
+            place[category] += storage.nbytes
+        storage.category = category
+
+
+_NO_KERNEL = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    *(aten._unsafe_view, aten.lift_fresh, aten.resize_, aten.set_),
+}
+_ONLY_WRITES = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.zero_, aten.fill_}
+_READS_ROWS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+_WRITES_ROWS = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_, aten.index_put_}
+
+
+@dataclass
+class Work:
+    """The operators of a rank that take time on a device, and what determines how much.
+
+    Attributes:
+        products: (FLOPs, elements read and written, bytes of one) of each matrix product.
+        attention: (FLOPs, tokens of the shorter side, backward, without a mask) of each attention kernel.
+        nbytes: read and written by all other operators.
+        launches: number of operators.
+    """
+
+    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    attention: Counter[tuple[int, int, bool, bool]] = field(default_factory=Counter)
+    nbytes: int = 0
+    launches: int = 0
+
+    @property
+    def attention_flops(self) -> int:
+        return sum(number * flops for (flops, *_), number in self.attention.items())
+
+    @property
+    def flops(self) -> int:
+        return self.attention_flops + sum(number * flops for (flops, *_), number in self.products.items())
+
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, known: KnownValues) -> None:
+        """Count one operator call."""
+        packet = func.overloadpacket
+        if func.namespace != "aten" or func.is_view or packet in _NO_KERNEL:
+            return
+        self.launches += 1
+        results = tensors_of(result) or tensors_of(list(written(func, args, kwargs)))
+        operands = [*tensors_of((args, kwargs)), *results]
+        if flops := attention_flops(func, args, kwargs, known.numbers):
+            unmasked = attention_flops(func, tuple(False if x is True else x for x in args), {}, known.numbers)
+            backward, lengths = "backward" in str(packet), [x for x in args if type(x) is int]
+            side = min(lengths or (x.shape[2] for x in args[backward : backward + 2]))
+            self.attention[flops, side, backward, flops == unmasked] += 1
+        elif flops := matmul_flops(func, args, kwargs, result):
+            self.products[flops, sum(x.numel() for x in operands), results[0].itemsize] += 1
+        else:
+            if packet in _ONLY_WRITES:
+                operands = results
+            elif packet in _READS_ROWS:
+                operands = 2 * results
+            elif packet in _WRITES_ROWS:
+                operands = 2 * tensors_of(args[1:])
+            # The elements of an expanded tensor count once.
+            self.nbytes += sum(min(x.numel() * x.itemsize, x.untyped_storage().nbytes()) for x in operands)
+
+    def seconds(self, hardware: Hardware, dtype: str, kernel: str) -> Seconds:
+        """Return the time of the operators, with the rates of an attention kernel."""
+        return Seconds(
+            sum(number * Product(*each).seconds(hardware, dtype) for each, number in self.products.items()),
+            sum(
+                number * hardware.attention_seconds(kernel, flops, side, dtype, backward=backward, full=full)
+                for (flops, side, backward, full), number in self.attention.items()
+            ),
+            hardware.memory_seconds(self.nbytes),
+        )
+
+
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
+FSDP_COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_")
+
+
+class StepMeter(TorchDispatchMode):
+    """A mode inside `FakeTensorMode` that runs operators and counts them; `host` counts what is offloaded.
+
+    Attributes:
+        known: the known values of fake tensors.
+        memory: the storages of all results; FSDP2's buffers are labelled.
+        wire: the bytes of collectives.
+        work, update: the operators of forward and backward, and of the optimizer once `counting` is `update`.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__()
+        self.known, self.memory, self.wire = KnownValues(), LiveMemory(host), SentBytes()
+        self.counting = self.work = Work()
+        self.update = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a shortcut for the most frequent call
+            return args[0].device if not isinstance(args[0], FakeTensor) else args[0].fake_device
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # DTensor calls operators on local tensors, which come here again
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+            return func(*args, **kwargs)  # a device mesh is computed with real tensors
+        self.wire.count(func, args)
+        result = self.known.call(func, args, kwargs)
+        made = [x for x in tensors_of(result) if isinstance(x, FakeTensor)]
+        self.memory.see(made)
+        if func.namespace == "fsdp" or func.overloadpacket.__name__ in FSDP_COLLECTIVES:
+            used = [x for x in tensors_of((args, kwargs)) if isinstance(x, FakeTensor)]
+            self.memory.label(used + made, WHOLE, again=False)
+        self.counting.count(func, args, kwargs, result, self.known)
+        return result

@@ -1,0 +1,184 @@
+"""Times of calls on a machine that may do other work meanwhile: one short turn of every call per round.
+
+A burst of other work then reaches one turn of several calls, rather than all turns of one call. Other work can only
+slow a call down, so the estimate is the mean of its fastest eighth of turns, which differs less between runs under
+load than the median or the mean do (`benchmarks/calibration`). Ranks that share processors are other work to each
+other, in every step of training too: there, the estimate is the median. Each third of the rounds, every third one,
+gives an estimate as well; how far these differ is the spread of the estimate.
+
+A turn is read from the clock of torch.utils.benchmark, which waits for the device. Its Timer repeats one call until
+the times settle; here all ranks must make equally many calls, in turns with the other calls."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from timeit import Timer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import benchmark
+
+LEAST_TURNS = 6  # of a slow call: two in each third
+PARTS = 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call to time.
+
+    Attributes:
+        call: what to time; None on a rank that waits for the others.
+        calls: calls in a turn; 0 for as many as fit.
+    """
+
+    name: str
+    call: Callable[[], object] | None
+    calls: int = 0
+
+    def turn(self, calls: int) -> float:
+        """Return the mean seconds of `calls` calls, or nan on a rank without the call. Collective over all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+        return Timer(self.call, timer=benchmark.timer).timeit(calls) / calls if self.call else float("nan")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a call, and the relative distance between estimates from thirds of its turns."""
+
+    seconds: float
+    spread: float
+
+    @staticmethod
+    def of(turns: Sequence[float], *, typical: bool = False) -> Estimate:
+        """Estimate from the mean seconds of a call in each turn.
+
+        Args:
+            typical: take the median instead of the fastest turns.
+
+        Raises:
+            ValueError: for fewer turns than PARTS.
+        """
+        if len(turns) < PARTS:
+            raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
+
+        def fastest(turns: Sequence[float]) -> float:  # the mean of the fastest eighth
+            return statistics.mean(sorted(turns)[: -(-len(turns) // 8)])
+
+        estimate = statistics.median if typical else fastest
+        thirds = [estimate(turns[part::PARTS]) for part in range(PARTS)]
+        return Estimate(estimate(turns), max(thirds) / min(thirds) - 1)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks.
+
+    Attributes:
+        crowded: whether ranks share processors.
+    """
+
+    device: torch.device
+    rounds: int
+    seconds: float
+    crowded: bool = False
+
+    def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
+        """Return the seconds of each call by turn on this rank, nan where it has no call. Collective over all ranks.
+
+        Raises:
+            ValueError: if two calls have the same name.
+        """
+        turns: dict[str, list[float]] = {each.name: [] for each in timed}
+        if len(turns) < len(timed):
+            raise ValueError(f"names repeat: {', '.join(each.name for each in timed)}")
+        for each in timed:  # the first call of each allocates and connects
+            each.turn(1)
+        once = over_ranks([each.turn(1) for each in timed], self.device)
+        calls = [each.calls or max(1, round(self.seconds / taken)) for each, taken in zip(timed, once, strict=True)]
+        number = [
+            min(self.rounds, max(LEAST_TURNS, round(4 * self.rounds * self.seconds / (often * taken))))
+            for often, taken in zip(calls, once, strict=True)
+        ]
+        for round_ in range(self.rounds):
+            for each, often, of_all in zip(timed, calls, number, strict=True):
+                if (round_ + 1) * of_all // self.rounds > round_ * of_all // self.rounds:
+                    turns[each.name].append(each.turn(often))
+        return turns
+
+    def estimates(self, turns: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+        """Return the estimates from what `turns` returned, over all ranks. Collective over these.
+
+        Ranks with processors of their own need not be free of other work in the same turn: their estimates are
+        averaged. Of ranks that share processors, one is fast in a turn at the cost of the others: they make equally
+        many calls, as they would between two collectives, and a turn takes as long as the slowest rank.
+        """
+        if self.crowded:
+            every = torch.tensor([*itertools.chain(*turns.values())], dtype=torch.float64)
+            every = every.nan_to_num(0.0).to(self.device)
+            if dist.is_initialized():
+                dist.all_reduce(every, op=dist.ReduceOp.MAX)
+            slowest = iter(every.tolist())
+            return {
+                name: Estimate.of(list(itertools.islice(slowest, len(each))), typical=True)
+                for name, each in turns.items()
+            }
+        here = [Estimate.of(each) for each in turns.values()]
+        seconds = over_ranks([each.seconds for each in here], self.device)
+        spread = over_ranks([each.spread for each in here], self.device)
+        return dict(zip(turns, map(Estimate, seconds, spread), strict=True))
+
+
+def over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the means over the ranks on which a value is not nan. Collective over all ranks."""
+    if not dist.is_initialized():
+        return list(values)
+    here = torch.tensor(values, dtype=torch.float64)
+    sums = torch.stack([here.nan_to_num(0.0), (~here.isnan()).double()]).to(device)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).tolist()
+
+
+class OtherLoad:
+    """What programs other than these ranks use of their machines' processors, from when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = _processors()
+
+    def share(self) -> float | None:
+        """Return the busiest machine's fraction of processor time; None where the system does not tell. Collective."""
+        used = [end - begin for begin, end in zip(self._begin, _processors(), strict=True)]
+        everyone: list[Any] = [(_machine(), used)]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (_machine(), used))
+        shares = [0.0]
+        for machine in {machine for machine, _ in everyone}:
+            own, every, available = zip(*(used for name, used in everyone if name == machine), strict=True)
+            if not max(available):
+                return None
+            shares.append((max(every) - sum(own)) / max(available))
+        return max(shares)
+
+
+def _processors() -> tuple[float, float, float]:
+    """Return the seconds of processors that this process used, that all used, and that there were; 0 if unknown."""
+    stat, own = Path("/proc/stat"), os.times()
+    if not stat.exists():
+        return 0.0, 0.0, 0.0
+    user, nice, system, idle, waiting, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    used, tick = user + nice + system + sum(interrupts), os.sysconf("SC_CLK_TCK")
+    return own.user + own.system, used / tick, (used + idle + waiting) / tick
+
+
+def _machine() -> str:
+    """Return what tells this machine from others; emulated hosts are one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()

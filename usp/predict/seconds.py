@@ -1,0 +1,448 @@
+"""Seconds of a step, and of each of its passes on one rank: compute, and communication by axis.
+
+The slowest pipeline stage sets the pace, and the schedule the bubble (`parallel.bubble_fraction`). What overlaps in the
+implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is exposed:
+
+    ring             a ring step's compute hides the transfer of the next step's keys and values, and in the backward
+                     also of the previous step's gradients; the last gradients are exposed (`attention.ring`)
+    parameter axes   a layer's compute hides the gather of the next layer and the reduction of the previous one (FSDP2),
+                     if collectives run on their own streams; the first gather and the last reduction are exposed, and
+                     so are sums of scalars such as token counts
+    host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
+                     what the next layer needs; the devices of a host copy at once and share its memory
+    the rest         Ulysses, tp, ep and pp are exposed
+
+Where ranks share processors, ranks that wait leave them to the others, so a step takes at least the compute of all."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
+from usp.model.facts import NO_ATTENTION
+
+from .compute import (
+    OPTIMIZER_BYTES,
+    Seconds,
+    attention_kernel,
+    dtype_name,
+    head_seconds,
+    kernel_rates,
+    layer_seconds,
+    model_flops,
+    optimizer_seconds,
+    ring_step_seconds,
+    trained_elements,
+)
+from .job import PASSES, Job, Pass, shared
+from .memory import stage_saved
+from .traffic import FLOAT32, Sent, attention_plan, gather_counts, pass_traffic
+
+_LAYERS = "the compute of the neighbouring layers"
+OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
+    "ring": "the attention of the previous ring step",
+    **dict.fromkeys(("fsdp", "efsdp", "dp_replicate", "loss", "host"), _LAYERS),
+}
+_KINDS: Mapping[str, tuple[str, int]] = {  # kind of transfer, and its steps over n ranks as a multiple of n - 1
+    **dict.fromkeys(("send", "broadcast_"), ("send", 0)),
+    **dict.fromkeys(("alltoall_base_", "all_to_all_single"), ("exchange", 1)),
+    **dict.fromkeys(("allgather_", "_allgather_base_", "all_gather_into_tensor"), ("gather", 1)),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_tensor"), ("reduce", 1)),
+    **dict.fromkeys(("allreduce_", "all_reduce"), ("gather", 2)),
+}
+
+
+def exposure(axis: str) -> str:
+    """Return `exposed`, or what the communication of an axis overlaps with."""
+    return f"overlaps with {OVERLAPS_WITH[axis]}" if axis in OVERLAPS_WITH else "exposed"
+
+
+def of_parameters(part: Sent) -> bool:
+    """Check whether a layer's parameters or gradients are sent rather than scalars."""
+    return OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > 64 * part.calls
+
+
+@dataclass(frozen=True)
+class TransferSeconds:
+    """The time of one axis' communication: exposed, and overlapped with compute."""
+
+    exposed: float = 0.0
+    overlapped: float = 0.0
+
+    def __add__(self, other: TransferSeconds) -> TransferSeconds:
+        return TransferSeconds(self.exposed + other.exposed, self.overlapped + other.overlapped)
+
+    def times(self, number: float) -> TransferSeconds:
+        return TransferSeconds(number * self.exposed, number * self.overlapped)
+
+    def with_free_part(self, free: float) -> TransferSeconds:
+        """Expose the part of the overlapped time that slows down the compute; the part `free` does not."""
+        return TransferSeconds(self.exposed + (1 - free) * self.overlapped, free * self.overlapped)
+
+
+def overlapped(transfers: Sequence[float], compute: Sequence[float]) -> TransferSeconds:
+    """Overlap each transfer with the compute at the same position; what takes longer than its compute is exposed."""
+    hiding = [*compute, *([0.0] * len(transfers))]
+    exposed = sum(max(0.0, transfer - seconds) for transfer, seconds in zip(transfers, hiding, strict=False))
+    return TransferSeconds(exposed, sum(transfers) - exposed)
+
+
+def overlapped_in_pieces(transfer: float, compute: float, pieces: int) -> TransferSeconds:
+    """Overlap each of the equal pieces of a transfer with the previous piece of compute; the first is exposed."""
+    first = transfer / pieces
+    exposed = first + (pieces - 1) * max(0.0, first - compute / pieces)
+    return TransferSeconds(exposed, transfer - exposed)
+
+
+def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
+    """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send.
+
+    Raises:
+        KeyError: for a collective that `parallel.wire` does not know either.
+    """
+    kind, rounds = _KINDS[sent.collective]
+    per_byte, per_step = _link_seconds(job, hardware, sent.axis, rank, kind)
+    steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)
+    return sent.nbytes * per_byte + steps * per_step
+
+
+@shared(lambda job, hardware, axis, rank, kind: (id(hardware), job.dims, job.placed, axis, rank, kind))
+def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
+    """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
+    ranks = job.linked(job.ranks(axis, rank))
+    each = ((1.0, 0.0), (0.0, 1.0))
+    per_byte, per_step = (transfer_seconds(hardware, ranks, kind, *one, job.global_ranks) for one in each)
+    return per_byte, per_step
+
+
+def sharing(job: Job, hardware: Hardware) -> int:
+    """Return the number of ranks on a host."""
+    return min(hardware.host_devices, job.world_size)
+
+
+def host_copies(
+    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, saved: int | None = None
+) -> dict[str, TransferSeconds]:
+    """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
+
+    ZeRO-3 copies the weights of each gather, the other stages once; stages 2 and 3 copy the gradients of each backward,
+    and those that are added to earlier ones are exposed, because the host adds them.
+
+    Args:
+        forward, backward: seconds of compute of a micro-batch, recomputation included, of which that of layers hides
+            copies.
+        saved: bytes that --ac-offload copies in a micro-batch's forward, and back in its backward; None: by formula.
+    """
+    if saved is None:
+        saved = sum(stage_saved(job, stage) for stage in job.stages(rank)) if job.config.ac_offload else 0
+    number, zero = job.config.micro_batches, job.config.zero
+    shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
+    if not saved + shard:
+        return {}
+    if len(job.stage_layers) - 1 in job.stages(rank):
+        of_head = head_seconds(job, hardware)
+        forward, backward = (max(0.0, c - head.total) for c, head in zip((forward, backward), of_head, strict=True))
+    layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
+    devices = sharing(job, hardware)
+
+    def copies(times: int, compute: float, out: float, back: float) -> TransferSeconds:
+        seconds = hardware.host_copy_seconds(out, back, devices)
+        return overlapped_in_pieces(seconds, compute if hardware.streams else 0.0, layers).times(times)
+
+    again = shard if zero == 3 else 0
+    found = copies(1, forward, saved, shard) + copies(number - 1, forward, saved, again)
+    found += copies(1, backward, shard, saved + again) + copies(number - 1, backward, 0, saved + again)
+    if zero >= 2:
+        added = hardware.host_copy_seconds(shard, 0, devices) + hardware.host_memory_seconds(3 * shard, devices)
+        found += TransferSeconds(exposed=(number - 1) * added)
+    return {"host": found}
+
+
+def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
+    """Return the operators of a rank's layers in all micro-batches."""
+    layers = sum((job.kinds(stage) for stage in job.stages(rank)), Counter[int]())
+    operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers.items())
+    return job.config.micro_batches * operators
+
+
+Attention = tuple[float, TransferSeconds]
+
+
+class AttentionKernels(NamedTuple):
+    """One layer's attention for one micro-batch: seconds of each ring step, and tokens x heads x head dims that arrive
+    for and leave after it."""
+
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+    arriving: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+
+def _kernels_key(job: Job, hardware: Hardware, rank: int, window: int) -> Hashable:
+    places = job.place("ring", rank), job.place("ulysses", rank)
+    return job.micro_batch, job.config.attention_kernel, kernel_rates(hardware), window, places
+
+
+@shared(_kernels_key)
+def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> AttentionKernels:
+    """Return the kernels of the attention of a layer on `rank`; none for a layer without."""
+    if window == NO_ATTENTION:
+        return AttentionKernels()
+    plan, facts = attention_plan(job, rank, window), job.model.facts
+    per_token = job.rows * plan.heads.kv_width(plan.ulysses_rank) * (facts.head_dim + facts.value_dim)
+    heads, kernel = plan.heads.q_width(plan.ulysses_rank), attention_kernel(job, hardware, plan.spec)
+    steps = plan.ring.steps[1:]
+    return AttentionKernels(
+        forward=tuple(ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=False)),
+        backward=tuple(ring_step_seconds(job, hardware, plan.ring, heads, kernel, backward=True)),
+        arriving=tuple(per_token * sum(message.tokens for message in step.receive) for step in steps),
+        leaving=tuple(per_token * sum(message.tokens for message in step.grad_send) for step in steps),
+    )
+
+
+def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
+    """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation, each as
+    (seconds of the kernels, the ring's messages)."""
+    kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
+    forward, backward = kernels.forward, kernels.backward if job.trained else ()
+    per_byte, per_message = _link_seconds(job, hardware, "ring", rank, "send")
+
+    def seconds(elements: int, itemsize: int) -> float:
+        return elements * itemsize * per_byte + per_message if elements else 0.0
+
+    arriving = [seconds(elements, job.dtype.itemsize) for elements in kernels.arriving]
+    leaving = [seconds(elements, FLOAT32) for elements in kernels.leaving]
+    # While step k computes, the keys of step k + 1 arrive and the gradients of step k - 1 leave; the last are exposed.
+    both = [a + b for a, b in zip([*arriving, 0.0, 0.0], [0.0, 0.0, *leaving], strict=True)]
+    return (sum(forward), overlapped(arriving, forward)), (sum(backward), overlapped(both, backward))
+
+
+def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
+    """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
+    windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
+    names = {attention_kernel(job, hardware, attention_plan(job, 0, window).spec) for window in windows}
+    return tuple(f"{x} as {y}" if x != (y := hardware.rated_as(x)) else x for x in sorted(names))
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """What one pass of all micro-batches takes on a rank."""
+
+    compute: Seconds = field(default_factory=Seconds)
+    communication: Mapping[str, TransferSeconds] = field(default_factory=dict, hash=False)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of exposed communication."""
+        return sum(transfers.exposed for transfers in self.communication.values())
+
+    @property
+    def total(self) -> float:
+        return self.compute.total + self.exposed
+
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        communication: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
+        for axis, transfers in (*self.communication.items(), *other.communication.items()):
+            communication[axis] += transfers
+        return PassSeconds(self.compute + other.compute, dict(communication))
+
+
+def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
+    """Return the time of each pass on a rank, the waiting for other pipeline stages not included.
+
+    prefetches: whether compute hides the traffic of parameters, as in the implementation.
+    """
+    compute, ring = _micro_batch(job, hardware, rank)
+    hides: dict[Pass, float] = {}
+    if prefetches and hardware.streams:
+        hides = {kind: compute[kind].total for kind in ("count", "forward")}
+        hides["backward"] = compute["recompute"].total + compute["backward"].total
+    free = cache(lambda axis: overlap_of(hardware, job.linked(job.ranks(axis, rank))))
+    passes, number = {}, job.config.micro_batches
+    for kind, sent in pass_traffic(job, rank).items():
+        communication = sent_by_axis(job, hardware, sent, rank, hides.get(kind, 0.0))
+        communication["ring"] += ring[kind].times(number)
+        passes[kind] = PassSeconds(
+            compute[kind].times(1 if kind == "update" else number),
+            {
+                axis: transfers.with_free_part(free(axis))
+                for axis, transfers in communication.items()
+                if transfers != TransferSeconds()
+            },
+        )
+    return passes
+
+
+def _micro_batch(job: Job, hardware: Hardware, rank: int) -> tuple[dict[Pass, Seconds], dict[Pass, TransferSeconds]]:
+    """Return (compute, messages of the ring) of one micro-batch in each pass, and the compute of the update."""
+    compute, ring = dict.fromkeys(PASSES, Seconds()), dict.fromkeys(PASSES, TransferSeconds())
+    stages = job.stages(rank)
+    for index, number in sum((job.kinds(stage) for stage in stages), Counter[int]()).items():
+        layer, again = layer_seconds(job, hardware, index), job.config.ac == "full"
+        forward, backward = attention_passes(job, hardware, rank, index)
+        parts: tuple[tuple[Pass, Seconds, Attention], ...] = (
+            ("forward", layer.forward, forward),
+            ("recompute", layer.recompute, forward if again else (0.0, TransferSeconds())),
+            ("backward", layer.backward, backward),
+        )
+        for kind, products, (kernels, messages) in parts if job.trained else parts[:1]:
+            compute[kind] += (products + Seconds(attention=kernels)).times(number)
+            ring[kind] += messages.times(number)
+    if job.counts_choices:
+        compute["count"], ring["count"] = compute["forward"], ring["forward"]
+    if len(job.stage_layers) - 1 in stages:
+        forward_head, backward_head = head_seconds(job, hardware)
+        compute["forward"] += forward_head
+        compute["backward"] += backward_head if job.trained else Seconds()
+    if job.trained:
+        compute["update"] = Seconds(memory=optimizer_seconds(job, hardware, rank))
+    return compute, ring
+
+
+def sent_by_axis(
+    job: Job, hardware: Hardware, sent: Sequence[Sent], rank: int, compute: float
+) -> defaultdict[str, TransferSeconds]:
+    """Return the communication of a pass, without the ring's.
+
+    ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
+    every backward, the others in the last.
+
+    compute: seconds of the pass for one micro-batch, which hide gathers of parameters and reductions of gradients.
+    """
+    zero, number = job.config.zero, job.config.micro_batches
+    by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
+    transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    for part in sent:
+        if of_parameters(part):
+            every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
+            seconds = sent_seconds(job, hardware, part, rank)
+            transfers[number if every else 1][part.axis] += seconds  # type: ignore[assignment]
+        elif part.axis != "ring":
+            by_axis[part.axis] += TransferSeconds(exposed=sent_seconds(job, hardware, part, rank))
+    layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
+    for times, axes in transfers.items():
+        together = sum(axes.values())
+        once = overlapped_in_pieces(together / times, compute, layers + 1)
+        for axis, seconds in axes.items():
+            by_axis[axis] += once.times(times * seconds / together)
+    return by_axis
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of one optimizer step of the slowest rank, by component.
+
+    Attributes:
+        compute: of kernels; communication: by axis.
+        bubble: waiting for other pipeline stages.
+        causal_flops: model FLOPs per device, without recomputation and without the masked half of attention.
+        peak: FLOP/s of a device.
+        kernels: from `kernel_names`.
+    """
+
+    compute: Seconds
+    communication: Mapping[str, TransferSeconds] = field(hash=False)
+    bubble: float
+    optimizer: float
+    causal_flops: float
+    peak: float
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of exposed communication."""
+        return sum(transfers.exposed for transfers in self.communication.values())
+
+    @property
+    def total(self) -> float:
+        return self.compute.total + self.exposed + self.bubble + self.optimizer
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, counting the visible half of a causal mask as arXiv 2405.07719v5 does."""
+        return self.causal_flops / self.total / self.peak
+
+    @property
+    def bound(self) -> str:
+        """The component that takes most of the step."""
+        parts = {
+            "compute": self.compute.total + self.optimizer,
+            "pipeline bubble": self.bubble,
+            **{f"communication over {axis}": transfers.exposed for axis, transfers in self.communication.items()},
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepTime:
+    """Predict the time of a step.
+
+    Raises:
+        ValueError: if the hardware has no peak for the job's dtype, or connects too few devices.
+    """
+    ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
+    slowest, _ = max(ranks, key=lambda pair: pair[0].total)
+    compute, fraction = slowest.compute, _bubble(job)
+    bubble = slowest.total * fraction / (1 - fraction)
+    if hardware.crowding > 1:  # ranks that wait leave shared processors to the others
+        every = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
+        sums = sum((_rank_seconds(job, hardware, prefetches, rank)[0].compute for rank in every), Seconds())
+        compute = sums.times(1 / len(every))
+        bubble = max(0.0, (slowest.compute.total + bubble) / hardware.crowding - compute.total)
+    return StepTime(
+        compute=compute,
+        communication=slowest.communication,
+        bubble=bubble,
+        optimizer=max(optimizer for _, optimizer in ranks),
+        causal_flops=model_flops(job) / job.world_size,
+        peak=hardware.peak(dtype_name(job.dtype)),
+        kernels=kernel_names(job, hardware),
+    )
+
+
+def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> tuple[PassSeconds, float]:
+    """Return (the sum of a rank's passes but the optimizer, the optimizer)."""
+    passes = pass_seconds(job, hardware, rank, prefetches)
+    update, number = passes.pop("update"), job.config.micro_batches
+    backward = sum(passes[kind].compute.total for kind in ("recompute", "backward") if kind in passes)
+    copies = host_copies(job, hardware, rank, passes["forward"].compute.total / number, backward / number)
+    found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
+    optimizer = update.compute.total
+    if job.config.optim_offload:
+        optimizer = hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
+    if not job.config.compile and hardware.launch_seconds:  # the host may launch operators too slowly
+        waiting = rank_launches(job, hardware, rank) * hardware.launch_seconds - found.total
+        found += PassSeconds(Seconds(launch=max(0.0, waiting)))
+    return found, optimizer
+
+
+def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
+    """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first."""
+    last, devices = len(job.stage_layers) - 1, [tier.devices for tier in hardware.tiers if tier.devices]
+    different: dict[tuple[object, ...], int] = {}
+    for rank in job.slowest_ranks:
+        stages = job.stages(rank)
+        work: list[object] = [job.global_ranks[rank] % number for number in devices]
+        for stage in stages:
+            ends = stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages
+            work.append((tuple(job.kinds(stage).items()), gather_counts(job, rank, stage), ends))
+        different.setdefault(tuple(work), rank)
+    return list(different.values())
+
+
+def least_seconds(job: Job, hardware: Hardware) -> float:
+    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
+    pipeline rank, with the bubble."""
+    number, fraction = job.config.micro_batches, _bubble(job)
+    compute = (_micro_batch(job, hardware, rank)[0] for rank in job.slowest_ranks)
+    each = [sum(found[kind].total for kind in ("forward", "recompute", "backward")) for found in compute]
+    if hardware.crowding > 1:
+        return number * sum(each) / job.dims.pp / hardware.crowding
+    return number * max(each) / (1 - fraction)
+
+
+def _bubble(job: Job) -> float:
+    return bubble_fraction(job.config.pp_schedule, job.dims.pp, job.config.micro_batches)

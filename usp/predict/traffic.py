@@ -1,0 +1,527 @@
+"""The traffic of a step by formula: bytes of one rank by pass, axis and collective."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import compress, pairwise
+from typing import NamedTuple
+
+from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
+from usp.model.facts import NO_ATTENTION, ModelShape, ParameterShape
+
+from .job import ADAPTER, PASSES, Job, Pass, shared
+from .order import Schedule, actions
+
+BFLOAT16, FLOAT32 = 2, 4  # bytes: FLOAT32 of sharded parameters and of gradient reductions
+FLOAT64 = INT64 = 8
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Payload bytes that leave one rank.
+
+    Attributes:
+        axis: of the mesh.
+        collective: the name of torch's c10d operator.
+        calls: messages or collectives, including those in which this rank sends nothing.
+    """
+
+    axis: str
+    collective: str
+    nbytes: int
+    calls: int = 1
+
+    def times(self, number: int) -> Sent:
+        return Sent(self.axis, self.collective, number * self.nbytes, number * self.calls)
+
+
+def all_reduce(axis: str, nbytes: int, ranks: int, functional: bool = False) -> Sent:
+    """Return an all-reduce of `nbytes`: a reduce-scatter and an all-gather. functional: as DTensor redistributes."""
+    return Sent(axis, "all_reduce" if functional else "allreduce_", 2 * (nbytes * (ranks - 1) // ranks))
+
+
+def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
+    """Return one entry per axis and collective, the most bytes first."""
+    nbytes: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        nbytes[part.axis, part.collective] += part.nbytes
+        calls[part.axis, part.collective] += part.calls
+    found = [Sent(*key, nbytes[key], calls[key]) for key in calls if calls[key]]
+    return tuple(sorted(found, key=lambda sent: (-sent.nbytes, sent.axis, sent.collective)))
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered together over one axis, after tensor or expert parallelism.
+
+    Attributes:
+        ranks: number of shards.
+        numel: gathered elements, without padding.
+        shard: elements that a rank stores and sends to each other rank in a gather, with padding.
+        trained_numel, trained_shard: of these, the elements with gradients: with LoRA, those of adapters.
+        summed_over_tp: elements of each gradient that is summed over tp first.
+    """
+
+    axis: str
+    ranks: int
+    numel: int
+    shard: int
+    trained_numel: int
+    trained_shard: int
+    summed_over_tp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageUnits:
+    """The units of one pipeline stage: of the root, if it has parameters, and of each layer and its experts, if any."""
+
+    root: tuple[Unit, ...]
+    layers: tuple[tuple[Unit, ...], ...]
+
+    @cached_property
+    def all(self) -> tuple[Unit, ...]:
+        return (
+            *self.root,
+            *(units[0] for units in self.layers),
+            *(unit for _, *experts in self.layers for unit in experts),
+        )
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.all)
+
+    @cached_property
+    def shard(self) -> int:
+        return sum(unit.shard for unit in self.all)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        return sum(unit.trained_numel for unit in self.all)
+
+    @cached_property
+    def trained_shard(self) -> int:
+        return sum(unit.trained_shard for unit in self.all)
+
+    @cached_property
+    def reduced(self) -> int:
+        """Elements of the buffers that reduce the gradients of all units."""
+        return sum(unit.trained_shard * unit.ranks for unit in self.all)
+
+    @cached_property
+    def around(self) -> StageUnits:
+        """The root."""
+        return StageUnits(self.root, ())
+
+    @cached_property
+    def largest(self) -> StageUnits:
+        """The layer with the most elements."""
+        return max((StageUnits(layer, ()) for layer in set(self.layers)), key=lambda units: units.numel)
+
+
+class _Sharding(NamedTuple):
+    """The ranks over which parameters (fsdp, tp) and experts (efsdp, ep) are sharded."""
+
+    fsdp: int
+    efsdp: int
+    ep: int
+    tp: int
+    tp_sequence_parallel: bool
+    frozen: bool
+
+
+def stage_units(job: Job, stage: int) -> StageUnits:
+    """Return the units that `apply_fsdp` makes of a pipeline stage."""
+    over = _Sharding(
+        fsdp=job.degree("fsdp") if job.config.zero else 1,
+        efsdp=job.degree("efsdp") if job.config.zero else 1,
+        ep=job.dims.ep,
+        tp=job.dims.tp,
+        tp_sequence_parallel=job.config.tp_sequence_parallel,
+        frozen=job.frozen,
+    )
+    return _stage_units(over, job.model, job.stage_layers[stage], stage == 0, stage == len(job.stage_layers) - 1)
+
+
+@lru_cache(maxsize=4096)
+def _stage_units(over: _Sharding, model: ModelShape, layers: range, first: bool, last: bool) -> StageUnits:
+    kinds = {model.alike[index] for index in layers}
+    made = {kind: _units(over, model.layers[kind].parameters, model.layers[kind].experts) for kind in kinds}
+    root = _units(over, model.around_layers(first, last))
+    return StageUnits(root, tuple(made[model.alike[index]] for index in layers))
+
+
+@lru_cache(maxsize=4096)
+def _units(
+    over: _Sharding, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
+) -> tuple[Unit, ...]:
+    """Return the unit of `parameters` and that of `experts`, if there are any."""
+    trained = [not over.frozen or ADAPTER in p.name for p in parameters]
+    summed = tuple(
+        p.numel
+        for p, has_gradient in zip(parameters, trained, strict=True)
+        if has_gradient and over.tp > 1 and p.partial_gradient(over.tp_sequence_parallel)
+    )
+    units = [_unit("fsdp", over.fsdp, [p.local(over.tp) for p in parameters], trained, summed)] if parameters else []
+    if experts:
+        shapes = [(p.shape[0] // over.ep, *p.shape[1:]) for p in experts]
+        units.append(_unit("efsdp", over.efsdp, shapes, [not over.frozen] * len(shapes)))
+    return tuple(units)
+
+
+def _unit(
+    axis: str, ranks: int, shapes: list[tuple[int, ...]], trained: list[bool], summed_over_tp: tuple[int, ...] = ()
+) -> Unit:
+    shards = []
+    for shape in shapes:
+        # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
+        dim = 1 if axis == "efsdp" and shape[0] < ranks and shape[1] % ranks == 0 else 0
+        shards.append(-(-shape[dim] // ranks) * (math.prod(shape) // shape[dim]))
+    sizes = [math.prod(shape) for shape in shapes]
+    numel, shard = (sum(compress(each, trained)) for each in (sizes, shards))
+    return Unit(axis, ranks, sum(sizes), sum(shards), numel, shard, summed_over_tp)
+
+
+def fsdp_traffic(job: Job, rank: int) -> Iterator[tuple[Pass, Sent]]:
+    """Yield, by pass, the gathers of parameters and the reductions of gradients in a step of `rank`."""
+    for stage in job.stages(rank):
+        yield from _sharded_traffic(job, stage_units(job, stage), gather_counts(job, rank, stage))
+
+
+def _reducing(job: Job) -> Hashable:
+    """Return what determines the traffic of units, besides them and their gathers."""
+    config, replicas = job.config, (job.degree("dp_replicate"), job.degree("loss"))
+    return job.dtype, config.zero, config.micro_batches, config.pp_schedule, job.trained, job.dims.tp, *replicas
+
+
+@shared(lambda job, units, gathers: (_reducing(job), id(units), gathers))
+def _sharded_traffic(job: Job, units: StageUnits, gathers: StageGathers) -> tuple[tuple[Pass, Sent], ...]:
+    last, *experts = units.layers[-1]  # experts run before the rest of their layer
+    counts = Counter((unit, gathers.layer) for layer in (*units.layers[:-1], experts) for unit in layer)
+    counts.update([(last, gathers.last), *((unit, gathers.root) for unit in units.root)])
+    by_pass: defaultdict[Pass, list[Sent]] = defaultdict(list)
+    for (unit, each), number in counts.items():
+        for kind, sent in _unit_traffic(job, unit, each):
+            by_pass[kind].append(sent.times(number))
+    return tuple((kind, sent) for kind in by_pass for sent in merged(by_pass[kind]))
+
+
+def fsdp_sent_bytes(job: Job, rank: int) -> int:
+    """Return the bytes that `rank` sends in a step for parameters and gradients, including gradients summed over tp."""
+    return sum(sent.nbytes for _, sent in fsdp_traffic(job, rank))
+
+
+def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """Yield the sum of the tied embedding's gradient over the first and the last stage, if they are on two ranks."""
+    ends = {0, len(job.stage_layers) - 1}
+    if job.frozen or not job.model.facts.tied or job.dims.pp == 1 or len(ends & {*job.stages(rank)}) != 1:
+        return
+    (rows, columns), (axis, ranks) = job.model.embedding[0].local(job.dims.tp), ("fsdp", job.degree("fsdp"))
+    each, place = (rows, 0) if job.config.zero == 0 else (-(-rows // ranks), job.place(axis, rank))
+    if own := max(0, min(each, rows - place * each)):
+        yield all_reduce("ends", own * columns * FLOAT32, 2)
+
+
+def muon_elements(job: Job, stage: int) -> tuple[int, int]:
+    """Return the elements that Muon updates in the shards of a stage: of matrices, and of experts."""
+    matrices = experts = 0.0
+    if job.config.optimizer == "muon":
+        for index, (unit, *others) in zip(job.stage_layers[stage], stage_units(job, stage).layers, strict=True):
+            trained = [p for p in job.model.layers[index].parameters if ADAPTER in p.name or not job.frozen]
+            share = sum(p.numel for p in trained if len(p.shape) == 2) / max(1, sum(p.numel for p in trained))
+            matrices += unit.trained_shard * share
+            experts += sum(other.trained_shard for other in others)
+    return round(matrices), round(experts)
+
+
+def muon_traffic(job: Job, rank: int) -> Iterator[Sent]:
+    """Yield the shards of matrices that go to the rank that orthogonalizes them and back; most experts are whole."""
+    ranks, elements = job.degree("fsdp"), sum(muon_elements(job, stage)[0] for stage in job.stages(rank))
+    if elements and job.config.zero and ranks > 1:
+        yield Sent("fsdp", "alltoall_base_", 2 * BFLOAT16 * elements * (ranks - 1) // ranks, calls=2)
+
+
+class Gathers(NamedTuple):
+    """How often a unit is gathered in the passes of a step."""
+
+    counting: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+class StageGathers(NamedTuple):
+    """The gathers of the root, of each unit of the layers, and of the last of these."""
+
+    root: Gathers
+    layer: Gathers
+    last: Gathers
+
+
+def gather_counts(job: Job, rank: int, stage: int) -> StageGathers:
+    """Return how often torch's FSDP2 gathers the units of a stage of `rank` in a step.
+
+    ZeRO-3 frees a layer after each pass and gathers it ahead of the next; the root is freed after backwards only. The
+    other stages of ZeRO, and torch's zero-bubble schedule, keep all from the first forward to the last backward. A
+    backward prefetches the unit that forwards used before: without a root, the first layer's prefetches the last layer,
+    unless it is of the step's first forward, and the next forward need not gather that.
+    """
+    number, counting = job.config.micro_batches, int(job.counts_choices)
+    if job.splits_backwards:
+        return StageGathers(*[Gathers(counting, 1)] * 3)
+    if not job.trained:
+        return StageGathers(Gathers(0, 1), *[Gathers(0, number if job.config.zero == 3 else 1)] * 2)
+    turns, drained = _turns(Schedule.of(job, rank), stage)
+    rootless = not job.model.around_layers(stage == 0, stage == len(job.stage_layers) - 1)
+    prefetches = rootless and len(job.stage_layers[stage]) > 1
+    if job.config.zero < 3:
+        once = Gathers(counting, 1)
+        return StageGathers(once, once, Gathers(counting, 1, int(prefetches and drained)))
+    layer = last = Gathers(counting * number, number, number)
+    if prefetches:
+        last = Gathers(counting * number, number - turns + drained, number + turns)
+    return StageGathers(Gathers(counting, 1 + turns, number - 1 - turns), layer, last)
+
+
+@lru_cache(maxsize=4096)
+def _turns(schedule: Schedule, stage: int) -> tuple[int, bool]:
+    """Return (the forwards of a stage after one of its backwards, whether one follows when none is in flight)."""
+    kinds = [action.kind for action in actions(schedule) if action.stage == stage]
+    turns, live, drained = 0, 0, False
+    for kind, following in pairwise(kinds):
+        live += 1 if kind == "forward" else -1
+        turns += (kind, following) == ("backward", "forward")
+        drained |= live == 0
+    return turns, drained
+
+
+def _unit_traffic(job: Job, unit: Unit, gathers: Gathers) -> Iterator[tuple[Pass, Sent]]:
+    if unit.ranks > 1:
+        gathered = Sent(unit.axis, "_allgather_base_", unit.shard * (unit.ranks - 1) * job.dtype.itemsize)
+        passes: tuple[Pass, ...] = ("count", "forward", "backward")
+        yield from ((kind, gathered.times(times)) for kind, times in zip(passes, gathers, strict=True) if times)
+    if job.trained:
+        yield from (("backward", sent) for sent in _reductions(job, unit))
+
+
+def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
+    zero, several = job.config.zero, job.config.micro_batches > 1 or job.config.pp_schedule == "zero-bubble"
+    reductions = job.config.micro_batches if zero >= 2 else 1
+    # Gradients of several backwards are accumulated in float32 before they are reduced.
+    itemsize = FLOAT32 if zero < 2 and several else job.dtype.itemsize
+    for numel in unit.summed_over_tp:
+        yield all_reduce("tp", numel * itemsize, job.dims.tp, functional=True).times(reductions)
+    if not unit.trained_numel:
+        return
+    if unit.ranks > 1:
+        nbytes = unit.trained_shard * (unit.ranks - 1) * FLOAT32
+        yield Sent(unit.axis, "_reduce_scatter_base_", nbytes).times(reductions)
+    replicas = "loss" if zero == 0 else "dp_replicate"
+    yield all_reduce(replicas, unit.trained_shard * FLOAT32, job.degree(replicas))
+
+
+def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
+    """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
+    facts, tp = job.model.facts, job.dims.tp
+    documents = (job.boundaries,) if job.data.documents else None
+    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+    heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
+    layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
+    ring = _ring(layout, spec, job.place("ring", rank))
+    return UnifiedPlan(job.layout, spec, heads, 1, job.place("ulysses", rank), ring)
+
+
+@lru_cache(maxsize=256)
+def _ring(layout: SequenceLayout, spec: AttentionSpec, rank: int) -> RingSchedule:
+    """Return a ring's schedule for one sequence: cached, because it does not depend on the Ulysses degree."""
+    return ring_schedule(layout, spec, 1, rank)
+
+
+def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """Return the traffic of one layer's attention for one micro-batch in (forward, backward).
+
+    Ulysses exchanges q, k, v and the output, and their gradients. The ring passes keys and values in both passes, and
+    their float32 gradients in the backward.
+    """
+    if window == NO_ATTENTION:  # the states that other mixers pass on are few bytes
+        return (), ()
+    plan, facts = attention_plan(job, rank, window), job.model.facts
+    wire = plan.wire_bytes(facts.head_dim, job.dtype, facts.value_dim)
+    keys = sum(len(step.send_held) + len(step.send_own) for step in plan.ring.steps)
+    grads = sum(len(step.grad_send) for step in plan.ring.steps)
+
+    def exchanged(nbytes: int) -> Sent:
+        return Sent("ulysses", "alltoall_base_", job.rows * nbytes, calls=2)
+
+    ring = Sent("ring", "send", job.rows * wire.keys, keys)
+    gradients = Sent("ring", "send", job.rows * wire.grads, grads)
+    return (
+        (exchanged(wire.seq_to_heads + wire.heads_to_seq), ring),
+        (exchanged(wire.dout_to_heads + wire.grads_to_seq), ring, gradients),
+    )
+
+
+ByPass = Mapping[Pass, tuple[Sent, ...]]
+
+
+def pass_traffic(job: Job, rank: int) -> ByPass:
+    """Return what `rank` sends in each pass of all micro-batches, without groups of one rank, the most bytes first."""
+    parts: defaultdict[Pass, list[Sent]] = defaultdict(list)
+    for stage in job.stages(rank):
+        for kind, sents in _stage_traffic(job, rank, stage).items():
+            if (kind == "forward" or job.trained) and (kind != "count" or job.counts_choices):
+                parts[kind] += [sent.times(job.config.micro_batches) for sent in sents]
+    for kind, sent in fsdp_traffic(job, rank):
+        parts[kind].append(sent)
+    if job.trained:
+        parts["forward"] += _sums(job, FLOAT64, "loss")
+        parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank)]
+        parts["update"] += _sums(job, FLOAT64, "pp", "loss", "tp")
+    if job.counts_choices and len(job.stage_layers) - 1 in job.stages(rank):
+        parts["count"] += _choice_sums(job)
+    return {kind: merged(s for s in parts[kind] if job.degree(s.axis) > 1) for kind in PASSES}
+
+
+def _in_sequence(job: Job, rank: int) -> Hashable:
+    """Return what determines the traffic of a layer's activations on `rank`."""
+    return job.micro_batch, job.config.ac, job.place("ring", rank), job.place("ulysses", rank)
+
+
+@shared(lambda job, rank, index: (_in_sequence(job, rank), index))
+def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
+    """Return the traffic of a layer's activations for one micro-batch, groups of one rank included.
+
+    Recomputation repeats the collectives where hidden states enter and leave attention and a dense MLP, except the
+    last, whose result is not saved.
+    """
+    entering, leaving = attention_traffic(job, rank, job.model.facts.windows[index])
+    experts = bool(job.model.layers[index].experts)
+    blocks, exchanges = 1 if experts else 2, list(_expert_traffic(job)) if experts else []
+    forward = [*entering, *_tensor_traffic(job, blocks, blocks), *exchanges]
+    recompute: list[Sent] = []
+    if job.config.ac != "none":
+        recompute += entering if job.config.ac == "full" else ()
+        recompute += [*_tensor_traffic(job, blocks, 1), *exchanges]
+    backward = [*leaving, *_tensor_traffic(job, blocks, blocks), *exchanges[1:]]
+    return {"forward": tuple(forward), "recompute": tuple(recompute), "backward": tuple(backward)}
+
+
+def _of_stage(job: Job) -> Hashable:
+    """Return what determines the traffic of a stage's activations, besides `_in_sequence`."""
+    config = job.config
+    return job.dims.pp, config.pp_schedule, config.loss_chunk, job.output, job.balance, job.counts_choices
+
+
+@shared(lambda job, rank, stage: (_in_sequence(job, rank), _of_stage(job), job.degree("loss"), stage))
+def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
+    """Return what a stage sends for one micro-batch, besides parameters and their gradients."""
+    parts: dict[Pass, list[Sent]] = {kind: [] for kind in PASSES}
+    for index, number in job.kinds(stage).items():
+        for kind, sent in layer_traffic(job, rank, index).items():
+            parts[kind] += [each.times(number) for each in sent]
+    if job.output != "cache":  # the document boundaries are compared in each forward (`parallel.agree`)
+        parts["forward"] += _sums(job, 2 * INT64, "ulysses", "ring")
+    if stage == 0:  # the embedding is a sum, because each tensor-parallel rank has its own rows of the vocabulary
+        parts["forward"] += _tensor_traffic(job, 0, 1)
+        parts["backward"] += _tensor_traffic(job, 1, 0)
+    parts["count"] = list(parts["forward"])
+    # Hidden states go to the next stage and their gradients to the previous one, if these are on another rank.
+    if stage + 1 < len(job.stage_layers) and stage + 1 not in job.stages(rank):
+        parts["forward"] += _stage_messages(job)
+        parts["count"] += _stage_messages(job)
+    if stage > 0 and stage - 1 not in job.stages(rank):
+        parts["backward"] += _stage_messages(job)
+    if stage == len(job.stage_layers) - 1:
+        last = list(_tensor_traffic(job, 1, 0))
+        parts["count"] += last
+        head, gradients = _head_traffic(job, rank)
+        parts["forward"] += [*(last if job.output != "cache" else ()), *head]
+        parts["backward"] += gradients
+    return {kind: merged(sent) for kind, sent in parts.items()}
+
+
+def _sums(job: Job, nbytes: int, *axes: str) -> list[Sent]:
+    return [all_reduce(axis, nbytes, job.degree(axis)) for axis in axes]
+
+
+def _hidden(job: Job) -> int:
+    """Return the bytes of a ring x ulysses rank's hidden states, before tp shards them."""
+    return job.tokens * job.model.hidden_size * job.dtype.itemsize
+
+
+def _tensor_traffic(job: Job, gathers: int, sums: int) -> Iterator[Sent]:
+    """Yield hidden states gathered and summed over tp; a gather is free if each tp rank has all hidden states."""
+    tp = job.dims.tp
+    if job.config.tp_sequence_parallel:
+        nbytes = _hidden(job) // tp * (tp - 1)
+        yield Sent("tp", "all_gather_into_tensor", nbytes).times(gathers)
+        yield Sent("tp", "reduce_scatter_tensor", nbytes).times(sums)
+    else:
+        yield all_reduce("tp", _hidden(job), tp, functional=True).times(sums)
+
+
+def _head_traffic(job: Job, rank: int) -> tuple[list[Sent], list[Sent]]:
+    """Return the traffic of the output head in (forward, backward), the routers' auxiliary loss included."""
+    tp, forward = job.dims.tp, []
+    gradients = [all_reduce("tp", _hidden(job), tp)]
+    if job.output in ("loss", "logprobs"):
+        tokens = job.tokens if job.output == "loss" else job.labelled_tokens(rank)
+        sizes = Counter(min(job.config.loss_chunk, tokens - at) for at in range(0, tokens, job.config.loss_chunk))
+        sums = 2 if job.output == "loss" else 3  # the sum of exponentials, the target's logit, and that of the entropy
+        for chunk, number in sizes.items():
+            forward += [all_reduce("tp", numbers * chunk * FLOAT32, tp).times(number) for numbers in (1, sums)]
+    if job.balance:
+        forward += _sums(job, FLOAT32, "tp") if job.config.tp_sequence_parallel else []
+        forward += [] if job.counts_choices else _choice_sums(job)
+    if job.output == "loss":  # its forward computes the gradients
+        return forward + gradients, []
+    return forward, gradients if job.output == "logprobs" else []
+
+
+def _choice_sums(job: Job) -> list[Sent]:
+    """Return the sums of the routers' choices over the ranks that route different tokens."""
+    axes = ("loss", "tp") if job.config.tp_sequence_parallel else ("loss",)
+    return _sums(job, job.model.facts.num_experts * FLOAT32, *axes)
+
+
+def _stage_messages(job: Job) -> Iterator[Sent]:
+    """Yield what a stage sends to a neighbor for one micro-batch."""
+    yield Sent("pp", "send", job.outer_tokens * job.model.hidden_size * job.dtype.itemsize)
+    if job.balance:
+        yield Sent("pp", "send", 2 * job.model.facts.num_experts * FLOAT32)
+
+
+def _expert_traffic(job: Job) -> Iterator[Sent]:
+    """Yield the row counts, and the rows to the experts and back, which in a backward are gradients.
+
+    Tensor-parallel ranks with the same tokens send a part of them each, and gather the results. If routers are uneven,
+    rows are those of the busiest rank, which receives as many as it sends back.
+    """
+    ep, tp, itemsize = job.dims.ep, job.dims.tp, job.dtype.itemsize
+    shared = ep > 1 and tp > 1 and not job.config.tp_sequence_parallel
+    tokens = -(-job.outer_tokens // tp) if shared else job.outer_tokens
+    rows = job.busiest_rows(tokens) * (ep - 1) // ep
+    yield Sent("ep", "alltoall_base_", job.model.facts.num_experts * (ep - 1) // ep * INT64)
+    yield Sent("ep", "alltoall_base_", rows * job.model.hidden_size * itemsize).times(2)
+    if shared:
+        yield Sent("tp", "allgather_", tokens * job.model.hidden_size * itemsize * (tp - 1))
+
+
+def step_traffic(job: Job, rank: int) -> tuple[Sent, ...]:
+    """Return what `rank` sends in one step, without groups of one rank, the most bytes first."""
+    return merged(sent for sents in pass_traffic(job, rank).values() for sent in sents)
+
+
+def block_traffic(job: Job, rank: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """Return what the first decoder layer of `rank` sends in a step: (for parameters, for activations)."""
+    stage, number = job.stages(rank)[0], job.config.micro_batches
+    layer, gathers = stage_units(job, stage).layers[0], gather_counts(job, rank, stage).layer
+    inside = layer_traffic(job, rank, job.stage_layers[stage][0])
+    parameters = (sent for unit in layer for _, sent in _unit_traffic(job, unit, gathers))
+    activations = (sent.times(number) for sents in inside.values() for sent in sents)
+    of_parameters, of_activations = (
+        merged(s for s in sents if job.degree(s.axis) > 1) for sents in (parameters, activations)
+    )
+    return of_parameters, of_activations

@@ -1,0 +1,285 @@
+"""Algorithms without a critic, by the baseline of a reward: the prompt's other responses (GRPO and its variants, RLOO),
+the step (REINFORCE++), or the greedy response (ReMax). Variants of GRPO are presets of its options, or clip otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from usp.rlhf.graph import Generate, ModelCall, Reduce
+from usp.rlhf.samples import Samples
+
+from .algorithm import Algorithm, at_least, fraction, one_of
+from .objectives import Aggregation, ClippedPolicy, ClippedSequences, ClippedWeights, Estimator
+from .policy import Batch, PolicyOptions, generate, policy_calls, score
+from .response_rows import discounted_sums, moments, per_sample, whitened
+from .rewards import RewardShape
+
+_EQUAL = 1e-6  # rewards closer than this are equal: a reward model's differ by rounding between layouts
+_GREEDY = "greedy_"  # prefix of the keys of the greedy responses
+_STD_EPSILON = 1e-4  # added to a group's standard deviation, so that such differences stay small
+
+
+@dataclass(frozen=True)
+class GRPO(PolicyOptions):
+    """Options of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1): no critic, KL penalty in the loss.
+
+    Attributes:
+        kl_estimator: of the KL term in the loss.
+        scale_by_std: divide a reward's distance from its group's mean by the group's standard deviation.
+        drop_equal_groups: exclude groups with equal rewards from the loss and its normalization; a mini-batch of only
+            such groups has gradient 0.
+        oversample: draw that many times the prompts of a step, and train on the first of them whose groups differ, at
+            most as many as without: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) with a fixed bound. Needs
+            `drop_equal_groups`. Groups that are not trained on still pass through the train step, with weight 0.
+        overlong_buffer, overlong_penalty: see `RewardShape`.
+    """
+
+    min_group_size = 2
+    generate: Generate = field(default_factory=lambda: Generate(group_size=8))
+    kl: float = 0.04
+    aggregation: Aggregation = "sequence_mean"
+    kl_estimator: Estimator = "k3"
+    scale_by_std: bool = True
+    drop_equal_groups: bool = False
+    oversample: int = 1
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return False
+
+    def objective(self) -> ClippedPolicy:
+        return replace(super().objective(), kl=self.kl, kl_estimator=self.kl_estimator)
+
+    def shape(self) -> RewardShape:
+        buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens
+        return replace(super().shape(), overlong_buffer=buffer, overlong_penalty=penalty, max_tokens=longest)
+
+    def drawn(self, prompts: int) -> int:
+        return prompts * self.oversample
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        yield from at_least(self, 0, "overlong_penalty")
+        yield from at_least(self, 1, "oversample")
+        if self.oversample > 1 and not self.drop_equal_groups:
+            yield f"oversample={self.oversample} needs drop_equal_groups=True: all groups would be trained on"
+        yield from one_of(self, "kl_estimator", get_args(Estimator))
+        longest = self.generate.max_new_tokens
+        if not 0 <= self.overlong_buffer <= longest:
+            yield f"overlong_buffer={self.overlong_buffer} must be from 0 to generate.max_new_tokens={longest}"
+
+
+def grpo_advantages(options: GRPO, samples: Samples, reduce: Reduce) -> Samples:
+    """Subtract the group's mean reward, and divide by its standard deviation if `scale_by_std` (arXiv 2402.03300,
+    section 4.1.2). Also returns `informative`: 1 if the rewards of the group differ."""
+    batch = Batch.of(samples, options)
+    group_size = options.generate.group_size
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N)
+    differs_P = distances_PG.amax(1) - distances_PG.amin(1) > _EQUAL
+    differs_N = differs_P.repeat_interleave(group_size)
+    if options.scale_by_std:
+        variance_P = distances_PG.square().sum(1) / (counts_P - 1).clamp(min=1)
+        distances_PG = distances_PG / (variance_P.sqrt() + _STD_EPSILON)[:, None]
+    trained_N = differs_N if options.drop_equal_groups else None
+    if options.oversample > 1:
+        trained_N = _first_groups(options, samples, differs_P, reduce).repeat_interleave(group_size)
+    result = batch.result(batch.spread(distances_PG.flatten()), reduce, trained_N)
+    return Samples(samples.ids, {**result, "informative": per_sample(differs_N)})
+
+
+def _first_groups(options: GRPO, samples: Samples, differs_P: Tensor, reduce: Reduce) -> Tensor:
+    """Return which groups of this rank are among the first of all ranks' that differ, as many as are trained on."""
+    group_size = options.generate.group_size
+    drawn = int(reduce(torch.tensor(len(samples)))) // group_size
+    numbers_P = torch.tensor(samples.ids[::group_size], dtype=torch.int64) // group_size
+    differs = reduce(torch.zeros(drawn, dtype=torch.float64).index_put((numbers_P,), differs_P.double()))
+    return differs_P & (differs.cumsum(0)[numbers_P] <= drawn // options.oversample)
+
+
+def grpo_algorithm(options: type[GRPO]) -> Algorithm:
+    """Return GRPO with the defaults, and the objective, of `options`."""
+
+    def calls(chosen: GRPO) -> tuple[ModelCall, ...]:
+        return policy_calls(chosen, partial(grpo_advantages, chosen), scalars=("informative",), grouped=True)
+
+    # Twice the rate, or a steeper warmup, undoes supervised steps before it learns.
+    return Algorithm(options, calls, learning_rate=1e-3, warmup_steps=20)
+
+
+@dataclass(frozen=True)
+class DrGRPO(GRPO):
+    """Options of Dr. GRPO (arXiv 2503.20783): no division by standard deviations and lengths, and no KL penalty."""
+
+    kl: float = 0.0
+    aggregation: Aggregation = "constant"
+    scale_by_std: bool = False
+
+
+@dataclass(frozen=True)
+class DAPO(GRPO):
+    """Options of DAPO (arXiv 2503.14476): a higher upper bound, means over tokens, and only groups that differ.
+
+    `oversample` and `overlong_buffer`, its dynamic sampling and its penalty, depend on the task: by default there are
+    none.
+    """
+
+    kl: float = 0.0
+    eps_high: float = 0.28
+    aggregation: Aggregation = "token_mean"
+    drop_equal_groups: bool = True
+
+
+@dataclass(frozen=True)
+class GSPO(GRPO):
+    """Options of GSPO (arXiv 2507.18071): one ratio per response (`ClippedSequences`), and the paper's bounds."""
+
+    objective_type = ClippedSequences
+    mini_batches: int = 4
+    kl: float = 0.0
+    eps_low: float = 3e-4
+    eps_high: float = 4e-4
+    dual_clip: float = math.inf
+
+
+@dataclass(frozen=True)
+class CISPO(GRPO):
+    """Options of CISPO (MiniMax-M1, arXiv 2506.13585): clipped weights of the gradient, see `ClippedWeights`.
+
+    As in the paper, there is no lower bound; the upper one is 5.
+    """
+
+    objective_type = ClippedWeights
+    mini_batches: int = 4
+    kl: float = 0.0
+    eps_low: float = 1.0
+    eps_high: float = 4.0
+    dual_clip: float = math.inf
+    aggregation: Aggregation = "token_mean"
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.dual_clip != math.inf:
+            yield f"dual_clip={self.dual_clip} has no effect on CISPO, which clips every ratio: remove it"
+
+
+@dataclass(frozen=True)
+class RLOO(PolicyOptions):
+    """Options of REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
+
+    The KL penalty, kl times the log-ratio of a whole response, is subtracted from its reward.
+    """
+
+    min_group_size = 2
+    generate: Generate = field(default_factory=lambda: Generate(group_size=4))
+    kl: float = 0.05
+    aggregation: Aggregation = "sequence_sum"
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(PolicyOptions):
+    """Options of REINFORCE++ (Hu, arXiv 2501.03262): PPO's clipping and KL penalty, without a critic."""
+
+    kl: float = 0.01
+    gamma: float = 1.0
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        yield from fraction(self, "gamma")
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(GRPO):
+    """Options of REINFORCE++ with baseline (arXiv 2501.03262, section 3): the mean reward of the group is subtracted,
+    and advantages are normalized over all tokens of the step. The KL penalty is in the loss, estimated by k2.
+    """
+
+    kl: float = 0.01
+    kl_estimator: Estimator = "k2"
+    aggregation: Aggregation = "token_mean"
+    scale_by_std: bool = False
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.scale_by_std or self.drop_equal_groups:
+            yield "scale_by_std and drop_equal_groups have no effect: advantages are normalized over the step, remove"
+
+
+@dataclass(frozen=True)
+class ReMax(PolicyOptions):
+    """Options of ReMax (Li et al., arXiv 2310.10505), with the KL penalty per token."""
+
+    aggregation: Aggregation = "sequence_sum"
+
+    def violations(self) -> Iterator[str]:
+        yield from super().violations()
+        if self.generate.group_size != 1:
+            yield f"generate.group_size={self.generate.group_size}: ReMax samples one response per prompt, use 1"
+
+
+def rloo_advantages(options: RLOO, samples: Samples, reduce: Reduce) -> Samples:
+    """Subtract the mean reward of the other responses to the prompt (arXiv 2402.14740)."""
+    batch = Batch.of(samples, options)
+    distances_PG, counts_P = batch.group_distances(batch.rewards_N - options.kl * batch.log_ratios_NR.sum(1))
+    # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
+    advantages_PG = distances_PG * (counts_P / (counts_P - 1).clamp(min=1))[:, None]
+    return Samples(samples.ids, batch.result(batch.spread(advantages_PG.flatten()), reduce))
+
+
+def reinforce_plus_plus_advantages(options: ReinforcePlusPlus, samples: Samples, reduce: Reduce) -> Samples:
+    """Normalize the discounted returns over all tokens of the step (arXiv 2501.03262)."""
+    batch = Batch.of(samples, options)
+    inside_NR = batch.responses.inside_NR
+    returns_NR = discounted_sums(batch.token_rewards(options.kl), options.gamma)
+    return Samples(samples.ids, batch.result(whitened(returns_NR, moments(returns_NR[inside_NR], reduce)), reduce))
+
+
+def reinforce_plus_plus_baseline_advantages(
+    options: ReinforcePlusPlusBaseline, samples: Samples, reduce: Reduce
+) -> Samples:
+    """Subtract the mean reward of the group, then normalize over all tokens of the step (arXiv 2501.03262)."""
+    batch = Batch.of(samples, options)
+    advantages_NR = batch.spread(batch.group_distances(batch.rewards_N)[0].flatten())
+    over = moments(advantages_NR[batch.responses.inside_NR], reduce)
+    return Samples(samples.ids, batch.result(whitened(advantages_NR, over), reduce))
+
+
+def remax_advantages(options: ReMax, samples: Samples, reduce: Reduce) -> Samples:
+    """Subtract the reward of the greedy response to the prompt from the returns (arXiv 2310.10505)."""
+    batch = Batch.of(samples, options, ("score", "greedy_score"))
+    shape = options.shape()
+    baselines_N = shape(samples["greedy_score"], samples["greedy_finished"], torch.zeros(len(samples)))
+    returns_NR = discounted_sums(batch.token_rewards(options.kl), 1.0)
+    return Samples(samples.ids, batch.result(returns_NR - baselines_N[:, None], reduce))
+
+
+def _remax_calls(options: ReMax) -> tuple[ModelCall, ...]:
+    greedy = generate("greedy_generate", replace(options.generate, temperature=0.0), _GREEDY)
+    inputs = (f"{_GREEDY}score", f"{_GREEDY}finished")
+    between = (greedy, score(options, _GREEDY))
+    return policy_calls(options, partial(remax_advantages, options), between=between, inputs=inputs)
+
+
+CRITIC_FREE: Mapping[str, Algorithm] = {
+    "grpo": grpo_algorithm(GRPO),
+    "dr_grpo": grpo_algorithm(DrGRPO),
+    "dapo": grpo_algorithm(DAPO),
+    "gspo": grpo_algorithm(GSPO),
+    "cispo": grpo_algorithm(CISPO),
+    "rloo": Algorithm(RLOO, lambda o: policy_calls(o, partial(rloo_advantages, o), grouped=True)),
+    "reinforce++": Algorithm(ReinforcePlusPlus, lambda o: policy_calls(o, partial(reinforce_plus_plus_advantages, o))),
+    "reinforce++_baseline": Algorithm(
+        ReinforcePlusPlusBaseline,
+        lambda o: policy_calls(o, partial(reinforce_plus_plus_baseline_advantages, o), grouped=True),
+    ),
+    "remax": Algorithm(ReMax, _remax_calls),
+}

@@ -1,0 +1,311 @@
+"""Prompts with answers, read from a file or built from source code.
+
+    JSONL file     {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
+                   {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
+    stdlib         find the mark hidden in a piece of the Python standard library's source code
+
+A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
+tokenizer's chat template makes it a prompt for the assistant's next message, with the tools under "tools". Under
+"messages" the last one may be the answer. The other values are text or a list of messages. What is trained on after a
+prompt of messages is what the template has the assistant write; under "messages", that of all its messages. An answer
+may be under "completion".
+
+The built-in task has a verifiable answer and needs the whole prompt to be read. Examples held out of the training data
+are for evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from usp.data.chats import MESSAGES, PROMPT, Chat, Completed, Mask, Message, completed, messages_of, text_of, tools_of
+from usp.data.sources import STDLIB, DataFile, find_files
+from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked
+from usp.run.failures import nearest
+
+from .samples import Samples
+
+MARKS = "①②③④⑤⑥⑦⑧"
+QUESTION = "\n# mark: "
+SHORTEST = 64  # tokens in a built-in prompt
+_LARGE = 2**24  # data sets with more examples are not shuffled: no run reaches a second epoch
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One prompt.
+
+    Attributes:
+        prompt: token ids, without an end of sequence.
+        answer: the correct response.
+        rejected: a worse response, for preference pairs.
+        sequences: of messages that are trained on, see `sequences_of`.
+    """
+
+    prompt: Ids
+    answer: str
+    rejected: str = ""
+    sequences: tuple[tuple[Ids, Mask], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class FileExamples:
+    """The examples of a file. dropped: lines that are too long."""
+
+    examples: Sequence[Example]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenMark:
+    """Synthetic task: up to `prompt_tokens` of source code with one of `MARKS` at a random place; name the mark.
+
+    Prompt lengths are log-uniform down to a sixteenth of `prompt_tokens`: a model learns the task on short prompts
+    first. An example depends only on its index and the seed. A fraction `wrong_answers` of the examples has a wrong
+    answer, like noisy demonstrations.
+    """
+
+    files: Sequence[DataFile]
+    tokenizer: Tokenizer
+    prompt_tokens: int
+    seed: int
+    wrong_answers: float = 0.0
+    size: int = 2**31
+    dropped: ClassVar[int] = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example:
+        draw = np.random.default_rng((self.seed, index))
+        mark, other = draw.choice(len(MARKS), size=2, replace=False)
+        hidden, question = self.tokenizer.encode(MARKS[mark]), self.tokenizer.encode(QUESTION)
+        shortest = max(SHORTEST, self.prompt_tokens // 16)
+        tokens = round(shortest * (self.prompt_tokens / shortest) ** draw.random())
+        text = self._text(draw, tokens - len(hidden) - len(question) - (self.tokenizer.bos is not None))
+        place = draw.integers(len(text) + 1)
+        ids = np.concatenate((text[:place], hidden, text[place:], question))
+        prompt = as_document(self.tokenizer, ids, end=False)
+        # Some are malformed, so that a policy cannot exploit the reward model with formats it has never seen.
+        rejected = draw.choice([f"{other + 1}", f"{other + 1}", f"{mark + 1}{other + 1}", ""])
+        answer = other if draw.random() < self.wrong_answers else mark
+        return Example(prompt, str(answer + 1), str(rejected))
+
+    def _text(self, draw: np.random.Generator, tokens: int) -> Ids:
+        parts: list[Ids] = []
+        while (missing := tokens - sum(map(len, parts))) > 0:
+            ids = _ids_of(self.files[int(draw.integers(len(self.files)))].path, self.tokenizer)
+            start = int(draw.integers(max(1, len(ids) - missing + 1)))
+            parts.append(ids[start : start + missing])
+        return np.concatenate(parts)
+
+
+@lru_cache(maxsize=64)
+def _ids_of(path: Path, tokenizer: Tokenizer) -> Ids:
+    return tokenizer.encode(path.read_text("utf-8", "replace"))
+
+
+Examples: TypeAlias = FileExamples | HiddenMark
+
+
+def open_examples(
+    data: str,
+    keys: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    prompt_tokens: int,
+    longest: int,
+    seed: int,
+    wrong_answers: float = 0.0,
+    whole: bool = False,
+    drop_long: bool = False,
+    optional: Sequence[str] = (),
+) -> Examples:
+    """Open `data`: stdlib, or a JSONL file whose lines have text or messages under each of `keys`.
+
+    Args:
+        prompt_tokens: length of the longest built-in prompt.
+        longest: maximum tokens in a prompt, so that the response fits the model's context.
+        wrong_answers: fraction of built-in examples with a wrong answer.
+        whole: prompt and answer are trained on together, so together they must fit in `longest`.
+        drop_long: leave out lines that do not fit in `longest`.
+        optional: those of `keys` that a line may lack, and then has empty text under.
+
+    Raises ValueError naming every invalid line, and prompts that are too long.
+    """
+    if data == STDLIB:
+        if not SHORTEST <= prompt_tokens <= longest:
+            raise ValueError(
+                f"prompt_tokens={prompt_tokens} must be from {SHORTEST} to {longest} to fit the model's context"
+            )
+        return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
+    file = Path(data).expanduser()
+    if not file.is_file() or file.suffix != ".jsonl":
+        raise ValueError(f"data={data} must be stdlib, or a .jsonl file of prompts with the keys {', '.join(keys)}")
+    examples, problems, dropped = [], [], 0
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            where = f"line {number}"
+            try:
+                examples.append(_parse(line, where, keys, tokenizer, longest, whole, optional))
+            except _TooLong as error:
+                dropped += drop_long
+                problems += [] if drop_long else [f"{where}: {error}"]
+            except ValueError as error:
+                problems.append(f"{where}: {str(error).removeprefix(f'{where}: ')}")
+    if problems:
+        more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
+        raise ValueError(f"data={data}: {'; '.join(problems[:5])}{more}")
+    if not examples:
+        lines = f"no prompt of at most {longest} tokens, as long_prompts=drop asks for" if dropped else "no lines"
+        raise ValueError(f"data={data} holds {lines}")
+    return FileExamples(examples, dropped)
+
+
+class _TooLong(ValueError):
+    """A line whose tokens exceed the model's context."""
+
+
+def _parse(
+    line: str, where: str, keys: Sequence[str], tokenizer: Tokenizer, longest: int, whole: bool, optional: Sequence[str]
+) -> Example:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with the keys {', '.join(keys)}, got {type(row).__name__}")
+    first = MESSAGES if MESSAGES in row and PROMPT not in row else PROMPT
+    conversation = row.get(first)
+    if "answer" in keys and "answer" not in row:
+        row |= {"answer": row["completion"]} if "completion" in row else {}
+        row |= _answered(conversation, where) if first == MESSAGES else {}
+    row = dict.fromkeys(optional, "") | row
+    for key in (first, *keys[1:]):
+        if key not in row:
+            raise ValueError(f"{where}: no text under {key!r}{nearest(key, row)}")
+    tools = tools_of(row, where)
+    prompt = _prompt(row[first], first, tools, tokenizer, where)
+    if not len(prompt):
+        raise ValueError(f"{where}: a prompt of 0 tokens, expected at least 1")
+    advice = "shorten it, drop such lines with long_prompts=drop, or use a model with a longer context"
+    if len(prompt) > longest:
+        raise _TooLong(
+            f"a prompt of {len(prompt)} tokens, expected 1 to {longest} so that the response fits the model's context: "
+            f"{advice}"
+        )
+    sequences = []
+    for key in keys[1:] if whole else ():
+        content = completed((row[first], first), (row[key], key), tools, where)
+        if isinstance(content, Chat) and content.messages == conversation:
+            content = Chat(where, conversation, tools)  # with all that the assistant writes, as in train.py
+        sequences.append(_sequence(content, tokenizer))
+        if (tokens := len(sequences[-1][0])) > longest:
+            raise _TooLong(
+                f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r} exceed the model's context "
+                f"of {longest}: {advice}"
+            )
+    texts = {key: "" if whole and isinstance(row[key], list) else text_of(row[key], key, where) for key in keys[1:]}
+    answer, rejected = ("chosen", "rejected") if "chosen" in keys else ("answer", "")
+    chat = isinstance(row[first], list)
+    return Example(prompt, texts.get(answer, ""), texts.get(rejected, ""), tuple(sequences) if chat else ())
+
+
+def _answered(value: Any, where: str) -> dict[str, Any]:
+    """Return a chat that the assistant's message ends as a prompt and its answer; nothing for another."""
+    messages = messages_of(value, MESSAGES, where)
+    if messages[-1]["role"] != "assistant":
+        return {}
+    return {MESSAGES: messages[:-1], "answer": messages[-1:]}
+
+
+def _prompt(value: Any, key: str, tools: list[Message] | None, tokenizer: Tokenizer, where: str) -> Ids:
+    """Return the ids of text, or of messages to which the assistant responds."""
+    if isinstance(value, str) and key == PROMPT:
+        return as_document(tokenizer, tokenizer.encode(value), end=False)
+    messages = messages_of(value, key, where)
+    return chat_encoder(tokenizer, where).prompt(Chat(where, messages, tools))
+
+
+def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:
+    """Return the ids up to the last target, where a response would end, and which of them are targets."""
+    ids, targets = encode_masked(tokenizer, content)
+    end = int(np.flatnonzero(targets)[-1]) + 1
+    return ids[:end], targets[:end]
+
+
+def sequences_of(example: Example, tokenizer: Tokenizer, pairs: bool) -> Sequence[tuple[Ids, Mask]]:
+    """Return what is trained on, the ids and which are targets: a prompt with its answer, or with each of a pair."""
+    if example.sequences:
+        return example.sequences
+    responses = [tokenizer.encode(text) for text in (example.answer, *((example.rejected,) if pairs else ()))]
+    whole = [np.concatenate((example.prompt, as_document(tokenizer, ids, begin=False))) for ids in responses]
+    return [(ids, np.arange(len(ids)) >= len(example.prompt)) for ids in whole]
+
+
+def given_samples(
+    examples: Sequence[Example], indices: Sequence[int], keys: Sequence[str], tokenizer: Tokenizer, pairs: bool = False
+) -> Samples:
+    """Return the samples that a graph begins with, for some examples and their indices.
+
+    keys: given keys of the graph; without prompt_ids, each example is one sequence, or with `pairs` two.
+    """
+    if "prompt_ids" in keys:
+        return prompt_samples(examples, indices, keys)
+    sequences = [sequence for example in examples for sequence in sequences_of(example, tokenizer, pairs)]
+    values = {
+        "tokens": [torch.from_numpy(ids) for ids, _ in sequences],
+        "mask": [torch.from_numpy(np.append(targets[1:], False)).float() for _, targets in sequences],
+    }
+    return Samples(tuple(range(len(sequences))), {key: values[key] for key in keys})
+
+
+def prompt_samples(examples: Sequence[Example], indices: Sequence[int], keys: Sequence[str]) -> Samples:
+    """Return prompts, with the indices of their examples, as samples with `keys`."""
+    values: dict[str, list[Tensor]] = {
+        "prompt_ids": [torch.from_numpy(example.prompt) for example in examples],
+        "prompt_index": [torch.tensor(index) for index in indices],
+    }
+    return Samples(tuple(range(len(examples))), {key: values[key] for key in keys})
+
+
+def example_indices(begin: int, count: int, size: int, seed: int) -> list[int]:
+    """Return the examples at positions begin to begin + count - 1 of an endless stream, reshuffled every epoch.
+
+    Depends only on the position, so a run can resume anywhere and with another number of examples per step.
+    """
+    if size > _LARGE:
+        return [position % size for position in range(begin, begin + count)]
+    positions = [divmod(position, size) for position in range(begin, begin + count)]
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(size) for epoch, _ in positions}
+    return [int(orders[epoch][offset]) for epoch, offset in positions]
+
+
+def hold_out(examples: Examples, number: int, seed: int) -> tuple[Examples, list[Example]]:
+    """Divide examples into those to train on, in their order, and `number` random ones that `seed` determines.
+
+    number: less than there are examples.
+    """
+    size = len(examples)
+    if not number:
+        return examples, []
+    if isinstance(examples, HiddenMark):  # training reads it from the beginning
+        return replace(examples, size=size - number), [examples[index] for index in range(size - number, size)]
+    chosen = set(np.random.default_rng((seed, size)).choice(size, number, replace=False).tolist())
+    rest = FileExamples([examples[index] for index in range(size) if index not in chosen], examples.dropped)
+    return rest, [examples[index] for index in sorted(chosen)]

@@ -1,0 +1,276 @@
+"""The calls of an RLHF step without devices: what each takes on one rank of any world.
+
+Train and inference calls run for real on fake tensors, as `dry_run` does, with every sequence at its longest. Of a
+generate call, the layers' forward over a group of prompts runs; its KV cache is a product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Group
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel import ParallelMesh, ProcessGroups, local_tensor
+from parallel.reallocation.boxes import local_box
+from usp.data.sources import STDLIB
+from usp.hf.models import materialise, model_facts
+from usp.predict.fake_world import HostMemory, fake_world, stand_ins
+from usp.predict.meter import CATEGORIES, StepMeter
+from usp.rlhf.generation.decoding import Rollout, capacity
+from usp.rlhf.plan.operations import WeightCopy, copy_of, schedule, trained_copy, weight_copies
+from usp.rlhf.plan.plan import optimizer_of
+from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
+from usp.run.tables import GIB, Grid
+from usp.train.build import fsdp2_engine
+from usp.train.dry_run import GroupSent, follow_step, label_state, sent_by_axis
+
+from .datasets import Example, sequences_of
+from .graph import Generate, Inference, ModelCall, TrainStep, unit
+from .prepare import PreparedRlhf
+from .samples import Samples
+
+KV_CACHE = "KV cache"
+_PREFILL_TOKENS = 16384  # of a prefill's forward, unless one prompt is longer
+
+
+@dataclass(frozen=True)
+class CallRun:
+    """What a call takes on the rank.
+
+    Attributes:
+        samples, tokens: of the rank's data-parallel index in a mini-batch, and the tokens of each sample.
+        micro_batches: of these samples; 0 for a generate call.
+        by_category: the parts of the call's peak.
+        others_bytes: weights and optimizer states that other calls keep on the device meanwhile.
+        host_bytes: peak host memory of `ac_offload`.
+        sent: by the rank, in one mini-batch.
+    """
+
+    call: str
+    kind: str
+    layout: str
+    samples: int
+    tokens: int
+    micro_batches: int
+    by_category: Mapping[str, int]
+    others_bytes: int
+    host_bytes: int
+    sent: tuple[GroupSent, ...]
+
+    @property
+    def own_bytes(self) -> int:
+        """The peak of the call's own tensors."""
+        return sum(self.by_category.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.own_bytes + self.others_bytes
+
+
+def dry_run_calls(run: PreparedRlhf, device: torch.device) -> tuple[CallRun, ...]:
+    """Run the model calls of a step in which the rank of `run.launch` takes part, in the order of the step.
+
+    device: whose attention kernels, optimizer and offload are meant; tensors are on the CPU and have no memory.
+
+    Raises:
+        ValueError: for a model that does not support a layout.
+        RuntimeError: in a process that has a default process group.
+    """
+    resident, prompt_tokens = _resident(run), _prompt_tokens(run)
+    calls = [call for call in run.graph.order if call.role and run.launch.rank in run.plan[call.name].ranks]
+    return tuple(_run(run, call, prompt_tokens, device, resident[call.name]) for call in calls)
+
+
+def _prompt_tokens(run: PreparedRlhf) -> int:
+    """Return the tokens of the longest prompt, or of the longest sequence for algorithms that do not sample."""
+    built_in, pairs = run.config.data == STDLIB, run.algorithm.data == "pairs"
+
+    def tokens(example: Example) -> int:
+        prompt = run.config.prompt_tokens if built_in else len(example.prompt)
+        if run.algorithm.data == "prompts":
+            return prompt
+        return prompt - len(example.prompt) + max(len(ids) for ids, _ in sequences_of(example, run.tokenizer, pairs))
+
+    return max(tokens(run.examples[index]) for index in range(64 if built_in else len(run.examples)))
+
+
+def samples_of(run: PreparedRlhf, call: ModelCall) -> int:
+    """Return the most samples that a data-parallel rank has in a forward and backward of a call."""
+    samples = run.config.prompts * (2 if run.algorithm.data == "pairs" else run.graph.group_size)
+    if isinstance(call.work, TrainStep):
+        samples = -(-samples // call.work.mini_batches)
+    groups = -(-samples // unit(call))
+    return -(-groups // run.plan[call.name].dims.batch) * unit(call)
+
+
+class _Blank(RoleModel):
+    """A role's model whose weights have no values."""
+
+    def allocate(self) -> None:
+        materialise(self.stage, torch.device("cpu"))
+        if self.trained:
+            self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
+
+    def _sums(self, metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        return {"loss": 0.0}
+
+
+def _run(run: PreparedRlhf, call: ModelCall, prompt_tokens: int, device: torch.device, others_bytes: int) -> CallRun:
+    layout, host = run.plan[call.name], HostMemory()
+    meter = StepMeter(host)
+    most, new_tokens = samples_of(run, call), run.config.max_new_tokens if run.algorithm.data == "prompts" else 0
+    samples, tokens = most, prompt_tokens + new_tokens
+    generates = isinstance(call.work, Generate)
+    if generates:  # as many prompts as one prefill takes
+        tokens = prompt_tokens
+        samples = max(1, min(samples, run.config.slots, _PREFILL_TOKENS // tokens))
+    with fake_world(run.launch.world_size, run.launch.rank), stand_ins(device, host):
+        mesh = ParallelMesh.create(layout.dims, "cpu", layout.ranks)
+        trained = copy_of(run.graph, run.plan, call) == trained_copy(run.graph, run.plan, call.role)
+        model = _Blank(run.roles[call.role], layout, mesh, trained=trained)
+        with FakeTensorMode(allow_non_fake_inputs=True), meter, meter.memory.following_resizes():
+            model.allocate()
+            engine = model.engine if isinstance(call.work, TrainStep) else None
+            label_state([model.stage], engine, meter.memory)
+            meter.memory.restart()
+            follow_step([model.stage], engine, meter)
+            batch = _samples(call, samples, tokens)
+            _call(model, call, batch)
+        options = {"unit": unit(call), "budget": layout.token_budget, "at_least": mesh.size("pp")}
+        rows = () if generates else pack_lengths(batch.ids, [tokens] * samples, **options)
+        sent = sent_by_axis(meter.wire, mesh)
+        by_category = dict(meter.memory.at_peak)
+        if generates:
+            places = capacity([Rollout([0] * prompt_tokens, 0, new_tokens)], mesh.size("sp"), mesh.size("sp"))
+            by_category[KV_CACHE] = min(run.config.slots, most) * places * _place_bytes(model)
+    return CallRun(
+        call=call.name,
+        kind=call.kind,
+        layout=str(layout),
+        samples=most,
+        tokens=prompt_tokens + new_tokens,
+        micro_batches=len(rows),
+        by_category=by_category,
+        others_bytes=others_bytes,
+        host_bytes=host.peak_bytes,
+        sent=sent,
+    )
+
+
+def _samples(call: ModelCall, samples: int, tokens: int) -> Samples:
+    """Return samples of token 0, all of which count, with the values that a call reads of each token."""
+    keys = call.work.objective.keys if isinstance(call.work, TrainStep) else ()
+    values: dict[str, list[Tensor]] = {key: [torch.zeros(tokens) for _ in range(samples)] for key in keys}
+    if isinstance(call.work, TrainStep) and (counts := call.work.objective.counts):
+        values[counts] = [torch.ones(tokens, dtype=torch.int64) for _ in range(samples)]  # known, unlike floats
+    values["tokens"] = [torch.zeros(tokens, dtype=torch.int64) for _ in range(samples)]
+    return Samples(tuple(range(samples)), values)
+
+
+def _call(model: RoleModel, call: ModelCall, samples: Samples) -> None:
+    work = call.work
+    if isinstance(work, TrainStep):
+        model.train_step([samples], replace(work, mini_batches=1, epochs=1, stop_above=None))
+    elif isinstance(work, Inference):
+        model.inference(samples, replace(work, adapters=True), "output")
+    else:
+        plan = plan_rows(samples, replace(model.layout, micro_batch_tokens=0), model.mesh)
+        assert plan is not None
+        batches = micro_batches(samples, plan, model.layout, model.mesh)
+        model.forward(batches, None)
+
+
+def _place_bytes(model: RoleModel) -> int:
+    """Return the bytes of one token of one sequence in the rank's KV cache."""
+    facts = model_facts(model.spec.source, model.spec.config)
+    layers = sum(1 for module in model.stage.model.modules() if getattr(module, "unified_sp_mask", None) is not None)
+    heads = max(1, facts.num_kv_heads // model.mesh.size("tp"))
+    return layers * heads * (facts.head_dim + facts.value_dim) * model.spec.dtype.itemsize
+
+
+def _resident(run: PreparedRlhf) -> dict[str, int]:
+    """Return, by call, the bytes of weights and optimizer states on the device that are not the call's own."""
+    graph, plan, rank, world_size = run.graph, run.plan, run.launch.rank, run.launch.world_size
+    trained = {role: trained_copy(graph, plan, role) for role in graph.roles}
+    models: dict[WeightCopy, RoleModel] = {}
+    with fake_world(world_size, rank):
+        groups = ProcessGroups()
+        for copy, calls in weight_copies(graph, plan).items():
+            if rank in copy.layout.ranks:
+                mesh = ParallelMesh.create(copy.layout.dims, "cpu", copy.layout.ranks, groups)
+                trains = copy == trained[copy.role]
+                models[copy] = RoleModel(run.roles[copy.role], plan[calls[-1].name], mesh, trained=trains)
+
+    aliases = frozenset(
+        copy
+        for copy, model in models.items()
+        if (source := trained[copy.role]) in models and source != copy and _shares(model, models[source])
+    )
+    own = {copy: model for copy, model in models.items() if copy not in aliases}
+    weights = {copy: _bytes(model.weights().values()) for copy, model in own.items()}
+    frozen = {copy: _bytes(model.frozen().values()) for copy, model in own.items()}
+    states = {
+        copy: 2 * _bytes(parameter for parameter in model.stage.parameters() if parameter.requires_grad)
+        for copy, model in own.items()
+        if copy == trained[copy.role] and optimizer_of(copy.role) not in plan.offload
+    }
+    present = {copy for copy in own if trained[copy.role] in (None, copy) and copy.role not in plan.offload}
+    others: dict[str, int] = {}
+    for operation in schedule(graph, plan, world_size, aliases, staleness=run.config.staleness):
+        if operation.copy in models and operation.kind in ("reallocate", "load"):
+            present.add(operation.copy)
+        elif operation.copy in models and operation.kind in ("release", "offload"):
+            present.discard(operation.copy)
+        elif operation.kind == "call" and rank in operation.ranks and (call := graph[operation.call]).role:
+            copy = copy_of(graph, plan, call)
+            held = trained[copy.role] if copy in aliases else copy
+            total = sum(weights[other] for other in present - {held})
+            total += sum(size for other, size in frozen.items() if other != held)
+            trains = isinstance(call.work, TrainStep)
+            others[call.name] = total + sum(size for other, size in states.items() if not trains or other != copy)
+    return others
+
+
+def _shares(copy: RoleModel, source: RoleModel) -> bool:
+    """Return whether a copy can use the memory of the trained one, as far as this rank can tell."""
+    held = source.weights()
+    return copy.layout.zero == 0 and all(
+        name in held and local_box(held[name]) == local_box(weight) and held[name].dtype == weight.dtype
+        for name, weight in copy.weights().items()
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_tensor(x).nbytes for x in tensors)
+
+
+def calls_json(calls: Sequence[CallRun]) -> list[dict[str, Any]]:
+    """Return all results as JSON values, sizes in bytes."""
+    return [asdict(call) | {"peak_bytes": call.peak_bytes} for call in calls]
+
+
+def render_calls(calls: Sequence[CallRun]) -> Group:
+    """Return tables of the calls, their memory and their traffic for rich to print."""
+    layouts, memory, traffic = [], [], []
+    for call in calls:
+        layouts.append((call.call, call.layout, f"{call.samples} x {call.tokens:,}", str(call.micro_batches or "")))
+        parts = {name: call.by_category.get(name, 0) for name in (*CATEGORIES, KV_CACHE)}
+        sizes = {**parts, "other calls": call.others_bytes, "total": call.peak_bytes, "host memory": call.host_bytes}
+        memory += _under(call.call, [(name, f"{nbytes / GIB:.3f}") for name, nbytes in sizes.items() if nbytes])
+        sent = [(", ".join(sent.axes), sent.collective.strip("_"), f"{sent.nbytes:,}") for sent in call.sent]
+        traffic += _under(call.call, sent)
+    return Group(
+        Grid("Calls of the rank", ("call", "layout", "samples x tokens", "micro-batches"), tuple(layouts)).table(),
+        Grid("Peak memory of the rank", ("call", "category", "GiB"), tuple(memory)).table(),
+        Grid("Sent by the rank, per mini-batch", ("call", "axes", "collective", "bytes"), tuple(traffic)).table(),
+    )
+
+
+def _under(call: str, lines: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the lines of a call, its name before the first one."""
+    return [("" if number else call, *line) for number, line in enumerate(lines)]

@@ -1,0 +1,298 @@
+"""Decoding: tokens from logits, the end of a response, and continuous batching.
+
+    waiting --admit--> slot --prefill of all prompt tokens but the last--> decode steps --append--> done, slot is free
+
+The last prompt token is decoded like a generated one, so all sampling happens in decode steps. (Iteration-level
+scheduling: Orca, Yu et al. 2022, section 3.1.) The noise of a token does not depend on layouts and batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from usp.rlhf.graph import Generate
+
+Decode = Callable[[Iterable[int]], str]
+
+_MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+# From |int64| to [0, 1), where float32 rounds nothing up to 1.
+_UNIT = (1 - 2.0**-24) * 2.0**-63
+_CONTEXT = 8  # characters before a stop string that may depend on where decoding starts
+
+
+def sequence_key(seed: int, number: int) -> int:
+    """Return the key of token `number` of a sequence, an odd int64."""
+    digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True) | 1
+
+
+def token_keys(vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the key of each token, odd int64 (V,): the output of SplitMix64 (Steele et al. 2014, figure 17)."""
+    keys = torch.arange(1, vocabulary + 1, device=device) * _signed(_MULTIPLIERS[0])
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS[1:], 1), strict=True):
+        keys ^= (keys >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift
+        keys *= _signed(multiplier)
+    return keys | 1
+
+
+def exponential(keys_B: Tensor, keys_V: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the noise of each token of each sequence, exponential with mean 1, (B, V) of `dtype`.
+
+    The product of two keys modulo 2**64 is the same number everywhere; only the logarithm of it is rounded. For random
+    keys of sequences, the products of any few tokens are independent unless a sum of small multiples of their keys is 0
+    modulo 2**64. Small values, which win, have full relative precision.
+    """
+    product = keys_B.unsqueeze(1) * keys_V
+    return product.to(dtype).abs_().mul_(-_UNIT).log1p_().neg_()
+
+
+def sample(logits_BV: Tensor, keys_B: Tensor, keys_V: Tensor, work: Generate) -> tuple[Tensor, Tensor]:
+    """Return the next tokens, int64 (B,), and their log-probabilities before top-k and top-p, float32 (B,).
+
+    Logits that are not finite give a nan log-probability and an arbitrary token.
+
+    Args:
+        logits_BV: float32 or float64.
+        keys_B: of `sequence_key`; unused at temperature 0, which takes the most likely token. keys_V: of `token_keys`.
+    """
+    if work.temperature == 0:
+        logits = logits_BV.float()
+        chosen_logit, tokens = logits.max(-1)
+        return tokens, chosen_logit - logits.logsumexp(-1)
+    if work.temperature != 1:
+        # The largest becomes 0, as it does in softmax, so that dividing by a low temperature rounds little.
+        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).div_(work.temperature)
+    probs = logits_BV.softmax(-1)
+    mass_B = probs.sum(-1, dtype=torch.float64)  # of a float32 softmax, 1 only up to the rounding of long sums
+    noise = exponential(keys_B, keys_V, probs.dtype)
+    race = torch.div(probabilities(probs, work.top_k, work.top_p), noise, out=noise)
+    tokens_B1 = race.argmax(-1, keepdim=True)
+    return tokens_B1.squeeze(1), (probs.gather(1, tokens_B1).squeeze(1) / mass_B).log().float()
+
+
+def probabilities(probs_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return the probabilities, zero outside of the `top_k` most likely tokens and the nucleus; no longer normalized.
+
+    The nucleus is the smallest set of most likely tokens with at least `top_p` of the mass after top-k (Holtzman et al.
+    2020, "The Curious Case of Neural Text Degeneration", section 3.1). Ties with the k-th token stay.
+    """
+    if 0 < top_k < probs_BV.shape[1]:
+        lowest = probs_BV.topk(top_k).values[:, -1:]
+        probs_BV = probs_BV.masked_fill(probs_BV < lowest, 0)
+    if top_p < 1:
+        ordered, order = probs_BV.sort(dim=-1, descending=True, stable=True)
+        ordered = ordered.double()
+        likelier = ordered.cumsum(-1) - ordered
+        outside = likelier >= top_p * ordered.sum(-1, keepdim=True)
+        probs_BV = probs_BV.masked_fill(torch.empty_like(outside).scatter_(1, order, outside), 0)
+    return probs_BV
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def work_violations(work: Generate) -> list[str]:
+    """Return one message for each invalid sampling option."""
+    rules = {
+        f"max_new_tokens={work.max_new_tokens} must be at least 1": work.max_new_tokens >= 1,
+        f"temperature={work.temperature} must be positive, or 0 for greedy decoding": work.temperature >= 0,
+        f"top_k={work.top_k} must be positive, or 0 to disable": work.top_k >= 0,
+        f"top_p={work.top_p} must be above 0 and at most 1": 0 < work.top_p <= 1,
+    }
+    return [message for message, holds in rules.items() if not holds]
+
+
+class Stops:
+    """Decision whether a response has ended, by its tokens; every rank decides alike.
+
+    decode: a tokenizer's; needed if `work.stop_strings` is not empty.
+
+    Raises ValueError for stop strings without `decode`.
+    """
+
+    def __init__(self, work: Generate, decode: Decode | None) -> None:
+        if work.stop_strings and decode is None:
+            raise ValueError(f"stop_strings={work.stop_strings} needs a tokenizer: pass decode to Generator")
+        self._ids, self._strings, self._decode = frozenset(work.stop_ids), work.stop_strings, decode
+        self._reach = max(map(len, self._strings), default=0) + _CONTEXT
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of `tokens` ends the response, which none of those before it did.
+
+        It does if the text of all tokens contains a stop string. That text is decoded only where the text of the last
+        tokens contains one, and these are as many as give the last token and the longest stop string before it.
+        """
+        if tokens[-1] in self._ids:
+            return True
+        if not self._strings or self._decode is None:
+            return False
+        length = self._reach
+        while len(text := self._decode(tokens[-1 - length : -1])) < self._reach and length < len(tokens):
+            length *= 2  # tokens without text, and parts of characters
+        text = self._decode(tokens[-1 - length :])
+        return self._found(text) and (length >= len(tokens) - 1 or self._found(self._decode(tokens)))
+
+    def _found(self, text: str) -> bool:
+        return any(string in text for string in self._strings)
+
+
+def stop_problems(work: Generate, encode: Callable[[str], Iterable[int]], decode: Decode, vocabulary: int) -> list[str]:
+    """Return why a response can never end with one of the stop ids or strings."""
+    problems = [
+        f"stop id {token} must be from 0 to {vocabulary - 1}, the model's vocabulary"
+        for token in work.stop_ids
+        if not 0 <= token < vocabulary
+    ]
+    for string in work.stop_strings:
+        ids = list(map(int, encode(string)))
+        if not string:
+            problems.append("a stop string must not be empty")
+        elif string not in decode(ids):
+            listed = ",".join(map(str, ids))
+            problems.append(f"stop string {string!r} is never in a decoded text: use the stop ids {listed}")
+    return problems
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedResponse:
+    """One generated response.
+
+    Attributes:
+        tokens: int64, on the CPU.
+        logprobs: float32, of each token at the temperature (1 where it is 0), before top-k and top-p.
+        finished: whether it ends with a stop id, or the token that completes a stop string.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    finished: bool
+
+
+@dataclass(eq=False)
+class Rollout:
+    """A prompt and its response so far.
+
+    Attributes:
+        limit: maximum tokens in the response.
+        cached: prompt tokens in this rank's cache.
+    """
+
+    prompt: list[int]
+    seed: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cached: int = 0
+    stopped: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or len(self.tokens) == self.limit
+
+
+@dataclass(frozen=True)
+class PrefillGroup:
+    """Sequences to prefill in one forward.
+
+    Attributes:
+        slots, rows: slots[i] is filled from row rows[i]. Equal prompts share a row.
+        padded: tokens in each row, including padding.
+    """
+
+    slots: tuple[int, ...]
+    rows: tuple[int, ...]
+    prompts: tuple[Sequence[int], ...]
+    padded: int
+
+
+class Slots:
+    """The active sequences, at most `slots`, and the waiting ones."""
+
+    def __init__(self, rollouts: Sequence[Rollout], slots: int) -> None:
+        # Sorted, so that prompts of similar length are prefilled together and equal prompts are adjacent.
+        self._waiting = deque(sorted(rollouts, key=lambda rollout: (-len(rollout.prompt), rollout.prompt)))
+        self.active: list[Rollout | None] = [None] * min(slots, len(rollouts))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting) or any(self.active)
+
+    def admit(self) -> list[int]:
+        """Fill free slots; return them."""
+        free = [slot for slot, rollout in enumerate(self.active) if rollout is None][: len(self._waiting)]
+        for slot in free:
+            self.active[slot] = self._waiting.popleft()
+        return free
+
+    def prefill_groups(self, slots: Sequence[int], multiple: int, max_tokens: int) -> list[PrefillGroup]:
+        """Group newly admitted slots, longest prompts first, for prefill.
+
+        A row is padded to a multiple of `multiple`, plus at most a third to match the longest row. A group has at most
+        `max_tokens` tokens, unless a single row is longer.
+        """
+        groups: list[PrefillGroup] = []
+        for slot in slots:
+            rollout = self.active[slot]
+            assert rollout is not None
+            prompt = rollout.prompt[:-1]
+            if not prompt:
+                continue
+            padded = -(-len(prompt) // multiple) * multiple
+            last = groups[-1] if groups else None
+            if last is not None and prompt == last.prompts[-1]:
+                groups[-1] = PrefillGroup((*last.slots, slot), (*last.rows, last.rows[-1]), last.prompts, last.padded)
+            elif last and 4 * padded >= 3 * last.padded and (len(last.prompts) + 1) * last.padded <= max_tokens:
+                rows = (*last.rows, len(last.prompts))
+                groups[-1] = PrefillGroup((*last.slots, slot), rows, (*last.prompts, prompt), last.padded)
+            else:
+                groups.append(PrefillGroup((slot,), (0,), (prompt,), padded))
+        return groups
+
+    def decode_inputs(self, ranks: int, rank: int) -> tuple[Tensor, int]:
+        """Return the inputs of the next decode step. The n-th decoded token is cached on rank n % ranks.
+
+        Returns:
+            int64 (4, slots): token, position, place in this rank's cache, whether this rank caches it; zeros for empty
+            slots. And the places in use in this rank's cache, including this step's.
+        """
+        columns, length = [], 1
+        for rollout in self.active:
+            if rollout is None:
+                columns.append((0, 0, 0, ranks == 1))
+                continue
+            decoded = len(rollout.tokens)
+            token = rollout.tokens[-1] if decoded else rollout.prompt[-1]
+            place, own = rollout.cached + decoded // ranks, decoded % ranks == rank
+            columns.append((token, len(rollout.prompt) - 1 + decoded, place, own))
+            length = max(length, place + 1)
+        return torch.tensor(columns).T, length
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], ended: Callable[[Sequence[int]], bool]) -> None:
+        """Append a step's tokens; free the slots of completed sequences.
+
+        ended: whether a response ends with its last token.
+        """
+        for slot, rollout in enumerate(self.active):
+            if rollout is None:
+                continue
+            rollout.tokens.append(tokens[slot])
+            rollout.logprobs.append(logprobs[slot])
+            rollout.stopped = ended(rollout.tokens)
+            if rollout.done:
+                self.active[slot] = None
+
+
+def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:
+    """Return the cache places per slot and rank that fit any of the sequences. `ranks` divides `multiple`."""
+    # Rows are as long as the longest prompt of their group, and in a contiguous layout one rank may then hold all of a
+    # shorter prompt, so a sequence's own share is not a bound.
+    longest = max(len(rollout.prompt) for rollout in rollouts) - 1
+    return -(-longest // multiple) * multiple // ranks + -(-max(rollout.limit for rollout in rollouts) // ranks)

@@ -1,0 +1,218 @@
+"""What a run writes of its steps: their records, some of their samples and those that a reward function failed for; and
+the samples as one HTML page, which needs no network: filtered by step, sorted by score, tokens colored by their gap.
+
+A token's gap is its log-probability in training less that at sampling.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jinja2 import Environment, FileSystemLoader
+from torch import Tensor
+
+from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
+from usp.rlhf.runtime.timeline import read_lines
+from usp.run.failures import UserCodeFailed
+from usp.run.metrics import count
+from usp.run.output import LineFile
+
+from .algorithms.rewards import RewardFailed, ScoreWith
+from .graph import Compute, DataflowGraph
+from .samples import Samples
+
+SAMPLES_FILE = "samples.jsonl"
+BAD_SAMPLES_FILE = "bad-samples.jsonl"
+SHOWN = 2  # samples of a step written to samples.jsonl
+SHOWN_TOKENS = 512  # of their responses, with log-probabilities
+_FAINTEST = 1e-4  # gaps below have no color; those from 1 on have all of it
+_LEGEND = (0.001, 0.01, 0.1, 1.0)
+_SUMMARY = 80  # characters of a prompt's end that are shown before it is opened
+_NAMES = {  # of the metrics on screen
+    "score": "score",
+    "reward": "reward",
+    "kl": "KL",
+    "actor/loss": "loss",
+    "critic/loss": "critic loss",
+    "reward/loss": "loss",
+    "reward/accuracy": "accuracy",
+    "actor/accuracy": "accuracy",
+    "actor/grad_norm": "grad norm",
+    "logprob_difference_max": "rollout/train logprob diff",
+    "eval/score": "eval score",
+    "eval/pass@1": "pass@1",
+}
+
+
+@dataclass(frozen=True)
+class RlhfRecord:
+    """The record of one step: its number, its metrics, with those of an evaluation, and its seconds without that."""
+
+    step: int
+    metrics: dict[str, float]
+    seconds: float
+
+    @property
+    def printed(self) -> bool:
+        return "eval/score" in self.metrics
+
+    def numbers(self) -> dict[str, float | None]:
+        return {**self.metrics, "seconds": self.seconds}
+
+    def line(self) -> str:
+        shown = [f"{text} {self.metrics[name]:.4g}" for name, text in _NAMES.items() if name in self.metrics]
+        tokens = self.metrics.get("tokens_length", 0)
+        return "  ".join([*shown, f"{count(tokens)} tokens/sample", f"{self.seconds:.1f} s"])
+
+
+class SampleFiles:
+    """The samples of a run in its folder. Every rank calls every method, in the same order.
+
+    reward_failure: as --reward-failure.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        graph: DataflowGraph,
+        decode: Callable[[list[int]], str],
+        device: torch.device,
+        reward_failure: str,
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._graph, self._decode, self._device = graph, decode, device
+        self._bad, self._reward_failure, self._warn = folder / BAD_SAMPLES_FILE, reward_failure, warn
+        self._samples, self._lengths = LineFile(folder / SAMPLES_FILE), LineFile(folder / LENGTHS_FILE)
+        works = (call.work for call in graph.calls)
+        self._scorers = [w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)]
+
+    def files(self) -> Iterator[LineFile]:
+        yield self._samples
+        yield self._lengths
+
+    def keep(self, number: int, samples: Samples, evaluation: bool = False) -> None:
+        """Write some samples of a step, or of the evaluation after it."""
+        lines = []
+        for sample in samples.ids[:SHOWN]:
+            values = {key: of_key[0] for key, of_key in samples.of([sample]).values.items()}
+            record = {"step": number, "evaluation": evaluation, **sample_record(values, self._decode, SHOWN_TOKENS)}
+            lines.append(json.dumps(record, ensure_ascii=False))
+        self._samples.append(number, lines)
+
+    def keep_lengths(self, number: int, lengths: Mapping[str, Sequence[int]]) -> None:
+        """Write the lengths of all samples of a step."""
+        self._lengths.append(number, [StepLengths.of(self._graph, lengths).line(number)])
+
+    def check_rewards(self, number: int) -> dict[str, float]:
+        """Write the samples of a step that the reward function failed for, and return their number as a metric.
+
+        Raises UserCodeFailed on every rank, if that ends the run.
+        """
+        if not self._scorers:
+            return {}
+        records = [record for scorer in self._scorers for record in scorer.take_failures()]
+        if records:  # on the rank that called the function
+            with self._bad.open("a") as file:
+                file.writelines(json.dumps({"step": number, **each}, ensure_ascii=False) + "\n" for each in records)
+        total = torch.tensor(len(records), device=self._device)
+        dist.all_reduce(total)
+        if failed := int(total):
+            messages = [str(RewardFailed(records[0])) if records else ""] * dist.get_world_size()
+            dist.all_gather_object(messages, messages[0])
+            first = next(filter(None, messages))
+            where = f"the sample is in {self._bad}" if failed == 1 else f"{failed} samples are in {self._bad}"
+            if self._reward_failure == "stop":
+                raise UserCodeFailed(f"{first}; {where}")
+            self._warn("failures", f"step {number}: {first}; --reward-failure {self._reward_failure}; {where}")
+        return {"reward_failures": failed}
+
+
+def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], str], most_tokens: int) -> dict[str, Any]:
+    """Return the JSON record of a sample, whose values `sample` holds by key, as `Samples` does.
+
+    tokens: [text, log-probability at sampling, in training (None if it was not computed)] of the first `most_tokens` of
+    the response's `response_tokens` tokens; ⟨id⟩ for a token without text. advantage: mean over the response.
+    """
+    ids, cut = sample["tokens"].tolist(), int(sample["prompt_length"])
+    score = float(sample["score"])
+    record: dict[str, Any] = {"prompt": decode(ids[:cut]), "response": decode(ids[cut:])}
+    record["score"] = score if math.isfinite(score) else None  # the reward function failed
+    if "finished" in sample:
+        record["finished"] = bool(sample["finished"])
+    if "reward" in sample:
+        reward = float(sample["reward"])
+        record["reward"] = reward if math.isfinite(reward) else None
+    if "advantages" in sample:
+        record["advantage"] = float(sample["advantages"][cut - 1 : len(ids) - 1].mean())
+    if "logprobs" in sample:
+        sampled = sample["logprobs"][cut - 1 : len(ids) - 1].tolist()[:most_tokens]
+        trained: list[float | None] = [None] * len(sampled)
+        if "old_logprobs" in sample:
+            trained = sample["old_logprobs"][cut - 1 : len(ids) - 1].tolist()[:most_tokens]
+        numbers = zip(ids[cut:], sampled, trained, strict=False)
+        record["tokens"] = [
+            [decode([token]) or f"⟨{token}⟩", round(at, 6), then if then is None else round(then, 6)]
+            for token, at, then in numbers
+        ]
+        record["response_tokens"] = len(ids) - cut
+    return record
+
+
+def read_samples(run: Path) -> list[dict[str, Any]]:
+    """Read the samples that a run kept, in their order.
+
+    Raises ValueError if the run has none, or a line is not a sample.
+    """
+    path = run / SAMPLES_FILE
+    if not path.is_file():
+        raise ValueError(f"{run} has no samples: {path} does not exist")
+    expected = "a sample: expected step, prompt, response and score"
+    samples = list(read_lines(path, expected, {"step", "prompt", "response", "score"}))
+    if not samples:
+        raise ValueError(f"{path} holds no samples")
+    return samples
+
+
+def sample_page(title: str, samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of samples as `read_samples` gives them."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["color"] = _color
+    shown = [_shown(sample) for sample in samples]
+    steps, sets = ([(value,) * 2 for value in sorted({each[name] for each in shown})] for name in ("step", "set"))
+    legend = [sign * gap for sign in (-1, 1) for gap in _LEGEND]
+    page = environment.get_template("sample_page.html")
+    return page.render(title=title, samples=shown, legend=legend, steps=steps, sets=sets)
+
+
+def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample as the page shows it; `spans` are the text, the title and the color of each token."""
+    prompt, tokens = str(sample["prompt"]), sample.get("tokens") or ()
+    end = prompt if len(prompt) <= _SUMMARY else f"…{prompt[-_SUMMARY:]}"
+    spans, gaps = [], []
+    for text, sampled, trained in tokens:
+        title, color = f"at sampling {sampled:.4f}", ""
+        if trained is not None:
+            gaps.append(trained - sampled)
+            title, color = f"{title}, in training {trained:.4f}, gap {gaps[-1]:+.2g}", _color(gaps[-1])
+        spans.append((text, title, color))
+    total = sample.get("response_tokens", len(tokens))
+    note = f"{total:,} tokens" if total == len(tokens) else f"the first {len(tokens):,} of {total:,} tokens"
+    note += f", largest gap {max(map(abs, gaps)):.2g}" if gaps else ""
+    kind = "evaluation" if sample.get("evaluation") else "training"
+    return {**sample, "set": kind, "prompt": prompt, "end": end, "spans": spans, "note": note}
+
+
+def _color(gap: float) -> str:
+    """Return blue for tokens that are likelier in training, red for less likely ones, stronger for larger gaps."""
+    size = abs(gap)
+    strength = 0.0 if size < _FAINTEST else min(1.0, 1 - math.log10(size) / math.log10(_FAINTEST))
+    return f"rgba({'40,110,220' if gap > 0 else '220,50,40'},{0.85 * strength:.2f})"
