@@ -182,8 +182,9 @@ class _GenerateRun(_Run):
         shapes = [(number, tokens) for number in numbers for tokens in self.sizes.prompts]
         found = self.seconds({(*shape, more): self._call(*shape, 1 + more) for shape in shapes for more in (0, steps)})
         for number, tokens in shapes:
-            first = found[number, tokens, 0]
-            step = max(0.0, found[number, tokens, steps] - first) / steps
+            first, whole = found[number, tokens, 0], found[number, tokens, steps]
+            # On a busy machine the longer run may seem the shorter one. No step is free: then all forwards share it.
+            step = (whole - first) / steps if whole > first else whole / (1 + steps)
             yield self.part, (self.layers, number, tokens + steps // 2), step
             yield replace(self.part, work=PREFILL), (self.layers, number, tokens), max(0.0, first - step)
 
