@@ -396,9 +396,10 @@ class RlhfTrainer(TrainingLoop):
             yield f"data: {kept} of {kept + dropped} lines; {dropped} are too long for the context and dropped"
         if self.evaluator is not None:
             yield f"evaluation: {len(self.prepared.held_out)} prompts every {self.config.eval_every} steps"
-        ahead = ", samples are made one step ahead" if self.config.staleness else ""
-        yield f"ranks: {dist.get_world_size()}, plan {plan.name}{ahead}"
-        yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
+        if dist.get_world_size() > 1:
+            ahead = ", samples are made one step ahead" if self.config.staleness else ""
+            yield f"ranks: {dist.get_world_size()}, plan {plan.name}{ahead}"
+            yield from (f"  {name}: {layout}" for name, layout in plan.calls.items())
         yield self.prepared.kernel_choice
         if self.prepared.saved is not None:
             yield f"resumed from: {self.prepared.start.checkpoint}"
