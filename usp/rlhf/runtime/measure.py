@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from parallel import ParallelDims
 from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
@@ -83,14 +82,11 @@ class Summary:
 
 def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
     """Return this rank's summary of a finished step. Each sample counts on its leader."""
-    rank = dist.get_rank()
     numbers: dict[str, list[float]] = {}
     for call in step.graph.calls:
-        leaders = step.plan[call.name].leaders
-        if rank in leaders:
-            ids = step.transfer_end(call, ()).ids[leaders.index(rank)]
+        if ids := step.led(call):
             scalars = [key for key in call.outputs if not step.kinds[key].tokens]
-            numbers.update({key: [float(step.store[key][i]) for i in ids] for key in scalars})
+            numbers |= {key: [float(step.store[key][i]) for i in ids] for key in scalars}
     return Summary(trained, numbers)
 
 
