@@ -214,8 +214,6 @@ def test_ppo_normalizes_and_keeps_state(staleness: int) -> None:
     for key in ("advantages", "returns"):
         torch.testing.assert_close(again(samples, alone)[key], function(samples, alone)[key], rtol=0, atol=0)
         again.load_state_dict(function.state_dict())
-    with pytest.raises(ValueError, match=r"must have the keys \['kl_coefficient', 'total', .*\], got \['total'\]"):
-        again.load_state_dict({"total": 1.0})
 
 
 def test_options_of_a_resumed_run_override_its_state() -> None:
@@ -260,8 +258,9 @@ def test_kl_control_follows_its_target() -> None:
     assert control.updated(60.0, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
     assert control.updated(-6.0, 500).coefficient == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
     assert KLControl(0.1, 6.0, 103).updated(0.0, 512).coefficient > 0
-    with pytest.raises(ValueError, match=r"kl_horizon=102 must be above 0.2 times the 512 samples of a step"):
-        KLControl(0.1, 6.0, 102).updated(0.0, 512)
+    (refused,) = PPO(kl_target=6.0, kl_horizon=102).step_violations(512)
+    assert refused.startswith("kl_horizon=102 must be above 0.2 times the 512 samples of a step")
+    assert not list(PPO(kl_target=6.0, kl_horizon=103).step_violations(512))
 
 
 def test_grpo_and_its_variants() -> None:
