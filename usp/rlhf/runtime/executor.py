@@ -236,7 +236,7 @@ class Executor:
         self._checked = {}
         self._operate(runners)
         self._progress("end of the step")
-        summaries = {} if due is None else {0: Summary(runners[0].metrics, {})}
+        summaries: dict[int, Summary] = {} if due is None else {0: (runners[0].metrics, {})}
         if asked is not None:
             runner = runners[self._staleness]
             runner.finish()
