@@ -33,7 +33,7 @@ class RlhfState:
         config: the resolved configuration.
         evaluations: `Evaluations.to_extra()`.
         in_flight: `InFlight.to_extra()`; empty without samples in flight.
-        running: with --replan, the plan that runs, as `plan_text.to_mapping`, and the number of ranks.
+        running: with --replan, the plan that runs, as `to_mapping`, and the number of ranks.
     """
 
     step: int

@@ -342,12 +342,20 @@ def _call_violations(call: ModelCall) -> Iterator[str]:
         yield f"{who} has the role {call.role!r}: name the model, such as {', '.join(ROLES)}"
     for what, keys in (("reads", call.inputs), ("produces", call.outputs)):
         yield from (f"{who} {what} {key!r} {n} times" for key, n in Counter(keys).items() if n > 1)
-    if isinstance(call.work, Inference) and len(call.outputs) != 1:
-        yield f"{who} must produce exactly one key, got {call.outputs}"
+    if isinstance(call.work, Inference):
+        if len(call.outputs) != 1:
+            yield f"{who} must produce exactly one key, got {call.outputs}"
+        if not tokens_key(call):
+            yield f"{who} must read tokens, got {call.inputs}"
     if isinstance(call.work, TrainStep) and call.outputs:
         yield f"{who} must not have outputs, got {call.outputs}: a train step only changes weights"
-    if isinstance(call.work, Generate) and call.work.group_size < 1:
-        yield f"{who}: group_size={call.work.group_size} must be at least 1"
+    if isinstance(call.work, Generate):
+        if call.work.group_size < 1:
+            yield f"{who}: group_size={call.work.group_size} must be at least 1"
+        if wrong := [key for key in call.outputs if not canonical(key)]:
+            yield f"{who} produces {wrong}, expected {', '.join(GENERATED)}, with or without a prefix"
+        if not tokens_key(call):
+            yield f"{who} must produce tokens"
     if isinstance(call.work, TrainStep) and min(call.work.mini_batches, call.work.epochs) < 1:
         yield f"{who}: mini_batches={call.work.mini_batches} and epochs={call.work.epochs} must be at least 1"
 
@@ -385,12 +393,7 @@ def tokens_key(call: ModelCall) -> str:
 
 
 def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
-    """Return the kind of every key that a call of the graph produces.
-
-    Raises ValueError naming the calls whose outputs have no known dtype and shape.
-    """
-    if violations := [text for call in graph.calls for text in _violations(call)]:
-        raise ValueError("; ".join(violations))
+    """Return the kind of every key that a call of the graph produces. Raises ValueError for keys without a shape."""
     kinds: dict[str, KeyKind] = {}
     for call in graph.order:
         tokens = tokens_key(call)
@@ -410,14 +413,3 @@ def key_kinds(graph: DataflowGraph) -> dict[str, KeyKind]:
             f"{', '.join(lost)}: per-token keys without tokens; list keys with one number per sample in `scalars`"
         )
     return kinds
-
-
-def _violations(call: ModelCall) -> Iterator[str]:
-    known = ", ".join(GENERATED)
-    if isinstance(call.work, Generate):
-        if wrong := [key for key in call.outputs if not canonical(key)]:
-            yield f"generate call {call.name!r} produces {wrong}, expected {known}, with or without a prefix"
-        if not tokens_key(call):
-            yield f"generate call {call.name!r} must produce tokens"
-    elif isinstance(call.work, Inference) and not tokens_key(call):
-        yield f"inference call {call.name!r} must read tokens, got {call.inputs}"

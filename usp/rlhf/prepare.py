@@ -42,13 +42,7 @@ from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, s
 from .config import DEFAULT_SFT_STEPS, SEARCH, RewardConfig, RlhfConfig, SftConfig, violations
 from .datasets import Example, Examples, hold_out, open_examples
 from .graph import DataflowGraph, Generate
-from .role_specs import (
-    layout_violations,
-    missing_models,
-    role_specs,
-    router_violations,
-    unused_models,
-)
+from .role_specs import layout_violations, missing_models, role_specs, router_violations, unused_models
 
 SFT = "sft"  # the directory of a run's supervised steps
 RESPONSES = 64  # per step, unless --prompts is set

@@ -145,8 +145,6 @@ class RlhfTrainer(TrainingLoop):
         groups: ProcessGroups | None = None,
     ) -> None:
         """groups: to share with other trainers of this process."""
-        if bool(prepared.config.replan) != bool(replanner):
-            raise ValueError(f"replan={prepared.config.replan!r} and a replanner must be given together")
         begin = time.perf_counter()
         assert prepared.start.folder is not None
         self.prepared, self.config, self.device = prepared, prepared.config, prepared.device

@@ -38,7 +38,7 @@ from usp.hf import lora as adapters
 from usp.hf.export import save_weights
 from usp.hf.lora import Lora, adapter_parameters, initialise_adapters, lora_config, lora_targets
 from usp.hf.models import load_model_config, scalar_config
-from usp.rlhf.algorithms.preferences import SFT
+from usp.rlhf.algorithms.algorithm import Options
 from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.graph import DataflowGraph, ModelCall
@@ -65,7 +65,12 @@ SPLIT = "generate tp2 dp2, train r2 dp2"
 CHOSEN = ("flattening", "zero 0", SPLIT, "separation")
 PLANS = (*CHOSEN, "tp2 pp2", "interleaving", "heuristic", "u2 tp2")
 GRPO = replace(ALGORITHMS["grpo"], kl=0.2, generate=replace(SAMPLING, group_size=2))
-OTHERS = {"ppo": ALGORITHMS["ppo"], "dpo": ALGORITHMS["dpo"], "remax": ALGORITHMS["remax"], "sft": SFT(mini_batches=2)}
+OTHERS = {
+    "ppo": ALGORITHMS["ppo"],
+    "dpo": ALGORITHMS["dpo"],
+    "remax": ALGORITHMS["remax"],
+    "sft": Options(mini_batches=2),
+}
 
 
 def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from usp.rlhf.graph import Reduce, Sequences
-from usp.rlhf.samples import mini_batch_of
+from usp.rlhf.samples import mini_batch_ids
 
 from .response_rows import Responses
 
@@ -54,7 +55,8 @@ class Weighting:
 def mini_batch_numbers(ids: Sequence[int], mini_batches: int, unit: int, reduce: Reduce) -> Tensor:
     """Return the mini-batch index of each sample, (samples,) int64. One all-reduce."""
     samples = int(reduce(torch.tensor(len(ids))))
-    return torch.tensor(mini_batch_of(ids, samples, mini_batches, unit), dtype=torch.int64)
+    ends = [mini_batch_ids(samples, mini_batches, number, unit).stop for number in range(mini_batches)]
+    return torch.tensor([bisect_right(ends, sample) for sample in ids], dtype=torch.int64)
 
 
 def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = math.inf) -> Tensor:

@@ -144,8 +144,6 @@ class PolicyOptions(Options):
             yield f"reward_scaling={self.reward_scaling} must not be 0: rewards would all be equal"
         if self.zero_unfinished and not (self.generate.stop_ids or self.generate.stop_strings):
             yield "zero_unfinished=True needs generate.stop_ids or stop_strings: otherwise every reward is 0"
-        if self.reward is not None and self.reward.prefix:
-            yield f"reward.prefix={self.reward.prefix!r} must be empty: the graph sets it"
 
 
 def policy_calls(

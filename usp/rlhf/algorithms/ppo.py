@@ -33,7 +33,11 @@ class PPO(PolicyOptions):
         value_eps_clip: see `ClippedValue`.
         normalise_rewards: to mean 0 and standard deviation 1 over the responses of the step, before the KL penalty.
         normalise_advantages: to mean 0 and standard deviation 1 over the tokens of the step.
-        kl_target, kl_horizon: see `KLControl`.
+        kl_target: KL of a whole response, in nats, to which the weight of the penalty adapts, see `next_kl`; 0: it is
+            fixed.
+        kl_horizon: samples over which a relative error of 1 would double the weight, but for the clip to 0.2. Must be
+            above a fifth of a step's samples: otherwise the paper's formula can make the weight 0, for good, or
+            negative.
         value_norm, value_norm_beta, value_norm_eps: see `RunningMoments`.
     """
 
@@ -67,45 +71,22 @@ class PPO(PolicyOptions):
             yield f"aggregation={self.aggregation!r}: PPO supports only token_mean, which its critic shares"
 
     def step_violations(self, samples: int) -> Iterator[str]:
-        if self.kl_target and (violation := _horizon_violation(self.kl_horizon, samples)):
-            yield violation
+        if self.kl_target and self.kl_horizon <= MAX_KL_ERROR * samples:
+            yield (
+                f"kl_horizon={self.kl_horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step: "
+                f"otherwise the weight of the KL penalty could fall to 0 or below in one step"
+            )
 
 
-@dataclass(frozen=True)
-class KLControl:
-    """Weight of the KL penalty, adapted to a target divergence.
+def next_kl(options: PPO, weight: float, kl: float, samples: int) -> float:
+    """Adapt the weight of the KL penalty to a step of `samples` responses with mean divergence `kl`.
 
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2.
-
-    Attributes:
-        target: KL of a whole response, in nats; 0: the weight is fixed.
-        horizon: samples over which a relative error of 1 would double the weight, but for the clip to 0.2. Must be
-            above a fifth of a step's samples: otherwise the paper's formula can make the weight 0, for good, or
-            negative.
     """
-
-    coefficient: float
-    target: float = 0.0
-    horizon: int = 10_000
-
-    def updated(self, kl: float, samples: int) -> KLControl:
-        """Adapt to a step of `samples` responses with mean divergence `kl`. Raises ValueError for a short horizon."""
-        if not self.target:
-            return self
-        if violation := _horizon_violation(self.horizon, samples):
-            raise ValueError(violation)
-        error = min(max(kl / self.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-        return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
-
-
-def _horizon_violation(horizon: int, samples: int) -> str:
-    """Return why a horizon is too short for steps of `samples` samples, or ""."""
-    if horizon > MAX_KL_ERROR * samples:
-        return ""
-    return (
-        f"kl_horizon={horizon} must be above {MAX_KL_ERROR:g} times the {samples} samples of a step: otherwise the "
-        f"weight of the KL penalty could fall to 0 or below in one step"
-    )
+    if not options.kl_target:
+        return weight
+    error = min(max(kl / options.kl_target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return weight * (1 + error * samples / options.kl_horizon)
 
 
 def gae(
@@ -145,7 +126,7 @@ class PPOAdvantages:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.kl = KLControl(options.kl, options.kl_target, options.kl_horizon)
+        self.kl = options.kl
         self.returns = RunningMoments(options.value_norm, options.value_norm_beta, options.value_norm_eps)
         self.before = self.returns
 
@@ -154,7 +135,7 @@ class PPOAdvantages:
         return self.before if self.options.staleness else self.returns
 
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
-        options, coefficient = self.options, self.kl.coefficient
+        options, coefficient = self.options, self.kl
         batch = rewarded = Batch.of(samples, options)
         if options.normalise_rewards:
             of_rewards = moments(batch.rewards_N[batch.kept_N], reduce)
@@ -175,7 +156,7 @@ class PPOAdvantages:
         self.before, self.returns = self.returns, self.returns.updated(of_returns)
         if options.kl_in_reward:
             divergence = moments(batch.log_ratios_NR.sum(1)[batch.kept_N], reduce)
-            self.kl = self.kl.updated(divergence.mean, int(divergence.count))
+            self.kl = next_kl(options, coefficient, divergence.mean, int(divergence.count))
         vary = of_returns.variance > EPSILON**2  # otherwise only rounding is left to explain
         explained = 1 - of_errors.variance / of_returns.variance if vary else 0.0
         result = batch.result(advantages_NR, reduce)
@@ -185,21 +166,18 @@ class PPOAdvantages:
         return Samples(samples.ids, result)
 
     def state_dict(self) -> dict[str, float]:
-        state = {"kl_coefficient": self.kl.coefficient, **{key: getattr(self.returns, key) for key in SUMS}}
+        state = {"kl_coefficient": self.kl, **{key: getattr(self.returns, key) for key in SUMS}}
         return state | {f"{_BEFORE}{key}": getattr(self.before, key) for key in SUMS if self.options.staleness}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        before = {f"{_BEFORE}{key}" for key in SUMS}  # of a run with staleness
-        if state.keys() - before != (known := {"kl_coefficient", *SUMS}):
-            raise ValueError(f"the state of PPO's advantages must have the keys {sorted(known)}, got {sorted(state)}")
-        if self.kl.target:  # a fixed weight comes from the options, which may change on resume
-            self.kl = replace(self.kl, coefficient=state["kl_coefficient"])
+        if self.options.kl_target:  # a fixed weight comes from the options, which may change on resume
+            self.kl = state["kl_coefficient"]
 
         def of(sums: list[float]) -> RunningMoments:
             weight, total, total_square = sums
             return replace(self.returns, weight=weight, total=total, total_square=total_square)
 
-        self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])
+        self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])  # saved only with staleness
         self.returns = of([state[key] for key in SUMS])
 
 

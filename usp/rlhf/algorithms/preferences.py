@@ -20,11 +20,6 @@ from .objectives import Metrics, NextToken, ObjectiveDefaults, Weighting, mini_b
 
 
 @dataclass(frozen=True)
-class RewardModel(Options):
-    """Options of a reward model."""
-
-
-@dataclass(frozen=True)
 class DPO(Options):
     """Options of direct preference optimization, see `DirectPreference`."""
 
@@ -127,26 +122,21 @@ def _dpo_calls(options: DPO) -> tuple[ModelCall, ...]:
     return (_weights(options), logprobs("ref", "ref_logprobs"), train("actor", objective, options))
 
 
-@dataclass(frozen=True)
-class SFT(Options):
-    """Options of next-token training on the tokens in `mask`; a mini-batch is one optimizer step."""
-
-
-def token_weights(options: SFT, samples: Samples, reduce: Reduce) -> Samples:
+def token_weights(options: Options, samples: Samples, reduce: Reduce) -> Samples:
     """Weigh all tokens in `mask` equally."""
     weighting = Weighting("token_mean", options.mini_batches)
     return Samples(samples.ids, {"weights": weighting(samples.ids, samples["mask"], reduce)})
 
 
-def _sft_calls(options: SFT) -> tuple[ModelCall, ...]:
+def _sft_calls(options: Options) -> tuple[ModelCall, ...]:
     work = Compute(partial(token_weights, options), scalars=())
     return ModelCall("weights", "", work, ("tokens", "mask"), ("weights",)), train("actor", NextToken(), options)
 
 
 GIVEN_RESPONSES: Mapping[str, Algorithm] = {
-    "sft": Algorithm(SFT, _sft_calls, data="answers", pretrained_rate=PRETRAINED_RATE),
+    "sft": Algorithm(Options, _sft_calls, data="answers", pretrained_rate=PRETRAINED_RATE),
     "reward_model": Algorithm(
-        RewardModel,
+        Options,
         lambda options: (_weights(options), train("reward", PreferredScore(), options)),
         data="pairs",
         pretrained_rate=PRETRAINED_RATE,

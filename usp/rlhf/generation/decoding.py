@@ -99,28 +99,13 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def work_violations(work: Generate) -> list[str]:
-    """Return one message for each invalid sampling option."""
-    rules = {
-        f"max_new_tokens={work.max_new_tokens} must be at least 1": work.max_new_tokens >= 1,
-        f"temperature={work.temperature} must be positive, or 0 for greedy decoding": work.temperature >= 0,
-        f"top_k={work.top_k} must be positive, or 0 to disable": work.top_k >= 0,
-        f"top_p={work.top_p} must be above 0 and at most 1": 0 < work.top_p <= 1,
-    }
-    return [message for message, holds in rules.items() if not holds]
-
-
 class Stops:
     """Decision whether a response has ended, by its tokens; every rank decides alike.
 
     decode: a tokenizer's; needed if `work.stop_strings` is not empty.
-
-    Raises ValueError for stop strings without `decode`.
     """
 
     def __init__(self, work: Generate, decode: Decode | None) -> None:
-        if work.stop_strings and decode is None:
-            raise ValueError(f"stop_strings={work.stop_strings} needs a tokenizer: pass decode to Generator")
         self._ids, self._strings, self._decode = frozenset(work.stop_ids), work.stop_strings, decode
         self._reach = max(map(len, self._strings), default=0) + _CONTEXT
 

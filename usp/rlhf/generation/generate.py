@@ -41,7 +41,6 @@ from .decoding import (
     sample,
     sequence_key,
     token_keys,
-    work_violations,
 )
 
 
@@ -103,10 +102,7 @@ class Generator:
         transform: LogitTransform = UNCHANGED,
         decode: Decode | None = None,
     ) -> None:
-        violations = _model_violations(model, mesh)
-        if slots < 1:
-            violations.append(f"slots={slots} must be at least 1")
-        if violations:
+        if violations := _model_violations(model, mesh):
             raise ValueError("; ".join(violations))
         self._model, self._mesh, self._first, self._last, self._slots = cast(Any, model), mesh, first, last, slots
         self._transform, self._decode_text = transform, decode
@@ -149,12 +145,11 @@ class Generator:
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
 
         Raises:
-            ValueError: before any communication, naming every prompt that does not fit the model's context, and
-                invalid sampling options; and for stop strings without `decode`.
+            ValueError: before any communication, naming every prompt that does not fit the model's context.
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
-        violations = work_violations(work) + _prompt_violations(prompts, self._context)
+        violations = _prompt_violations(prompts, self._context)
         if not violations:
             limits = [min(work.max_new_tokens, self._context - len(prompt)) for prompt in prompts]
             violations = _switch_violations(prompts, limits, self._switch)
@@ -310,16 +305,12 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
 
 
 def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
-    violations = []
-    for index, prompt in enumerate(prompts):
-        if prompt.dim() != 1 or prompt.dtype == torch.bool or prompt.is_floating_point():
-            violations.append(f"prompt {index} must be 1-D integers, got {prompt.dtype} of shape {tuple(prompt.shape)}")
-        elif not 0 < len(prompt) < context:
-            violations.append(
-                f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in "
-                f"the model's context of {context}"
-            )
-    return violations
+    return [
+        f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
+        f"model's context of {context}"
+        for index, prompt in enumerate(prompts)
+        if not 0 < len(prompt) < context
+    ]
 
 
 def _switch_violations(prompts: Sequence[Tensor], limits: Sequence[int], switch: int | None) -> list[str]:

@@ -157,12 +157,7 @@ NAMED_PLANS: dict[str, Callable[[DataflowGraph, Facts], ExecutionPlan]] = {
 
 
 def named_plan(name: str, graph: DataflowGraph, facts: Facts) -> ExecutionPlan:
-    """Build and check a named plan.
-
-    Raises ValueError for an unknown name, and for degrees that do not fit the ranks.
-    """
-    if name not in NAMED_PLANS:
-        raise ValueError(f"plan {name!r} must be one of {', '.join(NAMED_PLANS)}, or a YAML file")
+    """Build and check a named plan. Raises ValueError for degrees that do not fit the ranks."""
     plan = NAMED_PLANS[name](graph, facts)
     plan.check(graph, facts.world_size)
     return plan

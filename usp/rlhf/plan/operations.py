@@ -148,8 +148,7 @@ def schedule(
     """Return the operations of a step.
 
     All weights that a level of the graph needs move before its calls; otherwise ranks would wait for weights until the
-    calls of their owners end. A copy is released after its last call of the step, or after the reallocation that it
-    stays for. With staleness 1, all weights move first: those that training changes are the ones that rollouts need.
+    calls of their owners end.
 
     Args:
         aliases: copies that share the memory of their role's trained copy, and need no reallocation.
@@ -332,13 +331,20 @@ class _Lives:
 
     def sources(self, copy: WeightCopy) -> tuple[WeightCopy, ...]:
         """Return the copies of the same role that are in memory when a copy is filled, in the order of filling."""
-        return tuple(other for other in self._at_fill(copy) if other.role == copy.role)
+        number, level = self.copies.index(copy), self._first[copy]
+        return tuple(
+            other
+            for other in self._filled_before(copy)
+            if self._last[other] >= level or (other in self.kept and self.copies.index(self.kept[other]) >= number)
+        )
 
     def released_before(self, copy: WeightCopy) -> list[WeightCopy]:
         """Return the copies of the same role that are released before a copy is filled, the last filled first."""
-        before = self.copies[: self.copies.index(copy)]
-        here = self._at_fill(copy)
-        return [other for other in reversed(before) if other.role == copy.role and other not in here]
+        sources = self.sources(copy)
+        return [other for other in reversed(self._filled_before(copy)) if other not in sources]
+
+    def _filled_before(self, copy: WeightCopy) -> list[WeightCopy]:
+        return [other for other in self.copies[: self.copies.index(copy)] if other.role == copy.role]
 
     def fits(self, copy: WeightCopy, until: WeightCopy) -> bool:
         """Return whether a copy can stay until another is filled, without more memory in any call than without it."""
@@ -358,15 +364,6 @@ class _Lives:
         """Return the bytes of copies on each rank during the calls of a level."""
         inside = (copy for copy in self.copies if self._first[copy] <= level < self._end(copy))
         return sum((self._bytes[copy] for copy in inside), Counter())
-
-    def _at_fill(self, copy: WeightCopy) -> list[WeightCopy]:
-        """Return the copies, of all roles, that are in memory when a copy is filled."""
-        number, level = self.copies.index(copy), self._first[copy]
-        return [
-            other
-            for other in self.copies[:number]
-            if self._last[other] >= level or (other in self.kept and self.copies.index(self.kept[other]) >= number)
-        ]
 
 
 def _bytes_by_rank(layout: ParamLayout) -> Counter[int]:

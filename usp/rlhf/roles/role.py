@@ -90,7 +90,7 @@ class Role(Protocol):
         """Move the weights back to the device."""
 
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
-        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `keys.GENERATED`."""
+        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `GENERATED`."""
 
     def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
         """Return the samples with only the key `output`; see `RoleModel.inference`."""

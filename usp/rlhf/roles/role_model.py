@@ -14,7 +14,6 @@ from statistics import fmean as mean
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh
 from usp.hf.disk import is_adapter, persistent_buffers
@@ -49,7 +48,7 @@ class RoleModel:
 
     learning_rate: for the next train steps; may be set between them.
 
-    Raises ValueError for a model that does not support the layout, and for a trained role without an optimizer.
+    Raises ValueError for a model that does not support the layout.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class RoleModel:
         decode: Decode | None = None,
         offload_optimizer: bool = False,
     ) -> None:
-        if trained and spec.optimizer is None:
-            raise ValueError(f"RoleSpec.optimizer must be set for {spec.role}, which is trained")
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self.learning_rate = spec.learning_rate
         self.engine: Fsdp2Engine | None = None
@@ -115,18 +112,12 @@ class RoleModel:
     def share(self, weights: Mapping[str, Tensor]) -> None:
         """Share the memory of another copy's `frozen()` and `weights()`, or only of the former; boxes must be equal.
 
-        Updates of the other copy are visible here. `release`, `allocate`, `offload` and `load` do not touch shared
-        memory.
-
-        Raises ValueError for a copy that is sharded with FSDP2 or has memory, and naming mismatched parameters.
+        For a copy with zero=0 that has no memory yet. Updates of the other copy are visible here. `release`,
+        `allocate`, `offload` and `load` do not touch shared memory.
         """
-        if isinstance(self.stage, FSDPModule) or self._allocated:
-            raise ValueError(f"a copy of {self.spec.role} that shares weights must have zero=0 and no memory yet")
-        shared = dict(weights)
-        buffers = {name: shared.pop(name) for name, _ in persistent_buffers(self.stage.model) if name in shared}
-        alias_parameters(self.stage.model, shared, torch.device(self.mesh.device_type))
+        alias_parameters(self.stage.model, weights, torch.device(self.mesh.device_type))
         fill_buffers(self.stage.model)
-        alias_buffers(self.stage.model, buffers)
+        alias_buffers(self.stage.model, weights)
         self._allocated = True
         not_shared = self._parameters().keys() - weights.keys()
         self._memory = WeightMemory(
@@ -149,12 +140,10 @@ class RoleModel:
 
         layout: of the call, which differs from the copy's only in micro-batches and chunks; None: that of the copy.
 
-        Raises ValueError if the model does not have the head that the work names, or no adapters to leave out.
+        Raises ValueError if the model does not have the head that the work names.
         """
         head = TokenOutputs("logprobs" if work.head == "logprobs" else "values", work.temperature)
         self._check_head(head.head)
-        if not work.adapters and self.spec.lora is None:
-            raise ValueError(f"{self.spec.role} has no adapters to compute without: use a role with RoleSpec.lora")
         layout = layout or self.layout
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         plan = plan_rows(samples, layout, self.mesh)
@@ -232,14 +221,9 @@ class RoleModel:
     def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
         """Respond to this data-parallel rank's prompts, possibly none; return `generate_samples` on its leader.
 
-        Raises ValueError for a copy that is sharded with FSDP2.
+        For a copy that is not trained, with zero=0.
         """
         if self._generator is None:
-            if isinstance(self.stage, FSDPModule):
-                raise ValueError(
-                    f"{self.spec.role} cannot generate with trained={self.trained} and zero={self.layout.zero}: use an "
-                    f"untrained copy with zero=0"
-                )
             self._generator = Generator.of(self.stage, self.mesh, slots=self._slots, decode=self._decode)
         samples = generate_samples(prompts, work, seed, self._generator)
         return samples if self._leads else Samples((), {})

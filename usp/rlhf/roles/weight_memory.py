@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.reallocation.boxes import local_box, local_part
-from usp.hf.disk import kept_names
+from parallel.reallocation.boxes import local_part
+from usp.hf.disk import kept_names, persistent_buffers
 from usp.hf.prune import tied_ends
 
 
@@ -85,19 +85,10 @@ class WeightMemory:
 def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
     """Replace parameters of an empty model by views of `weights`, by stored names; allocate its buffers and the others.
 
-    What is allocated is not initialized.
-
-    Raises ValueError naming parameters whose box or dtype in `weights` is not that of this rank's model.
+    What is allocated is not initialized. Boxes and dtypes in `weights` are those of this rank's model.
     """
     kept, ends = kept_names(model), tied_ends(model)
     own_weights = {ends.get(name, name): own for name, own in model.named_parameters()}
-    mismatched = [
-        name
-        for name, shared in weights.items()
-        if (own := own_weights.get(name)) is None or local_box(shared) != local_box(own) or shared.dtype != own.dtype
-    ]
-    if mismatched:
-        raise ValueError(f"the weights to share must have the same boxes and dtype for {', '.join(mismatched[:5])}")
     new = {  # one per tied parameter, under its first name
         name: nn.Parameter(
             _placed_like(own, local_part(weights[name])) if name in weights else torch.empty_like(own, device=device),
@@ -115,11 +106,12 @@ def alias_parameters(model: nn.Module, weights: Mapping[str, Tensor], device: to
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def alias_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Replace buffers of a model, by name."""
-    for name, buffer in buffers.items():
-        owner, _, last = name.rpartition(".")
-        model.get_submodule(owner)._buffers[last] = buffer
+def alias_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace the persistent buffers of a model that `weights` has, by name."""
+    for name, _ in list(persistent_buffers(model)):
+        if name in weights:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._buffers[last] = weights[name]
 
 
 def _placed_like(own: Tensor, values: Tensor) -> Tensor:

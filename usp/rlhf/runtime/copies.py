@@ -49,8 +49,8 @@ class RoleCopies:
     ) -> None:
         self._device, self._groups, self._ranks_per_host = device, groups, ranks_per_host
         self._plan, self._event = plan, event
-        self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], Reallocation] = {}
-        self._moved: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], dict[str, int]] = {}  # fields of an `Event`
+        # with what this rank moves, as fields of an `Event`
+        self._reallocations: dict[tuple[WeightCopy, tuple[WeightCopy, ...]], tuple[Reallocation, dict[str, int]]] = {}
         self._models: dict[WeightCopy, Role] = {}
         self._trained = {role: copy for role in graph.roles if (copy := trained_copy(graph, plan, role))}
         self._uses = weight_copies(graph, plan)
@@ -88,9 +88,8 @@ class RoleCopies:
         options = {"bucket_bytes": _BUCKET_BYTES, "ranks_per_host": self._ranks_per_host, "staleness": staleness}
         step = plan_weights(graph, plan, self._layouts, self.aliases, **options)
         for copy, fill in step.fills.items():
-            key = copy, step.sources[copy]
-            self._reallocations[key] = Reallocation(fill, self._groups, self._device)
-            self._moved[key] = _moved(self._reallocations[key])
+            reallocation = Reallocation(fill, self._groups, self._device)
+            self._reallocations[copy, step.sources[copy]] = reallocation, _moved(reallocation)
         return step
 
     def model(self, copy: WeightCopy) -> Role:
@@ -101,9 +100,10 @@ class RoleCopies:
         """Allocate a copy and fill it from the trained one and `sources`. Collective over the ranks of all of them."""
         if copy in self._models:
             self._models[copy].allocate()
-        reallocation, others = self._reallocations[copy, sources], [self._weights(source) for source in sources]
+        reallocation, moved = self._reallocations[copy, sources]
+        others = [self._weights(source) for source in sources]
         reallocation.run(self._weights(self._trained[copy.role]), self._weights(copy), others)
-        vars(event).update(self._moved[copy, sources])
+        vars(event).update(moved)
 
     def _holds_values(self, copy: WeightCopy) -> bool:
         """Return whether a copy has its values between steps, instead of being filled where it is needed."""

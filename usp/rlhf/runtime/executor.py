@@ -30,7 +30,7 @@ from .copies import RoleCopies
 from .measure import Summary, merge, summarize, with_measures
 from .step_run import TRANSFER_LANE, RunContext, StepRunner
 from .timeline import Event, Timeline, clock_offset
-from .transfer import InFlight, StepData, step_violations
+from .transfer import InFlight, StepData, batch_violations
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-        metrics: see `summary.merge`; the same on every rank.
+        metrics: see `measure.merge`; the same on every rank.
         samples: the collected samples, on rank 0.
         lengths: see `StepData`; the same on every rank.
     """
@@ -236,7 +236,7 @@ class Executor:
         self._checked = {}
         self._operate(runners)
         self._progress("end of the step")
-        summaries = {} if due is None else {0: Summary(runners[0].metrics, {})}
+        summaries: dict[int, Summary] = {} if due is None else {0: (runners[0].metrics, {})}
         if asked is not None:
             runner = runners[self._staleness]
             runner.finish()
@@ -260,14 +260,15 @@ class Executor:
 
     def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
-        context = self._context
-        return InFlight.from_extra(context.graph, context.plan, context.kinds, extra)
+        step = StepData(self._context.graph, self._context.plan, self._context.kinds, extra["samples"])
+        step.lengths.update(extra["lengths"])
+        return InFlight(extra["step"], step, dict(extra["metrics"]))
 
     def _begin(self, asked: StepInput) -> StepRunner:
         context = self._context
-        if violations := step_violations(context.graph, asked.given):
-            raise ValueError("; ".join(violations))
         step = StepData.of(context.graph, context.plan, context.kinds, asked.given)
+        if violations := batch_violations(context.graph, step.samples):
+            raise ValueError("; ".join(violations))
         value = {"step": asked.number, "seed": asked.seed, "samples": step.samples, "lengths": step.lengths}
         agree(value, self._world, "number, seed and samples of a step", context.device)
         return StepRunner(context, step, asked.seed)

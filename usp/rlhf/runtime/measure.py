@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from parallel import ParallelDims
 from usp.rlhf.algorithms.objectives import IS_MEAN, IS_SQUARE
@@ -68,30 +68,18 @@ def _collect(keep: Callable[[Samples], None], samples: Samples, reduce: Reduce) 
     return Samples(samples.ids, {})
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The contribution of one rank.
-
-    Attributes:
-        trained: metrics of train steps.
-        numbers: key -> the value of each sample whose leader this rank is.
-    """
-
-    trained: Mapping[str, float]
-    numbers: Mapping[str, list[float]]
+# Of a rank: metrics of train steps, and by key the values of the samples whose leader it is.
+Summary: TypeAlias = tuple[Mapping[str, float], Mapping[str, list[float]]]
 
 
 def summarize(step: StepData, trained: Mapping[str, float]) -> Summary:
     """Return this rank's summary of a finished step. Each sample counts on its leader."""
-    rank = dist.get_rank()
     numbers: dict[str, list[float]] = {}
     for call in step.graph.calls:
-        leaders = step.plan[call.name].leaders
-        if rank in leaders:
-            ids = step.transfer_end(call, ()).ids[leaders.index(rank)]
+        if ids := step.led(call):
             scalars = [key for key in call.outputs if not step.kinds[key].tokens]
-            numbers.update({key: [float(step.store[key][i]) for i in ids] for key in scalars})
-    return Summary(trained, numbers)
+            numbers |= {key: [float(step.store[key][i]) for i in ids] for key in scalars}
+    return trained, numbers
 
 
 def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
@@ -105,9 +93,9 @@ def merge(summaries: Sequence[Summary], lengths: Mapping[str, Sequence[int]]) ->
     """
     metrics: dict[str, float] = {}
     numbers: dict[str, list[float]] = {}
-    for summary in summaries:
-        metrics.update(summary.trained)
-        for key, values in summary.numbers.items():
+    for trained, of_rank in summaries:
+        metrics.update(trained)
+        for key, values in of_rank.items():
             numbers.setdefault(key, []).extend(values)
     of_keys = {key: torch.tensor(values, dtype=torch.float64) for key, values in numbers.items()}
     if {MAX, SUM, TOKENS} <= of_keys.keys():

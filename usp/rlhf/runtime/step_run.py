@@ -28,7 +28,7 @@ from usp.rlhf.samples import Samples, derived_seed
 
 from .copies import RoleCopies
 from .timeline import Event, Timeline
-from .transfer import PendingTransfer, StepData, plan_transfer, post_transfer
+from .transfer import PendingTransfer, StepData, plan_transfer
 
 TRANSFER_LANE = "transfer"  # transfers overlap with calls, whose communication must not wait for them
 
@@ -47,15 +47,6 @@ class RunContext:
     device: torch.device
 
 
-@dataclass(frozen=True, eq=False)
-class _Posted:
-    """A transfer that this rank has not waited for yet."""
-
-    consumers: tuple[str, ...]
-    event: Event
-    pending: PendingTransfer
-
-
 class StepRunner:
     """Runner of one step on this rank: `run` for each operation in order, then `finish`.
 
@@ -65,7 +56,7 @@ class StepRunner:
     def __init__(self, context: RunContext, step: StepData, seed: int) -> None:
         self._context, self.step, self._seed = context, step, seed
         self._rank = dist.get_rank()
-        self._posted: list[_Posted] = []
+        self._posted: list[tuple[PendingTransfer, Event]] = []  # which this rank has not waited for yet
         self.metrics: dict[str, float] = {}
 
     def run(self, operation: Operation) -> None:
@@ -88,7 +79,7 @@ class StepRunner:
 
     def finish(self) -> None:
         """Wait for all posted transfers: with staleness, for those of the samples that the next iteration trains on."""
-        if any(transfer.event.received for transfer in self._posted):
+        if any(transfer.received for transfer, _ in self._posted):
             with self._context.timeline.record("wait", "the next iteration"):
                 self._wait(self._posted)
         self._wait(self._posted)
@@ -99,10 +90,8 @@ class StepRunner:
         keys = [tokens_key(graph[name]) for name in calls]
         lengths = torch.zeros(len(keys), step.samples, dtype=torch.int64, device=self._context.device)
         for row, (key, name) in enumerate(zip(keys, calls, strict=True)):
-            leaders = self._context.plan[name].leaders
-            if self._rank in leaders:
-                for i in step.transfer_end(graph[name], ()).ids[leaders.index(self._rank)]:
-                    lengths[row, i] = len(step.store[key][i])
+            for i in step.led(graph[name]):
+                lengths[row, i] = len(step.store[key][i])
         dist.all_reduce(lengths, group=None if len(ranks) == dist.get_world_size() else self._context.groups.get(ranks))
         step.lengths.update(zip(keys, lengths.tolist(), strict=True))
 
@@ -114,32 +103,31 @@ class StepRunner:
             [step.transfer_end(context.graph[name], context.graph[name].inputs) for name in names]
             for names in (operation.calls, operation.served)
         )
-        plan = plan_transfer(step.transfer_end(producer, producer.outputs), consumers, served)
-        if not plan.items:
+        messages = plan_transfer(step.transfer_end(producer, producer.outputs), consumers, served)
+        if not messages:
             return
         group = context.groups.get(operation.ranks, TRANSFER_LANE)
         assert group
         event = context.timeline.begin("transfer", operation.name)
-        sizes = (context.kinds, step.lengths)
-        event.sent = plan.sent(self._rank, *sizes)
-        event.received = event.minimum = plan.received(self._rank, *sizes)
         tag = context.operations.index(operation)
-        pending = post_transfer(plan, step, group=group, device=context.device, tag=tag)
-        if event.sent and not event.received:
+        transfer = PendingTransfer(messages, operation.calls, step, group=group, device=context.device, tag=tag)
+        event.sent = transfer.sent
+        event.received = event.minimum = transfer.received
+        if transfer.sent and not transfer.received:
             context.timeline.end(event)
-        self._posted.append(_Posted(operation.calls, event, pending))
+        self._posted.append((transfer, event))
 
-    def _wait(self, transfers: Sequence[_Posted]) -> None:
-        for transfer in transfers:
-            transfer.pending.wait()
-            if transfer.event.received:
-                self._context.timeline.end(transfer.event)
-        self._posted = [transfer for transfer in self._posted if transfer not in transfers]
+    def _wait(self, posted: Sequence[tuple[PendingTransfer, Event]]) -> None:
+        for transfer, event in posted:
+            transfer.wait()
+            if transfer.received:
+                self._context.timeline.end(event)
+        self._posted = [pair for pair in self._posted if pair not in posted]
 
     def _call(self, call: ModelCall) -> None:
         context = self._context
         layout = context.plan[call.name]
-        needed = [transfer for transfer in self._posted if call.name in transfer.consumers and transfer.event.received]
+        needed = [(t, event) for t, event in self._posted if call.name in t.consumers and t.received]
         if needed:
             with context.timeline.record("wait", call.name):
                 self._wait(needed)

@@ -255,24 +255,18 @@ def activities(events: Iterable[Event]) -> list[Activity]:
             if event.received:
                 expected[event.step, event.rank].append(event)
             else:
-                ordered.append(_alone(event))
+                ordered.append(_after(event, event.start, event.end, ()))
             continue
         operation = (event.step, event.kind, event.name, event.group)
         times[event.rank, operation] += 1
         together[operation, times[event.rank, operation]].append(event)
     for alike in together.values():
         for event in alike:
-            if event.kind in _ALONE:
-                ordered.append(_alone(event))
-            elif event.kind == "wait":
+            if event.kind == "wait":
                 ordered += _awaited(event, expected[event.step, event.rank], senders)
             else:
-                ordered.append(_after(event, event.start, event.end, alike))
+                ordered.append(_after(event, event.start, event.end, () if event.kind in _ALONE else alike))
     return sorted(ordered, key=lambda activity: activity.start)
-
-
-def _alone(event: Event) -> Activity:
-    return Activity(event, event.start, event.start, event.end, event.rank)
 
 
 def _after(event: Event, start: float, end: float, others: Sequence[Event]) -> Activity:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,26 +80,21 @@ def shown(events: Sequence[Event]) -> list[Event]:
 def totals(events: Sequence[Event]) -> list[Total]:
     """Return a `Total` for each kind and name, ordered by first start."""
     of_step = by_step(events)
-    lengths = {step: _length(found) for step, found in of_step.items()}
-    worked: dict[tuple[str, str], dict[int, list[Activity]]] = defaultdict(lambda: {step: [] for step in of_step})
-    moved: dict[tuple[str, str], list[Event]] = {}
-    for event in sorted(events, key=lambda event: event.start):
-        if event.kind != "wait":
-            moved.setdefault((event.kind, event.name), []).append(event)
-    for step, found in of_step.items():
-        for activity in found:
-            worked[activity.event.kind, activity.event.name][step].append(activity)
+    length = sum(map(_length, of_step.values())) or 1.0
+    by_start = sorted(events, key=lambda event: (event.kind == "wait", event.start))
     rows = []
-    for key in [*moved, *(worked.keys() - moved.keys())]:
-        steps, alike = worked[key], moved.get(key, [])
-        seconds = [covered(found) for found in steps.values()]
-        waits = [max((activity.waiting for activity in found), default=0.0) for found in steps.values()]
+    for key in dict.fromkeys((event.kind, event.name) for event in by_start):
+        steps = [[a for a in step if (a.event.kind, a.event.name) == key] for step in of_step.values()]
+        if key[0] == "wait" and not any(steps):  # for transfers, which have rows of their own
+            continue
+        alike = [event for event in events if (event.kind, event.name) == key]
+        seconds = [covered(step) for step in steps]
+        waits = [max((activity.waiting for activity in step), default=0.0) for step in steps]
         sizes = (
             sum(getattr(event, name) for event in alike) // len(steps)
             for name in ("received", "minimum", "crossed", "host_minimum")
         )
-        share = sum(seconds) / (sum(lengths.values()) or 1.0)
-        rows.append(Total(*key, mean(seconds), pstdev(seconds), share, mean(waits), *sizes))
+        rows.append(Total(*key, mean(seconds), pstdev(seconds), sum(seconds) / length, mean(waits), *sizes))
     return rows
 
 

@@ -24,6 +24,8 @@ from usp.rlhf.samples import Partition, Samples, batch_violation, partition
 PROMPTS = "prompt_ids"
 Lengths = Mapping[str, Sequence[int]]  # key of sequences -> number of tokens by sample id
 Store = dict[str, dict[int, Tensor]]  # key -> sample id -> value, of the values on this rank
+# (key, id) of each value in a message, in order, by the ranks (source, target)
+Messages = Mapping[tuple[int, int], Sequence[tuple[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,6 @@ class TransferEnd:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """The messages of a transfer: (key, id) in order, for each pair of (source, target) ranks."""
-
-    items: Mapping[tuple[int, int], tuple[tuple[str, int], ...]]
-
-    def sent(self, rank: int, kinds: Mapping[str, KeyKind], lengths: Lengths) -> int:
-        """Return the bytes that a rank sends."""
-        return sum(message_bytes(m, kinds, lengths) for (source, _), m in self.items.items() if source == rank)
-
-    def received(self, rank: int, kinds: Mapping[str, KeyKind], lengths: Lengths) -> int:
-        """Return the bytes that a rank receives, the minimum: exactly what it lacks."""
-        return sum(message_bytes(m, kinds, lengths) for (_, target), m in self.items.items() if target == rank)
-
-
 def message_bytes(message: Sequence[tuple[str, int]], kinds: Mapping[str, KeyKind], lengths: Lengths) -> int:
     """Return the size of a message."""
     items = ((kinds[key], i) for key, i in message)
@@ -58,7 +45,7 @@ def message_bytes(message: Sequence[tuple[str, int]], kinds: Mapping[str, KeyKin
 
 def plan_transfer(
     producer: TransferEnd, consumers: Sequence[TransferEnd], served: Sequence[TransferEnd] = ()
-) -> TransferPlan:
+) -> Messages:
     """Plan the messages that bring outputs of `producer` to the ranks of `consumers`.
 
     served: consumers that already have their inputs.
@@ -77,24 +64,12 @@ def plan_transfer(
         return needed
 
     held = needs(served)
-    items: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    messages: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for target, wanted in sorted(needs(consumers).items()):
         for key, i in sorted(wanted - held.get(target, set())):
             if leaders[i] != target:
-                items.setdefault((leaders[i], target), []).append((key, i))
-    return TransferPlan({pair: tuple(message) for pair, message in items.items()})
-
-
-def step_violations(graph: DataflowGraph, given: Samples) -> list[str]:
-    """Return why a step cannot run on the given samples, one message per violation."""
-    if not len(given):
-        return ["empty batch: a step must have at least one sample"]
-    violations = []
-    if given.ids != tuple(range(len(given))):
-        violations.append(f"ids {given.ids} must be 0 to {len(given) - 1}: every rank passes all samples of the step")
-    if set(given.values) != set(graph.given):
-        violations.append(f"keys {sorted(given.values)} must be the given keys of the graph, {sorted(graph.given)}")
-    return violations + batch_violations(graph, len(given) * graph.group_size)
+                messages.setdefault((leaders[i], target), []).append((key, i))
+    return messages
 
 
 def batch_violations(graph: DataflowGraph, samples: int) -> list[str]:
@@ -147,6 +122,11 @@ class StepData:
         ids = tuple(tuple(sorted(i for batch in batches for i in batch)) for batches in self.partition(call))
         return TransferEnd(self.plan[call.name], ids, keys)
 
+    def led(self, call: ModelCall) -> tuple[int, ...]:
+        """Return the samples that this rank returns from a call, as one of its leaders."""
+        layout, rank = self.plan[call.name], dist.get_rank()
+        return self.transfer_end(call, ()).ids[layout.number_of(rank)] if rank in layout.leaders else ()
+
     def take(self, call: ModelCall, ids: Sequence[int]) -> Samples:
         """Return a call's inputs for the given ids; for a generate call those of the prompts, with prompt ids."""
         if isinstance(call.work, Generate):
@@ -189,51 +169,57 @@ class StepData:
         return list(self.lengths[tokens]) if tokens else [1] * self.samples
 
 
-@dataclass(frozen=True, eq=False)
 class PendingTransfer:
-    """Posted messages of this rank, with the buffers that must stay alive until they complete."""
-
-    works: Sequence[dist.Work]
-    outgoing: Sequence[Tensor]
-    incoming: Mapping[int, Tensor]
-    plan: TransferPlan
-    step: StepData
-
-    def wait(self) -> None:
-        """Wait, and put the received values into the store."""
-        kinds = self.step.kinds
-        for work in self.works:
-            work.wait()
-        for source, received in self.incoming.items():
-            message = self.plan.items[source, dist.get_rank()]
-            sizes = [message_bytes([item], kinds, self.step.lengths) for item in message]
-            for (key, i), piece in zip(message, received.cpu().split(sizes), strict=True):
-                value = piece.clone().view(kinds[key].dtype)  # pieces may be misaligned for their dtype
-                self.step.store.setdefault(key, {})[i] = value if kinds[key].tokens else value.reshape(())
-
-
-def post_transfer(
-    plan: TransferPlan, step: StepData, *, group: dist.ProcessGroup, device: torch.device, tag: int
-) -> PendingTransfer:
-    """Post this rank's messages, one per peer, without waiting.
+    """The messages of this rank in a transfer, one per peer, posted without waiting.
 
     Point to point: a collective that waits for one sender would delay the next one in its group.
 
-    tag: unique among the group's concurrent transfers.
+    Args:
+        tag: unique among the group's concurrent transfers.
+
+    Attributes:
+        consumers: the calls that need the values.
+        sent, received: bytes.
     """
-    rank = dist.get_rank()
-    outgoing, incoming, posts = [], {}, []
-    for (source, target), message in plan.items.items():
-        if source == rank:
-            values = [step.store[key][i].reshape(-1).contiguous().view(torch.uint8) for key, i in message]
-            outgoing.append(torch.cat(values).to(device))
-            posts.append(dist.P2POp(dist.isend, outgoing[-1], target, group, tag))
-        elif target == rank:
-            size = message_bytes(message, step.kinds, step.lengths)
-            incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
-            posts.append(dist.P2POp(dist.irecv, incoming[source], source, group, tag))
-    works = dist.batch_isend_irecv(posts) if posts else []
-    return PendingTransfer(works, outgoing, incoming, plan, step)
+
+    def __init__(
+        self,
+        messages: Messages,
+        consumers: tuple[str, ...],
+        step: StepData,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        tag: int,
+    ) -> None:
+        self.consumers, self._messages, self._step = consumers, messages, step
+        # The buffers must stay alive until the messages complete.
+        self._outgoing: list[Tensor] = []
+        self._incoming: dict[int, Tensor] = {}
+        posts, rank = [], dist.get_rank()
+        for (source, target), message in messages.items():
+            if source == rank:
+                values = [step.store[key][i].reshape(-1).contiguous().view(torch.uint8) for key, i in message]
+                self._outgoing.append(torch.cat(values).to(device))
+                posts.append(dist.P2POp(dist.isend, self._outgoing[-1], target, group, tag))
+            elif target == rank:
+                size = message_bytes(message, step.kinds, step.lengths)
+                self._incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
+                posts.append(dist.P2POp(dist.irecv, self._incoming[source], source, group, tag))
+        self.sent, self.received = sum(map(len, self._outgoing)), sum(map(len, self._incoming.values()))
+        self._works = dist.batch_isend_irecv(posts) if posts else []
+
+    def wait(self) -> None:
+        """Wait, and put the received values into the store."""
+        kinds = self._step.kinds
+        for work in self._works:
+            work.wait()
+        for source, received in self._incoming.items():
+            message = self._messages[source, dist.get_rank()]
+            sizes = [message_bytes([item], kinds, self._step.lengths) for item in message]
+            for (key, i), piece in zip(message, received.cpu().split(sizes), strict=True):
+                value = piece.clone().view(kinds[key].dtype)  # pieces may be misaligned for their dtype
+                self._step.store.setdefault(key, {})[i] = value if kinds[key].tokens else value.reshape(())
 
 
 @dataclass(frozen=True)
@@ -261,15 +247,6 @@ class InFlight:
         lengths = {key: list(of_key) for key, of_key in self.step.lengths.items()}
         return {"step": self.number, "samples": self.step.samples, "lengths": lengths, "metrics": self.metrics}
 
-    @staticmethod
-    def from_extra(
-        graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], extra: Mapping[str, Any]
-    ) -> InFlight:
-        """Return the samples of a checkpoint; `fill` gives them their values."""
-        step = StepData(graph, plan, kinds, extra["samples"])
-        step.lengths.update(extra["lengths"])
-        return InFlight(extra["step"], step, dict(extra["metrics"]))
-
     def blank(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return zeros like `whole`."""
         sizes = {key: sum(self.step.sizes(key)) for key in self.step.readers()}
@@ -277,12 +254,11 @@ class InFlight:
 
     def whole(self, device: torch.device) -> dict[str, Tensor]:
         """Return the values of all samples by key, one sample after another, on every rank. Collective."""
-        whole, rank = self.blank(), dist.get_rank()
+        whole = self.blank()
         for key, call in self.step.readers().items():
-            leaders, pieces = self.step.plan[call.name].leaders, whole[key].split(self.step.sizes(key))
-            if rank in leaders:
-                for i in self.step.transfer_end(call, (key,)).ids[leaders.index(rank)]:
-                    pieces[i].copy_(self.step.store[key][i].reshape(-1))
+            pieces = whole[key].split(self.step.sizes(key))
+            for i in self.step.led(call):
+                pieces[i].copy_(self.step.store[key][i].reshape(-1))
             bytes_of_one_rank = whole[key].view(torch.uint8).to(device)  # and zeros of the others
             dist.all_reduce(bytes_of_one_rank)
             whole[key] = bytes_of_one_rank.view(whole[key].dtype)

@@ -30,7 +30,7 @@ from usp.rlhf.algorithms.critic_free import (
 )
 from usp.rlhf.algorithms.objectives import Weighting
 from usp.rlhf.algorithms.policy import PolicyOptions
-from usp.rlhf.algorithms.ppo import PPO, KLControl, PPOAdvantages, gae
+from usp.rlhf.algorithms.ppo import PPO, PPOAdvantages, gae, next_kl
 from usp.rlhf.algorithms.preferences import DPO, pair_weights
 from usp.rlhf.algorithms.response_rows import Moments, RunningMoments, discounted_sums
 from usp.rlhf.algorithms.rewards import ScoreWith
@@ -205,7 +205,7 @@ def test_ppo_normalizes_and_keeps_state(staleness: int) -> None:
         assert [float(x) for x in result["kl"]] == pytest.approx(log_ratios, rel=1e-5, abs=1e-6)
         error = min(max(statistics.fmean(log_ratios) / 0.5 - 1, -0.2), 0.2)
         coefficient *= 1 + error * 12 / 100
-    assert function.kl.coefficient == pytest.approx(coefficient)
+    assert function.kl == pytest.approx(coefficient)
 
     assert isinstance(function, Stateful)
     again = PPOAdvantages(options)
@@ -214,17 +214,15 @@ def test_ppo_normalizes_and_keeps_state(staleness: int) -> None:
     for key in ("advantages", "returns"):
         torch.testing.assert_close(again(samples, alone)[key], function(samples, alone)[key], rtol=0, atol=0)
         again.load_state_dict(function.state_dict())
-    with pytest.raises(ValueError, match=r"must have the keys \['kl_coefficient', 'total', .*\], got \['total'\]"):
-        again.load_state_dict({"total": 1.0})
 
 
 def test_options_of_a_resumed_run_override_its_state() -> None:
     function = PPOAdvantages(PPO(kl=0.2, kl_target=0.5, kl_horizon=100, value_norm="mean"))
     function(make(), alone)
-    assert function.kl.coefficient != 0.2 and function.returns.weight
+    assert function.kl != 0.2 and function.returns.weight
     fixed = PPOAdvantages(PPO(kl=0.3, value_norm="none"))
     fixed.load_state_dict(function.state_dict())
-    assert fixed.kl.coefficient == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
+    assert fixed.kl == 0.3 and (fixed.returns.mean, fixed.returns.std) == (0.0, 1.0)
 
 
 def test_ppo_normalises_rewards_but_not_the_penalty() -> None:
@@ -253,15 +251,15 @@ def test_statistics_of_all_numbers() -> None:
 
 
 def test_kl_control_follows_its_target() -> None:
-    fixed = KLControl(0.1)
-    assert fixed.updated(100.0, 64) == fixed
-    control = KLControl(0.1, target=6.0, horizon=10_000)
-    assert control.updated(6.6, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 500 / 10_000))
-    assert control.updated(60.0, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
-    assert control.updated(-6.0, 500).coefficient == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
-    assert KLControl(0.1, 6.0, 103).updated(0.0, 512).coefficient > 0
-    with pytest.raises(ValueError, match=r"kl_horizon=102 must be above 0.2 times the 512 samples of a step"):
-        KLControl(0.1, 6.0, 102).updated(0.0, 512)
+    assert next_kl(PPO(), 0.1, 100.0, 64) == 0.1
+    options = PPO(kl_target=6.0, kl_horizon=10_000)
+    assert next_kl(options, 0.1, 6.6, 500) == pytest.approx(0.1 * (1 + 0.1 * 500 / 10_000))
+    assert next_kl(options, 0.1, 60.0, 500) == pytest.approx(0.1 * (1 + 0.2 * 500 / 10_000))
+    assert next_kl(options, 0.1, -6.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 500 / 10_000))
+    assert next_kl(replace(options, kl_horizon=103), 0.1, 0.0, 512) > 0
+    (refused,) = PPO(kl_target=6.0, kl_horizon=102).step_violations(512)
+    assert refused.startswith("kl_horizon=102 must be above 0.2 times the 512 samples of a step")
+    assert not list(PPO(kl_target=6.0, kl_horizon=103).step_violations(512))
 
 
 def test_grpo_and_its_variants() -> None:

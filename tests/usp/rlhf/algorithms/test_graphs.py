@@ -23,13 +23,14 @@ from usp.rlhf.algorithms.critic_free import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from usp.rlhf.algorithms.objectives import mini_batch_numbers
 from usp.rlhf.algorithms.policy import PolicyOptions
 from usp.rlhf.algorithms.ppo import PPO
-from usp.rlhf.algorithms.preferences import DPO, SFT, RewardModel
+from usp.rlhf.algorithms.preferences import DPO
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
 from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.graph import Compute, DataflowGraph, Generate, Inference, ModelCall, TrainStep, key_kinds, unit
-from usp.rlhf.samples import Samples, fingerprint, mini_batch_ids, mini_batch_of, partition
+from usp.rlhf.samples import Samples, fingerprint, mini_batch_ids, partition
 
 
 def reward(prompt: list[int], response: list[int], answer: int) -> float:
@@ -40,8 +41,8 @@ FUNCTION = ScoreWith(reward, list, float)
 GROUP = Generate(group_size=3, max_new_tokens=6, temperature=0.7, stop_ids=(0,))
 ONE = replace(GROUP, group_size=1)
 OPTIONS: dict[str, tuple[str, Options]] = {
-    "sft": ("sft", SFT(mini_batches=3)),
-    "reward_model": ("reward_model", RewardModel(mini_batches=2)),
+    "sft": ("sft", Options(mini_batches=3)),
+    "reward_model": ("reward_model", Options(mini_batches=2)),
     "dpo": ("dpo", DPO(mini_batches=2)),
     "ppo": ("ppo", PPO(generate=ONE)),
     "ppo_function": ("ppo", PPO(generate=GROUP, reward=FUNCTION, kl=0.0, mini_batches=5)),
@@ -191,8 +192,8 @@ def test_unknown_algorithms_and_options_of_other_algorithms() -> None:
         build_graph("a2c", PPO())
     with pytest.raises(TypeError, match="ppo has the options PPO, not GRPO"):
         build_graph("ppo", GRPO())
-    with pytest.raises(TypeError, match="sft has the options SFT, not RewardModel"):
-        build_graph("sft", RewardModel())
+    with pytest.raises(TypeError, match="sft has the options Options, not PPO"):
+        build_graph("sft", PPO())
 
 
 def test_every_invalid_option_is_named() -> None:
@@ -206,7 +207,7 @@ def test_every_invalid_option_is_named() -> None:
 @pytest.mark.parametrize(
     "algorithm, options, match",
     [
-        ("sft", SFT(epochs=0), "epochs=0 must be at least 1"),
+        ("sft", Options(epochs=0), "epochs=0 must be at least 1"),
         ("dpo", DPO(beta=0.0), "beta=0.0 must be above 0"),
         ("dpo", DPO(label_smoothing=0.5), "label_smoothing=0.5"),
         ("ppo", PPO(eps_low=1.1), "eps_low=1.1 must be at most 1"),
@@ -232,7 +233,6 @@ def test_every_invalid_option_is_named() -> None:
         ("ppo", PPO(value_norm_beta=1.0), "value_norm_beta=1.0"),
         ("ppo", PPO(value_norm_eps=0.0), "value_norm_eps=0.0"),
         ("ppo", PPO(value_eps_clip=0.0), "the critic could not change"),
-        ("ppo", PPO(reward=replace(FUNCTION, prefix="x_")), "reward.prefix='x_'"),
         ("ppo", PPO(lam=-0.1), "lam=-0.1 must be from 0 to 1"),
         ("grpo", GRPO(generate=ONE), "group_size=1 must be at least 2"),
         ("grpo", GRPO(old_logprobs="both"), "old_logprobs='both' must be one of auto, recompute, rollout"),  # type: ignore[arg-type]
@@ -281,7 +281,7 @@ def test_mini_batches_divide_the_samples(samples: int, mini_batches: int, of_uni
     assert all(batch.start % of_unit == 0 for batch in batches)
     sizes = [len(batch) // of_unit for batch in batches]
     assert max(sizes) - min(sizes) <= 1
-    found = mini_batch_of(range(samples), samples, mini_batches, of_unit)
+    found = mini_batch_numbers(range(samples), mini_batches, of_unit, lambda x: x).tolist()
     assert found == [number for number, batch in enumerate(batches) for _ in batch]
 
 

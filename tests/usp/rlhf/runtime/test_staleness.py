@@ -20,7 +20,7 @@ from usp.rlhf.plan.named_plans import Facts, flattening, separation
 from usp.rlhf.plan.operations import schedule
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.runtime.executor import Executor, StepInput, StepResult
-from usp.rlhf.runtime.measure import Summary, merge
+from usp.rlhf.runtime.measure import merge
 from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import UserCodeFailed
 
@@ -205,7 +205,7 @@ def test_rollouts_run_at_the_time_of_training_and_may_fail_without_it(ranks: Ran
 def test_the_effective_sample_size_is_a_fraction_of_all_tokens() -> None:
     weights = [0.5, 1.0, 2.0, 0.0]
     sums = {"mean": sum(weights) / 4, "square": sum(weight**2 for weight in weights) / 4}
-    metrics = merge([Summary({f"actor/rollout_is_{name}": value for name, value in sums.items()}, {})], {})
+    metrics = merge([({f"actor/rollout_is_{name}": value for name, value in sums.items()}, {})], {})
     kish = 3.5**2 / 5.25 / 4
     assert metrics == {"actor/rollout_is_mean": 0.875, "actor/rollout_is_eff_sample_size": pytest.approx(kish)}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parallel import ParallelDims
 from usp.rlhf.graph import KeyKind
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.runtime.transfer import TransferEnd, plan_transfer
+from usp.rlhf.runtime.transfer import TransferEnd, message_bytes, plan_transfer
 from usp.rlhf.samples import balance
 
 KINDS = {
@@ -42,7 +42,7 @@ def test_each_rank_receives_exactly_the_inputs_that_it_lacks(data: st.DataObject
     }
     held = {rank: set(made.get(rank, ())) for rank in range(20)}
     for plan in plans:
-        for (source, target), message in plan.items.items():
+        for (source, target), message in plan.items():
             assert message
             assert made[source].issuperset(message)
             assert held[target].isdisjoint(message)
@@ -59,10 +59,9 @@ def test_each_rank_receives_exactly_the_inputs_that_it_lacks(data: st.DataObject
         assert values - made.get(rank, set()) == wanted - made.get(rank, set())
 
 
-def test_sent_and_received_bytes() -> None:
+def test_bytes_of_a_message() -> None:
     one, two = CallLayout((0,), ParallelDims(dp_shard=1)), CallLayout((0, 1), ParallelDims(dp_shard=1, tp=2))
     keys = tuple(KINDS)
-    plan = plan_transfer(TransferEnd(one, ((0, 1),), keys), [TransferEnd(two, ((0, 1),), keys)])
-    lengths = {"tokens": [3, 5]}
-    assert plan.sent(0, KINDS, lengths) == plan.received(1, KINDS, lengths) == (3 + 5) * (8 + 4) + 2
-    assert plan.received(0, KINDS, lengths) == 0
+    messages = plan_transfer(TransferEnd(one, ((0, 1),), keys), [TransferEnd(two, ((0, 1),), keys)])
+    assert messages.keys() == {(0, 1)}
+    assert message_bytes(messages[0, 1], KINDS, {"tokens": [3, 5]}) == (3 + 5) * (8 + 4) + 2
