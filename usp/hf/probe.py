@@ -15,9 +15,8 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,24 +86,17 @@ class _Call:
     output: Tensor
 
 
+_KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the configuration
+
+
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
     """Return `probe(kind, config)`, found once for equal configurations."""
-    known = copy.copy(config)
-    known.use_cache = False  # as `apply_unified_sp` sets it
-    return _structure(cast(Any, kind), _ByContent(known, known.to_json_string(use_diff=False)))
-
-
-@dataclass(frozen=True)
-class _ByContent:
-    """A configuration that is equal to others of the same content."""
-
-    config: PretrainedConfig = field(compare=False)
-    content: str
-
-
-@lru_cache(maxsize=64)
-def _structure(kind: Any, known: _ByContent) -> Structure:
-    return probe(kind, known.config)
+    config = copy.copy(config)
+    config.use_cache = False  # as `apply_unified_sp` sets it
+    content = config.to_json_string(use_diff=False)
+    if (kind, content) not in _KNOWN:
+        _KNOWN[kind, content] = probe(kind, config)
+    return _KNOWN[kind, content]
 
 
 def probe(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:

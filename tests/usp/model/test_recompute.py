@@ -129,7 +129,7 @@ def test_parameter_names_are_kept_and_saved_tensors_offloaded(ranks: RankPool) -
 def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
     packed: list[tuple[int, ...]] = []
 
-    class Counting(offload.InPlace):
+    class Counting(offload.Copier):
         def to_host(self, x: Tensor) -> tuple[Tensor, None]:
             packed.append(tuple(x.shape))
             return super().to_host(x)
