@@ -27,7 +27,7 @@ of each is held.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,15 +167,17 @@ class PackedRows:
         """Return what row `number` consists of; its tokens are not read."""
         epoch, place = divmod(number, self.per_epoch)
         stream, order = self._orders(epoch)
+        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: stream)
+
+    def _cut(self, at: int, stream_of: Callable[[int], _Stream]) -> Row:
+        """Return the row that begins at place `at` of the streams of all epochs one after another."""
         tokens = self.store.manifest.tokens
-        first = int(order.at(np.array([place]))[0]) * self.seq_len
-        parts: list[tuple[Numbers, Numbers]] = []
-        left = self.seq_len
-        while left:
-            at = (first + self.seq_len - left) % tokens
-            end = min(at + left, tokens)
-            parts += stream.parts(at, end)
-            left -= end - at
+        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
+        while at < end:
+            epoch, within = divmod(at, tokens)
+            upto = min(within + end - at, tokens)
+            parts += stream_of(epoch).parts(within, upto)
+            at += upto - within
         return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
 
     def _orders(self, epoch: int) -> tuple[_Stream, Permutation]:
@@ -206,15 +208,7 @@ class StageRows(PackedRows):
         return f"tokens {self.begin} to {self.begin + self.count * self.seq_len} of {super().identity}"
 
     def row(self, number: int) -> Row:
-        tokens = self.store.manifest.tokens
-        at = self.begin + self._place(number) * self.seq_len
-        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
-        while at < end:
-            epoch, within = divmod(at, tokens)
-            upto = min(within + end - at, tokens)
-            parts += self._stream(epoch).parts(within, upto)
-            at += upto - within
-        return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
+        return self._cut(self.begin + self._place(number) * self.seq_len, self._stream)
 
     def _place(self, number: int) -> int:
         """Return which row of the stage, as they follow each other in the stream, has this number."""

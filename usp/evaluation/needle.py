@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -184,10 +184,6 @@ class Haystack:
         if not tokens:
             raise ValueError(f"--data = {config.data} holds no text for the haystack")
 
-    def needed(self) -> int:
-        """Return the tokens of a prompt besides the haystack, with the answer; of some key."""
-        return sum(map(len, self._parts(random.Random(0))[:-1]))
-
     def prompt(self, cell: Cell) -> Prompt:
         """Return the prompt of a cell, which depends on nothing else but the seed. Raises ValueError if the cell's
         length leaves no token for the haystack."""
@@ -231,8 +227,3 @@ def texts_of(files: DataFiles, field: str) -> Iterator[str]:
 def is_right(response: str, answer: str) -> bool:
     """Return whether the answer is in the response, as whole words, in upper or lower case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", response, re.IGNORECASE) is not None
-
-
-def cells_of(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
-    """Return the cells of a probe, in the order of lengths, depths and samples."""
-    return [Cell(length, depth, sample) for length in lengths for depth in depths for sample in range(samples)]

@@ -27,7 +27,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn
     """
     for module in eager:
         module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
-    layers = [layer for layer in layers if _has_parameters(layer)]
+    layers = list(layers)
     # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
     limit = torch._dynamo.config.recompile_limit * len(layers)
     for layer in layers:
@@ -86,12 +86,11 @@ def apply_activation_checkpointing(
     """
     if mode == "none":
         return
-    layers = [layer for layer in layers if _has_parameters(layer)]
     saved = {"full": (), "attention-saved": (attention, order), "selective": (attention, order, Products())}[mode]
     kept: list[Keeping] = [part for part in saved if part is not None]
     away = Offload() if offload else None
-    for layer in layers:
-        layer.forward = _checkpointed(layer.forward, kept, away, first=layer is layers[0])
+    for index, layer in enumerate(layers):
+        layer.forward = _checkpointed(layer.forward, kept, away, first=index == 0)
 
 
 def _checkpointed(
@@ -169,7 +168,7 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str 
     Each tile is recomputed in the backward. Inside a checkpointed layer, the MLP's forward runs three times, and still
     only one tile's intermediates exist. Raises ValueError for layers without an `mlp`.
     """
-    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers]
     if None in mlps:
         raise ValueError("tiled MLPs: every layer must have its feed-forward block in `mlp`")
     for mlp in mlps:
@@ -182,7 +181,3 @@ def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[T
         return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
 
     return run
-
-
-def _has_parameters(layer: nn.Module) -> bool:
-    return next(layer.parameters(), None) is not None

@@ -215,8 +215,6 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
     found = structure(type(model), model.config)
-    if len(layers) > 1 and not found.in_stages:
-        raise ValueError(f"{type(model).__name__} changes hidden states outside of its layers: use pp=1")
     if found.mixers and mesh.size("tp") > 1:
         raise ValueError(
             f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "

@@ -17,7 +17,7 @@ from tests.usp.train.test_trainer import launch_of_pool
 from usp.__main__ import main
 from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
-from usp.evaluation.needle import Cell, Haystack, NeedleConfig, cells_of, is_right, texts_of
+from usp.evaluation.needle import Cell, Haystack, NeedleConfig, is_right, texts_of
 from usp.evaluation.needle_probe import NeedleResult, Response, prepare_probe, run_probe
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
@@ -105,7 +105,7 @@ def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], f
     """Return the log-probability of each answer, by cell and response."""
     model, tokenizer, found = drawn_model(load_model_config(config.model)), ByteTokenizer(), {}
     made = Haystack(config, tokenizer, texts_of(find_files("stdlib"), "text"), 320)
-    for cell in cells_of((200, 320), (0, 60, 100), 1):
+    for cell in (Cell(length, depth, 0) for length in (200, 320) for depth in (0, 60, 100)):
         prompt = made.prompt(cell)
         ids, response = torch.from_numpy(prompt.ids), list[int]()
         with torch.no_grad():
