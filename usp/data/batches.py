@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class MixedRows:
         self.per_epoch = sum(source.per_epoch for source in sources)
         self.shares = shares(weights)
         self.weights = tuple(share / PERIOD for share in self.shares)
-        self._period = -1, np.zeros(0, np.int64), np.zeros(0, np.int64)  # the last one that was read
+        self._order = lru_cache(maxsize=1)(self._order_of)
 
     @property
     def identity(self) -> str:
@@ -63,12 +64,10 @@ class MixedRows:
     def row(self, number: int) -> Row:
         """Return what row `number` consists of; its tokens are not read."""
         period, place = divmod(number, PERIOD)
-        if period != self._period[0]:
-            self._period = period, *self._order(period)
-        _, which, numbers = self._period
+        which, numbers = self._order(period)
         return self.sources[which[place]].row(int(numbers[place]))
 
-    def _order(self, period: int) -> tuple[Numbers, Numbers]:
+    def _order_of(self, period: int) -> tuple[Numbers, Numbers]:
         """Return for every row of a period its source, and its number in that, which ascends."""
         which = _sources(self.shares, self.seed, period)
         numbers = np.empty(PERIOD, np.int64)
