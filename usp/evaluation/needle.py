@@ -20,8 +20,7 @@ from tyro.conf import Positional, arg
 from attention import LAYOUTS
 from attention.kernels.select import KERNEL_NAMES
 from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
-from usp.data.documents import read_pieces
-from usp.data.sources import TEXT_FIELD, DataFiles
+from usp.data.sources import TEXT_FIELD
 from usp.data.tokenizer import Ids, Tokenizer
 from usp.fields import AtLeast1, one_of, token_count, value_violations
 
@@ -216,12 +215,6 @@ class Haystack:
             piece = self._pieces[first % len(self._pieces)][:room]
             yield piece
             first, room = first + 1, room - len(piece)
-
-
-def texts_of(files: DataFiles, field: str) -> Iterator[str]:
-    """Yield the text of documents, in the order of the files; chats and completions are left out."""
-    for file in files.files:
-        yield from (text for text, _ in read_pieces(file, field) if isinstance(text, str))
 
 
 def is_right(response: str, answer: str) -> bool:

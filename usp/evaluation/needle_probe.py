@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import ParallelDims, ParallelMesh
+from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import (
@@ -48,7 +49,7 @@ from usp.run.tables import Grid
 from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.train.validate import parallel_dims, with_flags
 
-from .needle import Cell, Haystack, NeedleConfig, Prompt, is_right, needle_violations, texts_of
+from .needle import Cell, Haystack, NeedleConfig, Prompt, is_right, needle_violations
 
 # Colours of none and all found: they differ in lightness and from yellow alike for all kinds of colour vision.
 COLOURS = ("#dd5f43", "#f8e7a1", "#45b094")
@@ -203,7 +204,8 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     problems.attempt(partial(choose_kernel, config.attention_kernel, PACKED, device, dtype, *head_dims))
     _check(problems)
     assert longer is not None
-    texts = texts_of(files, config.data_field)
+    pieces = (piece for file in files.files for piece, _ in read_pieces(file, config.data_field))
+    texts = (piece for piece in pieces if isinstance(piece, str))  # neither chats nor completions
     haystack = problems.attempt(lambda: Haystack(config, tokenizer, texts, lengths[-1]))
     cells = tuple(starmap(Cell, product(lengths, config.asked_depths, range(config.samples))))
     if haystack is not None:
