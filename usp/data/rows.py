@@ -62,14 +62,10 @@ class Permutation:
         self.count = count
         bits = max(LEAST_BITS, (count - 1).bit_length())
         low = bits // 2
-        self._low, self._low_mask, self._high_mask = (
-            np.uint64(low),
-            np.uint64((1 << low) - 1),
-            np.uint64((1 << bits - low) - 1),
-        )
-        self._keys = (
-            () if key is None or count == 1 else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
-        )
+        self._low = np.uint64(low)
+        self._low_mask, self._high_mask = np.uint64((1 << low) - 1), np.uint64((1 << bits - low) - 1)
+        ascending = key is None or count == 1
+        self._keys = () if ascending else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
 
     def at(self, places: Numbers) -> Numbers:
         """Return the numbers at `places`, int64 of their shape."""

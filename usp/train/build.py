@@ -124,8 +124,7 @@ def build_engine(
 
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
-    """Build this rank's stages on the meta device, sharded over data-parallel ranks where FSDP2 does that. Raises
-    ValueError for a model that cannot be divided as asked."""
+    """Build this rank's stages on the meta device, sharded where FSDP2 does that. Raises as `build_engine`."""
     stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
@@ -164,8 +163,7 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
     """Build an engine for other degrees of dp_shard, ring and ulysses around the weights of `engine`, which it uses up.
 
     The parts of weights and optimizer states that a rank holds depend only on the product of these degrees, so every
-    rank keeps its own, and nothing is sent. Collective, as `build_engine`. Raises ValueError for a model that cannot be
-    divided as asked.
+    rank keeps its own, and nothing is sent. Collective, and raises as `build_engine`.
     """
     stages = build_stages(recipe, mesh)
     for stage, old in zip(stages, engine.stages, strict=True):

@@ -99,8 +99,7 @@ def train(
 
 
 class Trainer(TrainingLoop):
-    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order. `prepared`
-    names the folder, and a checkpoint that has been verified."""
+    """A model on a mesh, with its optimizer and data. `prepared` names the folder, and a verified checkpoint."""
 
     def __init__(
         self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None
