@@ -142,10 +142,8 @@ def save_weights(
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
 
-    Raises:
-        ValueError: on every rank, naming all parameters that are missing, unknown, or do not match `config`, and a
-            directory with other content than a model.
-        RuntimeError: on every rank, if a rank cannot write.
+    Raises on every rank: ValueError, naming all parameters that are missing, unknown, or do not match `config`, and a
+    directory with other content than a model; RuntimeError if a rank cannot write.
     """
     whole = _exported_model(config, generation_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}

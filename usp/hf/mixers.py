@@ -184,10 +184,8 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
     Mamba layers get no keyword arguments, so their documents travel in `attention_mask`. Call this after registering
     forward hooks that read either.
 
-    Returns:
-        What the layers run through; its `channel` counts the bytes that this rank sends.
-
-    Raises ValueError, naming the modules that cannot be sharded.
+    Returns what the layers run through; its `channel` counts the bytes that this rank sends. Raises ValueError, naming
+    the modules that cannot be sharded.
     """
     mixers = sharded_mixers(model)
     refusals = [f"{name}: {mixer.refusal}" for name, mixer in mixers.items() if mixer.refusal]

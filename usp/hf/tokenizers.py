@@ -98,12 +98,8 @@ class ChatTemplate:
         return text, spans
 
     def _find_spans(self, chat: Chat, whole: str) -> list[Span]:
-        """Return the characters of the rendered chat that the assistant writes in each message after the prompt.
-
-        A span ends with the last of the special tokens that end the message, without the whitespace behind it.
-
-        Raises ValueError for a message whose span cannot be found.
-        """
+        """Return the characters of the rendered chat that the assistant writes in each message after the prompt, up to
+        the last special token that ends it. Raises ValueError for a message whose span cannot be found."""
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(self.tokenizer.all_special_tokens)
         spans = []

@@ -192,12 +192,7 @@ class OrderedCall:
 class SequenceOrder:
     """Runner of layers that work in sequence order over a ring x ulysses mesh, for any sequence layout.
 
-    Args:
-        mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: contiguous, zigzag or striped, as `shard_batch` divided the sequence.
-
-    Raises:
-        ValueError: for an unknown layout.
+    mesh, layout: as of `UnifiedSPAttention`, which also raises alike.
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag") -> None:
