@@ -13,10 +13,11 @@ import tyro
 from tyro.conf import arg
 
 from parallel import load_hardware
+from usp.fields import AtLeast1, value_violations
 from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
 from usp.run.output import warn
 
-from .flags import output_problem
+from .flags import check, output_problem
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class CalibrateConfig:
     """Name of the machine in reports."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. auto: CUDA if available, otherwise CPU."""
-    heads: int = 8
+    heads: AtLeast1 = 8
     """Attention heads of the benchmark."""
-    head_dim: int = 64
+    head_dim: AtLeast1 = 64
     """Head dimension of the benchmark."""
 
 
@@ -43,10 +44,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = tyro.cli(CalibrateConfig, args=argv, prog=prog)
     from usp.predict.calibrate import Plan, calibrate, cautions
 
-    if problem := output_problem("--out", asked.out):
-        raise ValueError(problem)
-    if min(asked.heads, asked.head_dim) < 1:
-        raise ValueError(f"--heads {asked.heads} and --head-dim {asked.head_dim} must be at least 1")
+    check(*value_violations(asked).values(), output_problem("--out", asked.out))
     launch = Launch.from_environment(environ)
     stay_on_loopback(launch, environ)
     device = choose_device(asked.device, launch)

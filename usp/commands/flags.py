@@ -145,6 +145,12 @@ def read_config(path: str, kind: type[C]) -> C:
         raise ConfigurationError(f"--config {path}: {error}") from error
 
 
+def check(*problems: str | None) -> None:
+    """Raise ConfigurationError for all `problems` that are not None."""
+    if found := [problem for problem in problems if problem]:
+        raise ConfigurationError("\n".join(found))
+
+
 def output_problem(flag: str, path: Path | None, *suffixes: str) -> str | None:
     """Return why `path` cannot be written: a wrong suffix, or no such directory; None if nothing is wrong."""
     if path is None:

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from .flags import output_problem
+from .flags import check, output_problem
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         raise ValueError("no RUN is given: name the output folder of a run of train.py")
     curves = chosen_curves(asked.runs)
     out = asked.out or asked.runs[0] / "loss-by-position.png"
-    if problem := output_problem("--out", out, ".png"):
-        raise ValueError(problem)
+    check(output_problem("--out", out, ".png"))
     Console().print(position_table(curves).table())
     plot_positions(curves).savefig(out, dpi=130)
     print(f"plot: {out}")

@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from usp.evaluation.needle import NeedleConfig
-from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, StopRequest, process_group
 
-from .flags import Command, output_problem
+from .flags import Command, check, output_problem
 
 
 def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
@@ -21,8 +20,7 @@ def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: s
     from usp.hf.models import hide_progress_bars
 
     out = Path(config.out).expanduser()
-    if problem := output_problem("--out", out, ".png"):
-        raise ConfigurationError(problem)
+    check(output_problem("--out", out, ".png"))
     hide_progress_bars()
     prepared = prepare_probe(config, launch)
     writes = launch.rank == 0

@@ -15,9 +15,8 @@ from tyro.conf import arg
 from parallel import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
 from usp.planning.question import CHOSEN
-from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, Node, as_kind, data_of, output_problem, parse
+from .flags import DataFlags, Node, as_kind, check, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.planning.report import render_plan
 
     out = Path(asked.out).expanduser()
-    if problem := output_problem("--out", out if asked.out else None, ".yaml", ".yml"):
-        raise ConfigurationError(problem)
+    check(output_problem("--out", out if asked.out else None, ".yaml", ".yml"))
     with Console(stderr=True).status("planning") as status:
 
         def report(tried: int, layouts: int) -> None:

@@ -14,11 +14,11 @@ from tyro.conf import arg
 
 from parallel import load_hardware
 from usp.config import MODEL_HELP
-from usp.fields import TOKENS, one_of
+from usp.fields import TOKENS, AtLeast0, AtLeast1, at_least, flag, one_of, value_violations
 from usp.rlhf.algorithms.registry import ALGORITHMS
 from usp.run.failures import ConfigurationError
 
-from .flags import Node, check_world_size, output_problem, parse, token_counts
+from .flags import Node, check, check_world_size, output_problem, parse, token_counts
 
 if TYPE_CHECKING:
     from usp.planning.rlhf_question import Question
@@ -50,18 +50,18 @@ class RlhfPlanConfig:
     options: Annotated[str, arg(metavar="NAME=VALUE,...", help_behavior_hint="(optional)")] = ""
     """Algorithm options, e.g. mini_batches=4."""
 
-    prompts: int = 512
+    prompts: AtLeast1 = 512
     """Prompts per step."""
-    group_size: int = 0
+    group_size: AtLeast0 = 0
     """Responses per prompt. 0: the algorithm's default."""
-    prompt_tokens: Annotated[int, TOKENS] = 1024
+    prompt_tokens: Annotated[int, TOKENS, at_least(1)] = 1024
     """Tokens of a prompt."""
     response_tokens: Annotated[str, arg(metavar="N|N,N,...")] = "1024"
     """Tokens of a response; several are their lengths at equal steps of probability: minimum,median,maximum."""
     workload: Annotated[str, arg(metavar="RUN", help_behavior_hint="(optional)")] = ""
     """Output directory of an RLHF run, whose last step has the prompts and the responses to plan for, in place of
     --prompts, --group-size, --prompt-tokens and --response-tokens."""
-    slots: int = 64
+    slots: AtLeast1 = 64
     """Maximum sequences decoded concurrently per rank; the rest are queued."""
     staleness: Annotated[int, one_of((0, 1))] = 0
     """1: generate the samples of a step while the step before trains."""
@@ -72,7 +72,7 @@ class RlhfPlanConfig:
     profile: Annotated[str, arg(metavar="FILE.json", help_behavior_hint="(optional)")] = ""
     """Seconds measured by python -m usp rlhf-profile, for the calls in layouts that it has; those of others follow from
     the rates of --hardware, and the plan says which."""
-    max_sp: int = 8
+    max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree. 1: no sequence parallelism."""
     budget: float = 60.0
     """Seconds of the whole command; a what-if that has begun by then is ended. With fewer than predictions and named
@@ -90,18 +90,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = parse(argv, RlhfPlanConfig, prog)
     check_world_size(asked.world_size)
     out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
-    problems = [output_problem("--out", out, ".yaml", ".yml"), output_problem("--plot", plot, ".png")]
-    least = {"prompts": 1, "prompt_tokens": 1, "slots": 1, "max_sp": 1, "group_size": 0}
     default = RlhfPlanConfig()
     lengths = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(default, name)]
-    problems += [f"--{name.replace('_', '-')} and --workload exclude each other: remove one" for name in lengths]
-    problems += [
-        f"--{name.replace('_', '-')} = {value} must be at least {minimum}"
-        for name, minimum in least.items()
-        if (value := getattr(asked, name)) < minimum
-    ]
-    if problems := [problem for problem in problems if problem]:
-        raise ConfigurationError("\n".join(problems))
+    check(
+        output_problem("--out", out, ".yaml", ".yml"),
+        output_problem("--plot", plot, ".png"),
+        *(f"{flag(name)} and --workload exclude each other: remove one" for name in lengths),
+        *value_violations(asked).values(),
+    )
 
     from usp.planning.report import render_choice
     from usp.planning.rlhf_question import answer, suppose, what_ifs

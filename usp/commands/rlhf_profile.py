@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import arg
 
 from usp.config import MODEL_HELP
-from usp.fields import one_of
+from usp.fields import AtLeast1, Rule, at_least, one_of, value_violations
 from usp.rlhf.algorithms.registry import ALGORITHMS
-from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, choose_device, process_group, stay_on_loopback
 
-from .flags import output_problem, parse, token_counts
+from .flags import check, output_problem, parse, token_counts
 
 if TYPE_CHECKING:
     from usp.planning.measurements import Part, Points, Sizes
+
+Share = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class RlhfProfileConfig:
     """Samples of a call or a mini-batch, over all ranks; a time is linear in them between and beyond these."""
     tokens: Annotated[str, arg(metavar="N,N,...")] = "256,1K"
     """Tokens of a sample; a time is linear in them between and beyond these."""
-    response_share: float = 0.5
+    response_share: Share = 0.5
     """Fraction of a sample's tokens that is the response, whose log-probabilities are computed."""
-    max_sp: int = 8
+    max_sp: AtLeast1 = 8
     """Highest ring x ulysses degree."""
-    max_tp: int = 8
+    max_tp: AtLeast1 = 8
     """Highest tp degree."""
-    max_pp: int = 1
+    max_pp: AtLeast1 = 1
     """Highest pp degree."""
     zero: Annotated[str, arg(metavar="N,N,...")] = "0,1,3"
     """ZeRO stages of inference and training."""
-    rounds: int = 12
+    rounds: Annotated[int, at_least(3)] = 12
     """Turns of each measurement."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. auto: CUDA if available, otherwise CPU."""
@@ -66,15 +67,12 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = parse(argv, RlhfProfileConfig, prog)
     names = ("layers", "samples", "tokens", "zero")
     layers, samples, tokens, zero = (tuple(sorted({*token_counts(f"--{n}", getattr(asked, n))})) for n in names)
-    least = {"max_sp": 1, "max_tp": 1, "max_pp": 1, "rounds": 3}
-    problems = [output_problem("--out", asked.out)]
-    problems += [f"--{n.replace('_', '-')} must be at least {m}" for n, m in least.items() if getattr(asked, n) < m]
-    problems += ["--response-share must be above 0 and below 1"] if not 0 < asked.response_share < 1 else []
-    problems += [f"--zero = {asked.zero} must be stages from 0 to 3"] if not {*zero} <= {0, 1, 2, 3} else []
-    if min(*layers, *samples, *tokens) < 1:
-        problems.append("--layers, --samples and --tokens must be at least 1")
-    if problems := [problem for problem in problems if problem]:
-        raise ConfigurationError("\n".join(problems))
+    check(
+        output_problem("--out", asked.out),
+        *value_violations(asked).values(),
+        None if {*zero} <= {0, 1, 2, 3} else f"--zero = {asked.zero} must be stages from 0 to 3",
+        "--layers, --samples and --tokens must be at least 1" if min(*layers, *samples, *tokens) < 1 else None,
+    )
 
     import torch
     import torch.distributed as dist

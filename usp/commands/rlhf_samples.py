@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg
 
-from .flags import output_problem
+from .flags import check, output_problem
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     samples = read_samples(asked.run)
     out = asked.out or asked.run / "samples.html"
-    if problem := output_problem("--out", out, ".html"):
-        raise ValueError(problem)
+    check(output_problem("--out", out, ".html"))
     out.write_text(sample_page(f"Samples of {asked.run.resolve().name}", samples), encoding="utf-8")
     print(f"{len(samples)} samples: {out}")

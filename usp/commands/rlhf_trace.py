@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from .flags import output_problem
+from .flags import check, output_problem
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
 
     events = read_events(asked.run, asked.step)
     out = asked.out or asked.run / "timeline" / "timeline.png"
-    if problem := output_problem("--out", out, ".png"):
-        raise ValueError(problem)
+    check(output_problem("--out", out, ".png"))
     number, step = list(by_step(events).items())[-1]
     console = Console()
     for table in (summary_table(events), rank_table(number, step), path_table(number, step)):

@@ -15,9 +15,8 @@ from tyro.conf import arg
 
 from parallel import load_hardware
 from usp.config import UNPREDICTED, TrainConfig
-from usp.run.failures import ConfigurationError
 
-from .flags import DataFlags, Node, as_kind, check_world_size, data_of, output_problem, parse
+from .flags import DataFlags, Node, as_kind, check, check_world_size, data_of, output_problem, parse
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     """Print the prediction that `argv` asks for, and write its plot."""
     asked = parse(argv, TimeConfig, prog, leading_config=True, without=UNPREDICTED)
     check_world_size(asked.world_size)
-    if problem := output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"):
-        raise ConfigurationError(problem)
+    check(output_problem("--plot", Path(asked.plot).expanduser() if asked.plot else None, ".png"))
 
     from usp.planning.step_report import measured, plot, render, report_json, step_report
 

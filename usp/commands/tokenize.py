@@ -17,8 +17,10 @@ from usp.config import BOS
 from usp.data.chats import excerpt
 from usp.data.sources import TEXT_FIELD, find_files
 from usp.data.store import TokenStore, is_store
-from usp.fields import one_of
+from usp.fields import AtLeast0, one_of, value_violations
 from usp.run.metrics import count
+
+from .flags import check
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class TokenizeConfig:
     chats they always are."""
     chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
     """Chat template (Jinja) for messages, instead of the tokenizer's own."""
-    show: int = 0
+    show: AtLeast0 = 0
     """Documents to print at the end, the first ones, with what is trained on in color."""
-    processes: int = 0
+    processes: AtLeast0 = 0
     """Processes that tokenize. 0: one per core, and for less than 64 MB of data only this one."""
 
 
@@ -58,12 +60,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     from usp.data.tokenizing import write_store
     from usp.hf.tokenizers import load_tokenizer
 
-    if asked.show < 0:
-        raise ValueError(f"--show = {asked.show} must be at least 0")
-    if asked.bos not in BOS:
-        raise ValueError(f"--bos = {asked.bos} must be one of {', '.join(BOS)}")
-    if asked.processes < 0:
-        raise ValueError(f"--processes = {asked.processes} must be at least 0")
+    check(*value_violations(asked).values())
     if is_store(Path(asked.data).expanduser()):
         raise ValueError(f"--data = {asked.data} is a token store already: give the documents")
     files = find_files(asked.data, asked.data_field)

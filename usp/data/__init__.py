@@ -1,4 +1,4 @@
 """Documents, tokenizers, token stores, packed rows and what a rank reads of them. Each file imports only earlier ones:
 
-sources, chats, documents, tokenizer, store, tokenizing, cache, rows, mixture, batches.
+sources, chats, documents, tokenizer, store, tokenizing, cache, rows, batches.
 """

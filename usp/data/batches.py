@@ -1,4 +1,5 @@
-"""Global batches of rows, the same for any number of ranks and resumed at any row, and a rank's part of them.
+"""Global batches of rows of one store or a mixture, the same for any number of ranks and resumed at any row, and a
+rank's part of them.
 
 A rank reads its rows, and in them the tokens of its spans, ahead of the step. What depends on neighboring tokens,
 positions and shifted labels, follows from the boundaries of documents, which are part of the row's index. A rank reads
@@ -8,11 +9,14 @@ other ranks, so that a rank reads what lies between its tokens as well.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +26,104 @@ from attention import SequenceLayout
 from attention.layout import Span
 from usp.sp.sequence import IGNORED_LABEL
 
-from .mixture import MixedRows
-from .rows import PackedRows, Row
+from .rows import PackedRows, Permutation, Row
+from .sources import STDLIB
+from .store import Numbers
 from .tokenizer import Ids
 
 AHEAD = 2  # batches that are read before they are asked for
+PERIOD = 1024  # rows of a mixture that hold each store's share
+
+
+class MixedRows:
+    """Rows of `sources`, which have one seq_len and one seed, in the proportions of `weights`.
+
+    Every PERIOD rows hold each store's share, in a random order. A row depends only on its number, as in one store: its
+    place in its period, permuted, falls to a store and is one of that store's next rows. Stores that are smaller than
+    their share begin another epoch of their own.
+
+    shares: rows of each source in every PERIOD rows. weights: the same as fractions of 1. per_epoch: the rows of an
+    epoch of every source, added up.
+
+    Raises ValueError for a weight that is too small for a row in PERIOD.
+    """
+
+    def __init__(self, sources: Sequence[PackedRows], weights: Sequence[float]) -> None:
+        self.sources = tuple(sources)
+        self.seq_len, self.seed = sources[0].seq_len, sources[0].seed
+        self.per_epoch = sum(source.per_epoch for source in sources)
+        self.shares = shares(weights)
+        self.weights = tuple(share / PERIOD for share in self.shares)
+        self._order = lru_cache(maxsize=1)(self._order_of)
+
+    @property
+    def identity(self) -> str:
+        parts = zip(self.shares, self.sources, strict=True)
+        return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
+
+    def row(self, number: int) -> Row:
+        """Return what row `number` consists of; its tokens are not read."""
+        period, place = divmod(number, PERIOD)
+        which, numbers = self._order(period)
+        return self.sources[which[place]].row(int(numbers[place]))
+
+    def _order_of(self, period: int) -> tuple[Numbers, Numbers]:
+        """Return for every row of a period its source, and its number in that, which ascends."""
+        which = _sources(self.shares, self.seed, period)
+        numbers = np.empty(PERIOD, np.int64)
+        for source, share in enumerate(self.shares):
+            numbers[which == source] = period * share + np.arange(share)
+        return which, numbers
+
+
+def taken(weights: Sequence[float], seed: int | None, rows: int) -> list[int]:
+    """Return the number of rows of each source among the first `rows` rows of a mixture."""
+    in_period = shares(weights)
+    periods, rest = divmod(rows, PERIOD)
+    in_rest = np.bincount(_sources(in_period, seed, periods)[:rest], minlength=len(in_period))
+    return [periods * share + int(more) for share, more in zip(in_period, in_rest, strict=True)]
+
+
+def _sources(in_period: Sequence[int], seed: int | None, period: int) -> Numbers:
+    places = Permutation(PERIOD, None if seed is None else (seed, period, 2)).at(np.arange(PERIOD))
+    return np.repeat(np.arange(len(in_period)), in_period)[places]
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return PERIOD divided in the proportions of `weights`, by largest remainders. Raises ValueError, naming a weight
+    that gets nothing."""
+    exact = [weight / math.fsum(weights) * PERIOD for weight in weights]
+    rounded = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: rounded[index] - exact[index])
+    for index in by_remainder[: PERIOD - sum(rounded)]:
+        rounded[index] += 1
+    if not all(rounded):
+        raise ValueError(f"weight {weights[rounded.index(0)]:g} is too small: of {PERIOD} rows it gives none")
+    return tuple(rounded)
+
+
+def parse_mixture(data: str) -> list[tuple[str, float]]:
+    """Return the paths and weights of `PATH=WEIGHT,PATH=WEIGHT`; of a path that exists, or has no `=`, the weight is 1.
+    Raises ValueError for no path, or a path without a weight that is a positive number."""
+    if not data.strip():
+        raise ValueError(f"data={data!r} names no data: give a token store, files of documents, or PATH=WEIGHT,...")
+    if data == STDLIB or "=" not in data or Path(data).expanduser().exists():
+        return [(data, 1.0)]
+    mixture = []
+    for item in data.split(","):
+        path, _, text = item.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not path or not 0 < weight < math.inf:
+            raise ValueError(f"data={data}: {item!r} must be PATH=WEIGHT with a positive weight, such as books=0.3")
+        mixture.append((path, weight))
+    if len({path for path, _ in mixture}) < len(mixture):
+        raise ValueError(f"data={data} names a path twice: give it once, with the sum of its weights")
+    return mixture
+
+
 Rows = PackedRows | MixedRows
 
 

@@ -62,12 +62,8 @@ def check_ids(store: TokenStore, vocabulary: int) -> None:
 
 
 def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-    """Open the token store of `files` in the directory `cache`, and write it first if there is none.
-
-    field: key or column of the text in `files`.
-
-    Raises ValueError and OSError as `write_store`.
-    """
+    """Open the token store of `files` in the directory `cache`, and write it first if there is none. Raises ValueError
+    and OSError as `write_store`."""
     folder = cache / source_of(files, field, tokenizer)
     if not folder.is_dir():
         with _one_at_a_time(folder):

@@ -27,8 +27,9 @@ of each is held.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -61,14 +62,10 @@ class Permutation:
         self.count = count
         bits = max(LEAST_BITS, (count - 1).bit_length())
         low = bits // 2
-        self._low, self._low_mask, self._high_mask = (
-            np.uint64(low),
-            np.uint64((1 << low) - 1),
-            np.uint64((1 << bits - low) - 1),
-        )
-        self._keys = (
-            () if key is None or count == 1 else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
-        )
+        self._low = np.uint64(low)
+        self._low_mask, self._high_mask = np.uint64((1 << low) - 1), np.uint64((1 << bits - low) - 1)
+        ascending = key is None or count == 1
+        self._keys = () if ascending else tuple(np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64))
 
     def at(self, places: Numbers) -> Numbers:
         """Return the numbers at `places`, int64 of their shape."""
@@ -145,7 +142,7 @@ class PackedRows:
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._epoch: tuple[int, _Stream, Permutation] | None = None  # the last one that was read
+        self._orders = lru_cache(maxsize=1)(self._orders_of)  # of the last epoch that was read
 
     @property
     def sources(self) -> tuple[PackedRows, ...]:
@@ -167,22 +164,22 @@ class PackedRows:
         """Return what row `number` consists of; its tokens are not read."""
         epoch, place = divmod(number, self.per_epoch)
         stream, order = self._orders(epoch)
+        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: stream)
+
+    def _cut(self, at: int, stream_of: Callable[[int], _Stream]) -> Row:
+        """Return the row that begins at place `at` of the streams of all epochs one after another."""
         tokens = self.store.manifest.tokens
-        first = int(order.at(np.array([place]))[0]) * self.seq_len
-        parts: list[tuple[Numbers, Numbers]] = []
-        left = self.seq_len
-        while left:
-            at = (first + self.seq_len - left) % tokens
-            end = min(at + left, tokens)
-            parts += stream.parts(at, end)
-            left -= end - at
+        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
+        while at < end:
+            epoch, within = divmod(at, tokens)
+            upto = min(within + end - at, tokens)
+            parts += stream_of(epoch).parts(within, upto)
+            at += upto - within
         return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
 
-    def _orders(self, epoch: int) -> tuple[_Stream, Permutation]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
-            self._epoch = epoch, _Stream(self.store, documents), Permutation(self.per_epoch, rows)
-        return self._epoch[1:]
+    def _orders_of(self, epoch: int) -> tuple[_Stream, Permutation]:
+        documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
+        return _Stream(self.store, documents), Permutation(self.per_epoch, rows)
 
 
 class StageRows(PackedRows):
@@ -198,23 +195,14 @@ class StageRows(PackedRows):
     def __init__(self, store: TokenStore, seq_len: int, seed: int, begin: int, count: int) -> None:
         super().__init__(store, seq_len, seed)
         self.begin, self.count, self._key = begin, count, seed
-        self._streams: dict[int, _Stream] = {}  # the last two that were read
-        self._order: tuple[int, Permutation] | None = None
+        self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, (seed, epoch, 0)))  # a row may be in both
 
     @property
     def identity(self) -> str:
         return f"tokens {self.begin} to {self.begin + self.count * self.seq_len} of {super().identity}"
 
     def row(self, number: int) -> Row:
-        tokens = self.store.manifest.tokens
-        at = self.begin + self._place(number) * self.seq_len
-        end, parts = at + self.seq_len, list[tuple[Numbers, Numbers]]()
-        while at < end:
-            epoch, within = divmod(at, tokens)
-            upto = min(within + end - at, tokens)
-            parts += self._stream(epoch).parts(within, upto)
-            at += upto - within
-        return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
+        return self._cut(self.begin + self._place(number) * self.seq_len, self._stream)
 
     def _place(self, number: int) -> int:
         """Return which row of the stage, as they follow each other in the stream, has this number."""
@@ -222,18 +210,11 @@ class StageRows(PackedRows):
             return number
         epoch = (self.begin + number * self.seq_len) // self.store.manifest.tokens
         first, last = self._first_of(epoch), min(self._first_of(epoch + 1), self.count)
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, Permutation(last - first, (self._key, epoch, 1, self.begin))
-        return first + int(self._order[1].at(np.array([number - first]))[0])
+        order = Permutation(last - first, (self._key, epoch, 1, self.begin))
+        return first + int(order.at(np.array([number - first]))[0])
 
     def _first_of(self, epoch: int) -> int:
         return max(0, -(-(epoch * self.store.manifest.tokens - self.begin) // self.seq_len))
-
-    def _stream(self, epoch: int) -> _Stream:
-        if epoch not in self._streams:
-            near = {other: stream for other, stream in self._streams.items() if abs(other - epoch) == 1}
-            self._streams = near | {epoch: _Stream(self.store, (self._key, epoch, 0))}
-        return self._streams[epoch]
 
 
 class _Stream:
@@ -246,7 +227,7 @@ class _Stream:
         for documents, lengths in store.lengths():
             np.add.at(sizes, self._order.place_of(documents) // self._block, lengths)
         self._begins = np.cumsum(sizes) - sizes
-        self._last: tuple[int, Numbers, Numbers, Numbers] = (-1, sizes, sizes, sizes)
+        self._documents = lru_cache(maxsize=1)(self._documents_of)
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[Numbers, Numbers]]:
         """Yield where in the store the documents between two places of the stream begin, and their lengths. The first
@@ -254,7 +235,7 @@ class _Stream:
         for block in range(int(np.searchsorted(self._begins, begin, side="right")) - 1, len(self._begins)):
             if self._begins[block] >= end:
                 return
-            in_store, begins, ends = self._documents_of(block)
+            in_store, begins, ends = self._documents(block)
             cut = np.maximum(begins, begin)
             lengths = np.minimum(ends, end) - cut
             some = lengths > 0
@@ -262,12 +243,10 @@ class _Stream:
 
     def _documents_of(self, block: int) -> tuple[Numbers, Numbers, Numbers]:
         """Return where the documents of a block begin in the store, and where in the stream they begin and end."""
-        if block != self._last[0]:
-            last = min((block + 1) * self._block, self._store.manifest.documents)
-            in_store, ends = self._store.bounds(self._order.at(np.arange(block * self._block, last)))
-            in_stream = self._begins[block] + np.cumsum(ends - in_store)
-            self._last = block, in_store, in_stream - (ends - in_store), in_stream
-        return self._last[1:]
+        last = min((block + 1) * self._block, self._store.manifest.documents)
+        in_store, ends = self._store.bounds(self._order.at(np.arange(block * self._block, last)))
+        in_stream = self._begins[block] + np.cumsum(ends - in_store)
+        return in_store, in_stream - (ends - in_store), in_stream
 
 
 @dataclass(frozen=True)
@@ -275,7 +254,6 @@ class _Window:
     """Documents that are packed together. begins, lengths: of their parts in the store. rows: the parts of each row.
     long: number of documents longer than a row. left_out: those without a part."""
 
-    number: int
     begins: Numbers
     lengths: Numbers
     rows: list[list[int]]
@@ -296,11 +274,11 @@ class WholeRows(PackedRows):
         super().__init__(store, seq_len, seed)
         self._key = seed
         self._documents = Permutation(store.manifest.documents, (seed, 0, 2))
-        self._window: _Window | None = None  # the last one that was packed
+        self._window = lru_cache(maxsize=1)(self._packed)
         self.tokens = self.long = self.left_out = 0
         self._counts = np.zeros(-(-store.manifest.documents // WINDOW), np.int64)
         for number in range(len(self._counts)):
-            window = self._packed(number)
+            window = self._window(number)
             self._counts[number] = len(window.rows)
             self.tokens += int(window.lengths.sum())
             self.long += window.long
@@ -318,26 +296,25 @@ class WholeRows(PackedRows):
         order = Permutation(len(self._counts), (self._key, epoch, 3)).at(np.arange(len(self._counts)))
         ends = np.cumsum(self._counts[order])
         at = int(np.searchsorted(ends, place, side="right"))
-        window = self._packed(int(order[at]))
+        number = int(order[at])
+        window = self._window(number)
         within = np.array([place - int(ends[at]) + len(window.rows)])
-        parts = window.rows[int(Permutation(len(window.rows), (self._key, epoch, 4, window.number)).at(within)[0])]
+        parts = window.rows[int(Permutation(len(window.rows), (self._key, epoch, 4, number)).at(within)[0])]
         return Row.of(self.store, window.begins[parts], window.lengths[parts])
 
     def _packed(self, number: int) -> _Window:
-        if self._window is None or self._window.number != number:
-            last = min((number + 1) * WINDOW, self.store.manifest.documents)
-            begins, ends = self.store.bounds(self._documents.at(np.arange(number * WINDOW, last)))
-            long = np.flatnonzero(ends - begins > self.seq_len)
-            parts = -(-(ends - begins) // self.seq_len)  # none of an empty document
-            if self.store.manifest.masked:
-                firsts = begins[long].tolist()
-                parts[long] = [self.store.read_mask(at + 1, at + self.seq_len).any() for at in firsts]
-            part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # its number in its document
-            begins = np.repeat(begins, parts) + part * self.seq_len
-            lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
-            rows = best_fit(lengths.tolist(), self.seq_len)
-            self._window = _Window(number, begins, lengths, rows, len(long), int((parts[long] == 0).sum()))
-        return self._window
+        last = min((number + 1) * WINDOW, self.store.manifest.documents)
+        begins, ends = self.store.bounds(self._documents.at(np.arange(number * WINDOW, last)))
+        long = np.flatnonzero(ends - begins > self.seq_len)
+        parts = -(-(ends - begins) // self.seq_len)  # none of an empty document
+        if self.store.manifest.masked:
+            firsts = begins[long].tolist()
+            parts[long] = [self.store.read_mask(at + 1, at + self.seq_len).any() for at in firsts]
+        part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # its number in its document
+        begins = np.repeat(begins, parts) + part * self.seq_len
+        lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
+        rows = best_fit(lengths.tolist(), self.seq_len)
+        return _Window(begins, lengths, rows, len(long), int((parts[long] == 0).sum()))
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -91,10 +91,6 @@ class Encoded:
     replaced: int
 
 
-class UnfitFolder(ValueError):
-    """The folder for a store holds something else."""
-
-
 def source_of(files: DataFiles, field: str, tokenizer: Tokenizer) -> str:
     """Return a hash of what a store is made from: the names, sizes and times of the files, the field, the tokenizer.
     Raises ValueError for files of records whose first row is of no kind."""
@@ -109,8 +105,8 @@ def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path
     field: key or column of the text in `files`.
     processes: that tokenize. 0: one per core for more than LARGE bytes, and otherwise only this one.
 
-    Raises UnfitFolder if `folder` holds something else, OSError if it cannot be written, and ValueError for data that
-    cannot be read, holds no text, or changes while it is read.
+    Raises ValueError if `folder` holds something else, and for data that cannot be read, holds no text, or changes
+    while it is read; OSError if `folder` cannot be written.
     """
     source, masked = source_of(files, field, tokenizer), holds_chats(files.files, field)
     written = _continued(folder, source)
@@ -157,13 +153,13 @@ def _continued(folder: Path, source: str) -> Written | None:
         if (folder / name).is_file():
             record = json.loads((folder / name).read_text())
             if record.pop("source", "") != source:
-                raise UnfitFolder(
+                raise ValueError(
                     f"{folder} is a token store of other data, or of another tokenizer: choose another folder, or "
                     f"remove it"
                 )
             return None if name == MANIFEST else Written(**record | {"place": Place(**record["place"])})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UnfitFolder(f"{folder} is not empty, and no token store: choose another folder")
+        raise ValueError(f"{folder} is not empty, and no token store: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / PROGRESS, {"source": source, **asdict(Written())})
     return Written()

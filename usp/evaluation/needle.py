@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,8 +20,7 @@ from tyro.conf import Positional, arg
 from attention import LAYOUTS
 from attention.kernels.select import KERNEL_NAMES
 from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
-from usp.data.documents import read_pieces
-from usp.data.sources import TEXT_FIELD, DataFiles
+from usp.data.sources import TEXT_FIELD
 from usp.data.tokenizer import Ids, Tokenizer
 from usp.fields import AtLeast1, one_of, token_count, value_violations
 
@@ -184,10 +183,6 @@ class Haystack:
         if not tokens:
             raise ValueError(f"--data = {config.data} holds no text for the haystack")
 
-    def needed(self) -> int:
-        """Return the tokens of a prompt besides the haystack, with the answer; of some key."""
-        return sum(map(len, self._parts(random.Random(0))[:-1]))
-
     def prompt(self, cell: Cell) -> Prompt:
         """Return the prompt of a cell, which depends on nothing else but the seed. Raises ValueError if the cell's
         length leaves no token for the haystack."""
@@ -222,17 +217,6 @@ class Haystack:
             first, room = first + 1, room - len(piece)
 
 
-def texts_of(files: DataFiles, field: str) -> Iterator[str]:
-    """Yield the text of documents, in the order of the files; chats and completions are left out."""
-    for file in files.files:
-        yield from (text for text, _ in read_pieces(file, field) if isinstance(text, str))
-
-
 def is_right(response: str, answer: str) -> bool:
     """Return whether the answer is in the response, as whole words, in upper or lower case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", response, re.IGNORECASE) is not None
-
-
-def cells_of(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
-    """Return the cells of a probe, in the order of lengths, depths and samples."""
-    return [Cell(length, depth, sample) for length in lengths for depth in depths for sample in range(samples)]

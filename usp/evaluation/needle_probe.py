@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import ParallelDims, ParallelMesh
+from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
 from usp.hf.models import (
@@ -45,9 +47,9 @@ from usp.run.launch import Launch, choose_device, computation_dtype
 from usp.run.metrics import short
 from usp.run.tables import Grid
 from usp.sp.kernel_choice import PACKED, choose_kernel
-from usp.train.validate import with_flags
+from usp.train.validate import parallel_dims, with_flags
 
-from .needle import Cell, Haystack, NeedleConfig, Prompt, cells_of, is_right, needle_violations, texts_of
+from .needle import Cell, Haystack, NeedleConfig, Prompt, is_right, needle_violations
 
 # Colours of none and all found: they differ in lightness and from yellow alike for all kinds of colour vision.
 COLOURS = ("#dd5f43", "#f8e7a1", "#45b094")
@@ -57,13 +59,10 @@ STEPS = (16, 8, 4, 2, 1)  # the model's limit is divided by these for the length
 
 
 @dataclass(frozen=True)
-class Response:
-    """A model's response to one prompt. logprob: of the right answer after the prompt, the sum over its tokens; None if
-    it was not asked for."""
+class Response(Cell):
+    """A model's response to the prompt of a cell. logprob: of the right answer after the prompt, the sum over its
+    tokens; None if it was not asked for."""
 
-    length: int
-    depth: float
-    sample: int
     answer: str
     response: str
     right: bool
@@ -191,11 +190,7 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     model = problems.attempt(lambda: load_model_config(config.model))
     tokenizer = problems.attempt(lambda: load_tokenizer(tokenizer_of(config.tokenizer, config.model)))
     files = problems.attempt(lambda: find_files(config.data, config.data_field))
-    dims = problems.attempt(
-        lambda: ParallelDims(pp=config.pp, ring=config.sp_ring, ulysses=config.sp_ulysses, tp=config.tp).resolve(
-            launch.world_size
-        )
-    )
+    dims = problems.attempt(lambda: parallel_dims(config).resolve(launch.world_size))
     _check(problems)
     assert device and model and tokenizer and files and dims
     limit = getattr(model, LIMIT, None)
@@ -209,16 +204,17 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     problems.attempt(partial(choose_kernel, config.attention_kernel, PACKED, device, dtype, *head_dims))
     _check(problems)
     assert longer is not None
-    texts = texts_of(files, config.data_field)
+    pieces = (piece for file in files.files for piece, _ in read_pieces(file, config.data_field))
+    texts = (piece for piece in pieces if isinstance(piece, str))  # neither chats nor completions
     haystack = problems.attempt(lambda: Haystack(config, tokenizer, texts, lengths[-1]))
-    cells = cells_of(lengths, config.asked_depths, config.samples)
+    cells = tuple(starmap(Cell, product(lengths, config.asked_depths, range(config.samples))))
     if haystack is not None:
         problems.attempt(lambda: haystack.prompt(cells[0]))  # of the shortest length
     _check(problems)
     assert haystack is not None
     spec = RoleSpec("model", config.model, longer, dtype=dtype, kernel=config.attention_kernel)
     layout = CallLayout(tuple(range(launch.world_size)), dims, sp_layout=config.sp_layout)
-    return PreparedProbe(config, spec, layout, device, tokenizer, haystack, tuple(cells))
+    return PreparedProbe(config, spec, layout, device, tokenizer, haystack, cells)
 
 
 def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line: None) -> NeedleResult:

@@ -160,7 +160,11 @@ def read_headers(folder: Path) -> dict[str, Any]:
     """
     files = [folder / SINGLE]
     if not files[0].is_file():
-        files = [folder / name for name in sorted(set(_weight_map(folder / INDEX).values()))]
+        index = folder / INDEX
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} cannot be read as the index of a sharded checkpoint: {error!r}") from error
     slices_of: dict[str, Any] = {}
     for file in files:
         try:
@@ -253,10 +257,3 @@ def _violations(whole: PreTrainedModel, wanted: Sequence[DiskTensor], found: Map
 def _shown(items: Sequence[str]) -> str:
     more = f" and {len(items) - _NAMES_IN_ERRORS} more" if len(items) > _NAMES_IN_ERRORS else ""
     return ", ".join(items[:_NAMES_IN_ERRORS]) + more
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        return json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} cannot be read as the index of a sharded checkpoint: {error!r}") from error

@@ -9,11 +9,9 @@ ep in that dim. Its attributes say how they are laid out:
 
 T tokens of this rank, K experts per token, H hidden size, I an expert's intermediate size, E experts.
 
-Auxiliary load-balancing loss of mixtures of experts, over tokens sharded over ranks and layers over stages.
-
-Switch Transformers (arXiv 2101.03961, section 2.2), as in transformers' `load_balancing_loss_func`: over all layers
-and tokens, with R = layers x tokens, E experts, counts c_e (how often the highest logits of a token include that of
-expert e) and probability sums p_e (of the routers' softmax),
+The auxiliary load-balancing loss is that of Switch Transformers (arXiv 2101.03961, section 2.2), as in transformers'
+`load_balancing_loss_func`: over all layers and tokens, with R = layers x tokens, counts c_e (how often the highest
+logits of a token include that of expert e) and probability sums p_e (of the routers' softmax),
 
     loss = E * sum_e (c_e / R) * (p_e / R)
 
@@ -221,11 +219,7 @@ class RouterBalance:
         self._step_counts = self._over_ranks(torch.stack([b[0] for b in balances]).sum(0)) if balances else None
 
     def share(self, balance: Tensor) -> Tensor:
-        """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp).
-
-        Over the loss axis, and the micro-batches of the step, the shares sum to the loss, and their gradients to its
-        gradient.
-        """
+        """Return this rank's share of the weighted auxiliary loss, float32, 0-dim. Collective over loss (and tp)."""
         counts, probabilities = self._step_counts, balance[1]
         if counts is None:
             counts = self._over_ranks(balance[0].detach().clone())

@@ -142,10 +142,8 @@ def save_weights(
         max_shard_bytes: maximum size of a file, unless a single tensor is larger.
         group: the ranks that together hold the model; None for all.
 
-    Raises:
-        ValueError: on every rank, naming all parameters that are missing, unknown, or do not match `config`, and a
-            directory with other content than a model.
-        RuntimeError: on every rank, if a rank cannot write.
+    Raises on every rank: ValueError, naming all parameters that are missing, unknown, or do not match `config`, and a
+    directory with other content than a model; RuntimeError if a rank cannot write.
     """
     whole = _exported_model(config, generation_config)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(whole).items()}
@@ -196,7 +194,11 @@ def write_folder(
     failure = _write_files(rounds, weights, partial, rank, group)
     _raise_failures(failure, group)
     if rank == 0:
-        failure = _finish(lambda: describe(rounds, partial), partial, folder)
+        try:
+            describe(rounds, partial)
+            _replace(folder, partial)
+        except (OSError, ValueError) as error:
+            failure = f"{partial}: {error}"
     _raise_failures(failure, group)
 
 
@@ -322,19 +324,14 @@ def _describe(whole: PreTrainedModel, rounds: Sequence[Sequence[FilePlan]], part
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _finish(describe: Callable[[], None], partial: Path, folder: Path) -> str:
-    """Write what describes the weights, and rename `partial` to `folder`; return the error if that failed."""
-    try:
-        describe()
-        replaced = folder.with_name(folder.name + REPLACED)
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        partial.rename(folder)
+def _replace(folder: Path, new: Path) -> None:
+    """Rename `new` to `folder`, of which nothing remains."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, ValueError) as error:
-        return f"{partial}: {error}"
-    return ""
+        folder.rename(replaced)
+    new.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _raise_failures(failure: str, group: dist.ProcessGroup | None) -> None:

@@ -51,9 +51,8 @@ def apply_unified_sp(
     Call it before FSDP. The model then takes the output of `shard_batch`: `input_ids`, `position_ids` and, for packed
     documents, `cu_seqlens`; it returns the logits of this rank's tokens. `model.unified_sp` is the attention layer.
 
-    Raises:
-        TypeError: if `model` is not a transformers model.
-        ValueError: naming everything about the model that sequence parallelism does not support.
+    Raises TypeError if `model` is not a transformers model, and ValueError, naming everything about the model that
+    sequence parallelism does not support.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")

@@ -57,16 +57,16 @@ def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
 
     Raises ValueError, naming those that are not linears of the model, and those that peft would place on its experts.
     """
-    model = empty_model(config)
+    model, has_experts = empty_model(config), model_facts(config.model_type, config).num_experts > 0
     linears = sorted({name.rpartition(".")[2] for name, _ in _linears(model)})
     names = linears if targets == ALL_LINEAR else sorted({name.strip() for name in targets.split(",")})
     if unknown := [name for name in names if name not in linears]:
-        experts = " (experts are fused parameters, which get no adapters)" if _has_experts(config) else ""
+        experts = " (experts are fused parameters, which get no adapters)" if has_experts else ""
         raise ValueError(
             f"lora_targets={targets} names {', '.join(map(repr, unknown))}, but the linear layers of "
             f"{config.model_type} are {', '.join(linears)}{experts}: use some of those, or {ALL_LINEAR}"
         )
-    moved = _moved_to_experts(model, linears) & set(names) if _has_experts(config) else set()
+    moved = _moved_to_experts(model, linears) & set(names) if has_experts else set()
     if targets != ALL_LINEAR and moved:
         raise ValueError(
             f"lora_targets={targets}: peft takes {', '.join(sorted(moved))} of {config.model_type} for its experts, "
@@ -166,10 +166,6 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.base_model.named_modules():
         if isinstance(module, nn.Linear):
             yield f"{prefix}.{name}", module
-
-
-def _has_experts(config: PretrainedConfig) -> bool:
-    return model_facts(config.model_type, config).num_experts > 0
 
 
 def _moved_to_experts(model: PreTrainedModel, names: Sequence[str]) -> set[str]:

@@ -184,10 +184,8 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
     Mamba layers get no keyword arguments, so their documents travel in `attention_mask`. Call this after registering
     forward hooks that read either.
 
-    Returns:
-        What the layers run through; its `channel` counts the bytes that this rank sends.
-
-    Raises ValueError, naming the modules that cannot be sharded.
+    Returns what the layers run through; its `channel` counts the bytes that this rank sends. Raises ValueError, naming
+    the modules that cannot be sharded.
     """
     mixers = sharded_mixers(model)
     refusals = [f"{name}: {mixer.refusal}" for name, mixer in mixers.items() if mixer.refusal]
@@ -256,7 +254,7 @@ class _DocumentGuard:
 
     def __init__(self, mixers: int, in_mask: bool) -> None:
         self.mixers, self.in_mask = mixers, in_mask
-        self.calls, self.with_documents, self.before_calls = 0, 0, (0, 0)
+        self.calls, self.with_documents = 0, 0  # since the forward began
         self.cache: Prefill | DecodeStep | None = None
 
     def count(self, cu_seqlens: Tensor | None) -> None:
@@ -264,7 +262,7 @@ class _DocumentGuard:
         self.with_documents += cu_seqlens is not None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.before_calls = (self.calls, self.with_documents)
+        self.calls, self.with_documents = 0, 0
         self.cache = kwargs.get("kv_cache")
         if not self.in_mask:
             return args, kwargs
@@ -279,13 +277,12 @@ class _DocumentGuard:
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         self.cache = None
-        calls, with_documents = self.calls - self.before_calls[0], self.with_documents - self.before_calls[1]
-        if calls != self.mixers:
-            raise RuntimeError(f"only {calls} of {self.mixers} recurrent layers ran over the sharded sequence")
-        if kwargs.get("cu_seqlens") is not None and with_documents != calls:
+        if self.calls != self.mixers:
+            raise RuntimeError(f"only {self.calls} of {self.mixers} recurrent layers ran over the sharded sequence")
+        if kwargs.get("cu_seqlens") is not None and self.with_documents != self.calls:
             raise RuntimeError(
-                f"{type(module).__name__} passed cu_seqlens to {with_documents} of its {calls} recurrent layers: the "
-                f"others would mix documents"
+                f"{type(module).__name__} passed cu_seqlens to {self.with_documents} of its {self.calls} recurrent "
+                f"layers: the others would mix documents"
             )
 
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,24 +85,17 @@ class _Call:
     output: Tensor
 
 
+_KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the configuration
+
+
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
     """Return `probe(kind, config)`, found once for equal configurations."""
-    known = copy.copy(config)
-    known.use_cache = False  # as `apply_unified_sp` sets it
-    return _structure(cast(Any, kind), _ByContent(known, known.to_json_string(use_diff=False)))
-
-
-@dataclass(frozen=True)
-class _ByContent:
-    """A configuration that is equal to others of the same content."""
-
-    config: PretrainedConfig = field(compare=False)
-    content: str
-
-
-@lru_cache(maxsize=64)
-def _structure(kind: Any, known: _ByContent) -> Structure:
-    return probe(kind, known.config)
+    config = copy.copy(config)
+    config.use_cache = False  # as `apply_unified_sp` sets it
+    content = config.to_json_string(use_diff=False)
+    if (kind, content) not in _KNOWN:
+        _KNOWN[kind, content] = probe(kind, config)
+    return _KNOWN[kind, content]
 
 
 def probe(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
@@ -128,12 +119,10 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     base = backbone(model)
     names = {module: name for name, module in base.named_modules()}
     mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
-    sharded = [base.get_submodule(name) for name in mixers]
-    watch = _Watch(base, sharded)
-    calls, different = _run_twice(base, watch, sharded)
+    calls, mixing, different = _run_twice(base, [base.get_submodule(name) for name in mixers])
     problems: list[str] = []
-    if watch.found:
-        problems.append(f"{', '.join(watch.found)} mix tokens outside of transformers' AttentionInterface")
+    if mixing:
+        problems.append(f"{', '.join(mixing)} mix tokens outside of transformers' AttentionInterface")
     elif not calls and not mixers:
         problems.append(NOT_REGISTERED)
     elif different:
@@ -158,12 +147,14 @@ def _structure_of(model: PreTrainedModel) -> Structure:
     return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, kinds, outputs)
 
 
-def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> tuple[list[_Call], bool]:
-    """Run all tokens, then only some; return the calls of attention, and whether these tokens differ."""
+@torch.no_grad()
+def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call], list[str], bool]:
+    """Run all tokens, then only some. Return the calls of attention, the kinds of those other parts of decoder layers
+    that give other results for a part of the tokens, and whether these tokens differ in any other way."""
     ids = torch.arange(LENGTH).unsqueeze(0) * 7 % (VOCAB - 4) + 3
     positions, shard = torch.arange(LENGTH).unsqueeze(0), torch.tensor(SHARD)
-    calls, same = list[_Call](), list[bool]()
-    mixed, same_inputs = list[Any](), list[bool]()
+    calls, same, mixing = list[_Call](), list[bool](), list[str]()
+    whole_run = list[tuple[Tensor | None, Any]]()  # what the watched modules took and returned, in the first run
 
     def record(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
@@ -171,35 +162,42 @@ def _run_twice(base: nn.Module, watch: _Watch, mixers: Sequence[nn.Module]) -> t
         calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(q, k, v, attention_mask)))
         return calls[-1].output, None
 
+    replayed = iter(calls)
+
     def replay(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any) -> Any:
-        call = calls[len(same)]
+        call = next(replayed)
         same.append(all(_equal(x, whole[:, :, shard]) for x, whole in zip((q, k, v), call.inputs, strict=True)))
         return call.output[:, shard].contiguous(), None
 
-    def replay_mixer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if not watch.compare:
-            mixed.append((_first_tensor((*args, *kwargs.values())), output))
-            return output
-        taken, whole = mixed.pop(0)
-        same_inputs.append(_equal(_first_tensor((*args, *kwargs.values())), taken[:, shard]))
-        return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
+    def remember(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        whole_run.append((_first_tensor((*args, *kwargs.values())), output))
 
-    def run(attention: Callable[..., Any], tokens: Tensor) -> Tensor:
+    def compare(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        taken, (before, whole) = _first_tensor((*args, *kwargs.values())), whole_run.pop(0)
+        if module in mixers:
+            same.append(_equal(taken, before[:, shard]))  # type: ignore[index]
+            return (whole[0][:, shard], *whole[1:]) if isinstance(whole, tuple) else whole[:, shard]
+        name = type(module).__name__
+        if name not in mixing and _same(taken, before) and not _same(_first_tensor(output), _first_tensor(whole)):
+            mixing.append(name)
+        return output
+
+    def run(attention: Callable[..., Any], hook: Callable[..., Any], tokens: Tensor) -> Tensor:
         AttentionInterface.register(PROBE, attention)
+        hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in watched]
         own = {"input_ids": ids[:, tokens], "position_ids": positions[:, tokens]}
-        return base(**own, use_cache=False, kv_cache=None).last_hidden_state
+        try:
+            return base(**own, use_cache=False, kv_cache=None).last_hidden_state
+        finally:
+            AttentionInterface.register(PROBE, _unprepared)
+            for registered in hooks:
+                registered.remove()
 
-    hooks = [mixer.register_forward_hook(replay_mixer, with_kwargs=True) for mixer in mixers]
-    try:
-        with torch.no_grad(), watch.watching():
-            whole = run(record, torch.arange(LENGTH))
-            watch.compare = True
-            part = run(replay, shard)
-    finally:
-        AttentionInterface.register(PROBE, _unprepared)
-        for hook in hooks:
-            hook.remove()
-    return calls, not (all(same) and all(same_inputs) and _equal(part, whole[:, shard]))
+    stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    watched = dict.fromkeys([*(part for stack in stacks for layer in stack for part in layer.children()), *mixers])
+    whole = run(record, remember, torch.arange(LENGTH))
+    part = run(replay, compare, shard)
+    return calls, mixing, not (all(same) and _equal(part, whole[:, shard]))
 
 
 @torch.no_grad()
@@ -275,40 +273,10 @@ def _known_masks(length: int) -> Iterator[tuple[LayerMask, Tensor]]:
         yield LayerMask("chunked", name), causal & (query // width == key // width)
 
 
-class _Watch:
-    """Finder of the parts of decoder layers that mix tokens: those that give other results for a part of the tokens.
-    compare: whether the whole sequence has been seen."""
-
-    def __init__(self, base: nn.Module, besides: Sequence[nn.Module]) -> None:
-        stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-        self._parts = {id(part): part for stack in stacks for layer in stack for part in layer.children()}
-        for known in besides:
-            self._parts.pop(id(known), None)
-        self._whole: list[tuple[Tensor | None, Tensor | None]] = []
-        self.compare, self.found = False, list[str]()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        hooks = [part.register_forward_hook(self._after, with_kwargs=True) for part in self._parts.values()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        own = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
-        if not self.compare:
-            self._whole.append(own)
-            return
-        whole, name = self._whole.pop(0), type(module).__name__
-        if self._same(own[0], whole[0]) and not self._same(own[1], whole[1]) and name not in self.found:
-            self.found.append(name)
-
-    def _same(self, part: Tensor | None, whole: Tensor | None) -> bool:
-        if part is None or whole is None or whole.dim() < 2 or whole.shape[1] != LENGTH:
-            return True  # not by token
-        return _equal(part, whole[:, list(SHARD)])
+def _same(part: Tensor | None, whole: Tensor | None) -> bool:
+    if part is None or whole is None or whole.dim() < 2 or whole.shape[1] != LENGTH:
+        return True  # not by token
+    return _equal(part, whole[:, list(SHARD)])
 
 
 def _first_tensor(values: Any) -> Any:

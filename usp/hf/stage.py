@@ -4,8 +4,7 @@
 
 The model is an unmodified transformers model without the layers of other stages. Its output head is never called: the
 loss uses its weight, so that the logits of all tokens are never materialized, and what the model's forward does to them
-afterwards is measured beforehand (`logit_transform`). Without pipeline parallelism, the only
-stage is both first and last.
+afterwards is measured beforehand (`logit_transform`). Without pipeline parallelism, the only stage is both.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _CHECKED = (-300.0, -30.0, -2.0, 0.0, 0.5, 7.0, 100.0)
 class CausalLMStage(nn.Module):
     """Stage of `model`, and the root module that the engine shards.
 
-    first: the stage takes ids.
-    last: the stage has the output head.
+    first, last: whether the stage takes ids, and whether it has the output head.
     loss_chunk: number of tokens whose logits exist at a time.
     balance: collects the routers' statistics if their auxiliary loss is part of the loss.
     transform: from `logit_transform`, for models with one.
@@ -68,9 +66,8 @@ class CausalLMStage(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return hidden states, or on the last stage the output of `head`: in training this rank's share of the loss.
 
-        The load-balancing loss is added in training mode only.
-
-        With `balance`, hidden states come with its result so far, on the last stage too if `head` is None.
+        With `balance`, hidden states come with its result so far, on the last stage too if `head` is None; in training
+        mode its loss is added.
 
         Args:
             x: (B, S) ids on the first stage, else hidden states (B, S, H).

@@ -3,7 +3,7 @@
 A chat becomes ids, and a mask of what the assistant writes. With generation marks in the template, both are those of
 `apply_chat_template`: a token is the assistant's if any of its characters is between the marks.
 
-Without marks, `find_spans` finds what the assistant writes by rendering the beginnings of a chat. The messages before
+Without marks, `_find_spans` finds what the assistant writes by rendering the beginnings of a chat. The messages before
 one of the assistant's are rendered with what begins the next one (`add_generation_prompt`): if the whole chat begins
 with that, the message begins there. It ends where a chat of the messages up to it ends, if the whole chat begins with
 this too, except for special tokens at its end. Templates that write earlier messages in another way, such as without
@@ -17,9 +17,9 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ SHOWN = 60  # characters in messages
 FAILURES = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
 Span = tuple[int, int]  # characters
-Messages = Sequence[Message]
-Render = Callable[[Messages, bool], str]  # with or without the beginning of the assistant's next message
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,7 @@ class ChatTemplate:
         marked = bool(MARK.search(self.tokenizer.get_chat_template(None, chat.tools)))
         text, spans = self._render(chat, chat.messages, marks=marked)
         if not marked:
-            special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-            special |= set(self.tokenizer.all_special_tokens)
-            try:
-                render = partial(self._render, chat)
-                spans = find_spans(lambda some, begin: render(some, begin)[0], chat.messages, special, chat.prompt)
-            except ValueError as error:
-                raise ValueError(f"{chat.where}: {str(error).removeprefix(f'{chat.where}: ')}") from error
+            spans = self._find_spans(chat, text)
         elif chat.prompt:
             prompts = (self._render(chat, chat.messages[: chat.prompt], begin)[0] for begin in (True, False))
             length = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
@@ -104,6 +96,44 @@ class ChatTemplate:
                 )
             spans = [(max(begin, length), end) for begin, end in spans if end > length]
         return text, spans
+
+    def _find_spans(self, chat: Chat, whole: str) -> list[Span]:
+        """Return the characters of the rendered chat that the assistant writes in each message after the prompt, up to
+        the last special token that ends it. Raises ValueError for a message whose span cannot be found."""
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(self.tokenizer.all_special_tokens)
+        spans = []
+        for number in range(chat.prompt, len(chat.messages)):
+            if chat.messages[number]["role"] != ASSISTANT:
+                continue
+            before, _ = self._render(chat, chat.messages[:number], begin=True)
+            if not whole.startswith(before):
+                same = _common(whole, before)
+                writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
+                raise _unknown(chat, number, f"begins it with {before[-SHOWN:]!r}, but writes {writes!r}")
+            end = _end(whole, self._render(chat, chat.messages[: number + 1])[0], special)
+            if end is None:
+                end = self._end_by_letter(chat, number, whole, special)
+            if end is None or end < len(before):
+                raise _unknown(chat, number, "writes it in another way when more messages follow")
+            spans.append((len(before), end))
+        return spans
+
+    def _end_by_letter(self, chat: Chat, number: int, whole: str, special: Collection[str]) -> int | None:
+        """Return where a message that holds only text ends in `whole`, by adding a letter to it."""
+        message = chat.messages[number]
+        content = message.get("content")
+        if message.keys() - {"role", "content"} or not isinstance(content, str):
+            return None
+        for text in {content, content.rstrip()}:  # templates keep whitespace at the end, or drop it
+            letter = "y" if text.endswith("x") else "x"
+            longer = {**message, "content": text + letter}
+            changed, _ = self._render(chat, [*chat.messages[:number], longer, *chat.messages[number + 1 :]])
+            end = _common(whole, changed)
+            token = next((token for token in special if token and whole.startswith(token, end)), None)
+            if changed == whole[:end] + letter + whole[end:] and token:
+                return end + len(token)
+        return None
 
     def _render(
         self, chat: Chat, messages: Sequence[Message], begin: bool = False, marks: bool = False
@@ -164,33 +194,6 @@ def _bytes(text: str, spans: list[Span]) -> tuple[Ids, Mask]:
     return np.concatenate(ids), np.concatenate(masks)
 
 
-def find_spans(render: Render, messages: Messages, special: Collection[str], first: int = 0) -> list[Span]:
-    """Return the characters of the rendered chat that the assistant writes in each of its messages.
-
-    A span ends with the last of the special tokens that end the message, without the whitespace behind it.
-
-    special: special tokens as text. first: number of the first message that is considered.
-
-    Raises ValueError for a message whose span cannot be found.
-    """
-    whole = render(messages, False)
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] == ASSISTANT and number >= first:
-            before = render(messages[:number], True)
-            if not whole.startswith(before):
-                same = _common(whole, before)
-                writes = whole[max(0, same - SHOWN // 2) : same + SHOWN // 2]
-                raise _unknown(number, f"begins it with {before[-SHOWN:]!r}, but writes {writes!r}")
-            end = _end(whole, render(messages[: number + 1], False), special)
-            if end is None:
-                end = _end_by_letter(render, messages, number, whole, special)
-            if end is None or end < len(before):
-                raise _unknown(number, "writes it in another way when more messages follow")
-            spans.append((len(before), end))
-    return spans
-
-
 def _end(whole: str, ended: str, special: Collection[str]) -> int | None:
     """Return where the last message of `ended` ends in `whole`, which may continue differently after it."""
     endings: list[str] = []  # special tokens and whitespace at the end of `ended`
@@ -213,33 +216,16 @@ def _end(whole: str, ended: str, special: Collection[str]) -> int | None:
     return last if last > len(text) else end
 
 
-def _end_by_letter(render: Render, messages: Messages, number: int, whole: str, special: Collection[str]) -> int | None:
-    """Return where a message that holds only text ends in `whole`, by adding a letter to it."""
-    message = messages[number]
-    content = message.get("content")
-    if message.keys() - {"role", "content"} or not isinstance(content, str):
-        return None
-    for text in {content, content.rstrip()}:  # templates keep whitespace at the end, or drop it
-        letter = "y" if text.endswith("x") else "x"
-        longer = {**message, "content": text + letter}
-        changed = render([*messages[:number], longer, *messages[number + 1 :]], False)
-        end = _common(whole, changed)
-        token = next((token for token in special if token and whole.startswith(token, end)), None)
-        if changed == whole[:end] + letter + whole[end:] and token:
-            return end + len(token)
-    return None
-
-
 def _common(first: str, second: str) -> int:
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _unknown(number: int, why: str) -> ValueError:
+def _unknown(chat: Chat, number: int, why: str) -> ValueError:
     return ValueError(
-        f"the chat template does not mark what the assistant generates, and it does not show either: of message "
-        f"{number + 1} it {why}; put {{% generation %}} and {{% endgeneration %}} around what the assistant writes in "
-        f"the template, in a file that chat_template names"
+        f"{chat.where}: the chat template does not mark what the assistant generates, and it does not show either: of "
+        f"message {number + 1} it {why}; put {{% generation %}} and {{% endgeneration %}} around what the assistant "
+        f"writes in the template, in a file that chat_template names"
     )
 
 

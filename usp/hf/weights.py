@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,9 @@ def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed accelerators, whose state is not restored here.
         torch.default_generator.manual_seed(int.from_bytes(digest, "big", signed=True))
-        for owner in _with_ancestors(prefix):
+        parts = prefix.split(".") if prefix else []
+        for depth in range(len(parts), -1, -1):  # modules that contain it fill the buffers of some (Falcon-H1)
+            owner = ".".join(parts[:depth])
             whole._init_weights(whole.get_submodule(owner))
             uninitialized = [
                 name
@@ -103,14 +105,6 @@ def _drawn(whole: PreTrainedModel, prefix: str, seed: int) -> dict[str, Tensor]:
         f"transformers does not initialize {', '.join(uninitialized)} of {prefix} ({type(module).__name__}): load "
         f"weights from a directory, or use another model type"
     )
-
-
-def _with_ancestors(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules that contain it, some of which fill its buffers (Falcon-H1)."""
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 @torch.no_grad()

@@ -11,26 +11,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 
-class Copier(Protocol):
-    """Copier between the device and host memory; the device's compute goes on, until it is told to wait."""
+class Copier:
+    """Copier between the device and host memory. The device's compute goes on until it is told to wait. This one is for
+    tensors in host memory, and leaves them there."""
 
-    def to_host(self, x: Tensor) -> tuple[Any, Any]:
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """Begin to copy `x`, which must be kept until the end; return (the copy, an event: its end)."""
+        return x, None
 
-    def to_device(self, copies: Sequence[Any], after: Any) -> tuple[list[Tensor], Any]:
+    def to_device(self, copies: Sequence[Tensor], after: Any) -> tuple[list[Tensor], Any]:
         """Begin to copy back, after an event of `to_host`; return (new tensors, an event: the end of all copies)."""
+        return list(copies), None
 
     def wait(self, event: Any) -> None:
         """Let what is computed from now on wait for an event."""
 
 
-class PinnedCopier:
+class PinnedCopier(Copier):
     """Copier of a GPU's tensors to pinned host memory and back, on a stream for each direction.
 
     Must be used on the stream of the computation, as hooks of autograd are: that stream allocates the tensors that are
@@ -62,22 +65,9 @@ class PinnedCopier:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
-class InPlace:
-    """The copier of tensors that are in host memory: leaves them there."""
-
-    def to_host(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
-
-    def to_device(self, copies: Sequence[Tensor], after: None) -> tuple[list[Tensor], None]:
-        return list(copies), None
-
-    def wait(self, event: None) -> None:
-        pass
-
-
 def copier_for(device: torch.device) -> Copier:
     """Return the copier of a device."""
-    return PinnedCopier(device) if device.type == "cuda" else InPlace()
+    return PinnedCopier(device) if device.type == "cuda" else Copier()
 
 
 class Packed:

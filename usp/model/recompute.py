@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn
     """
     for module in eager:
         module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
-    layers = [layer for layer in layers if _has_parameters(layer)]
+    layers = list(layers)
     # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
     limit = torch._dynamo.config.recompile_limit * len(layers)
     for layer in layers:
@@ -47,10 +47,8 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
     return run
 
 
-class Keeping(Protocol):
-    """What passes the steps of its calls to a `Keep` while a checkpointed layer runs."""
-
-    def keeping(self, keep: Keep) -> AbstractContextManager[None]: ...
+# Passes steps of a layer to a `Keep` in the context that it returns, while a checkpointed layer runs.
+Keeping: TypeAlias = Callable[[Keep], AbstractContextManager[None]]
 
 
 def apply_activation_checkpointing(
@@ -86,12 +84,13 @@ def apply_activation_checkpointing(
     """
     if mode == "none":
         return
-    layers = [layer for layer in layers if _has_parameters(layer)]
-    saved = {"full": (), "attention-saved": (attention, order), "selective": (attention, order, Products())}[mode]
-    kept: list[Keeping] = [part for part in saved if part is not None]
+    saved = () if mode == "full" else (attention, order)
+    kept: list[Keeping] = [part.keeping for part in saved if part is not None]
+    if mode == "selective":
+        kept.append(_products)
     away = Offload() if offload else None
-    for layer in layers:
-        layer.forward = _checkpointed(layer.forward, kept, away, first=layer is layers[0])
+    for index, layer in enumerate(layers):
+        layer.forward = _checkpointed(layer.forward, kept, away, first=index == 0)
 
 
 def _checkpointed(
@@ -120,29 +119,27 @@ class _During:
     def __enter__(self) -> None:
         self.stack, keep = ExitStack(), self.keep()
         for part in self.kept:
-            self.stack.enter_context(part.keeping(keep))
+            self.stack.enter_context(part(keep))
 
     def __exit__(self, *error: Any) -> None:
         self.stack.close()
 
 
-class Products:
-    """The matrix products of a layer, as steps of a `Keep`: those of linears and of experts."""
-
-    @contextmanager
-    def keeping(self, keep: Keep) -> Iterator[None]:
-        with _Products(keep):
-            yield
-        if isinstance(keep, KeepResults):
-            # What a layer computes last is added to its input, so that no backward reads it.
-            keep.forget_last(_LINEAR)
+@contextmanager
+def _products(keep: Keep) -> Iterator[None]:
+    """Pass the matrix products of linears and of experts to `keep`."""
+    with _ProductMode(keep):
+        yield
+    if isinstance(keep, KeepResults):
+        # What a layer computes last is added to its input, so that no backward reads it.
+        keep.forget_last(_LINEAR)
 
 
 _LINEAR = "linear"
 _PRODUCTS = {torch.ops.aten.mm: _LINEAR, torch.ops.aten.addmm: _LINEAR, torch.ops.aten._grouped_mm: "experts"}
 
 
-class _Products(TorchDispatchMode):
+class _ProductMode(TorchDispatchMode):
     """Dispatch mode that passes products to `keep` below autograd: their backward is as if everything were saved."""
 
     def __init__(self, keep: Keep) -> None:
@@ -169,7 +166,7 @@ def apply_tiled_mlp(layers: Iterable[nn.Module], tile_tokens: int, backend: str 
     Each tile is recomputed in the backward. Inside a checkpointed layer, the MLP's forward runs three times, and still
     only one tile's intermediates exist. Raises ValueError for layers without an `mlp`.
     """
-    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers if _has_parameters(layer)]
+    mlps: list[Any] = [getattr(layer, "mlp", None) for layer in layers]
     if None in mlps:
         raise ValueError("tiled MLPs: every layer must have its feed-forward block in `mlp`")
     for mlp in mlps:
@@ -182,7 +179,3 @@ def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[T
         return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
 
     return run
-
-
-def _has_parameters(layer: nn.Module) -> bool:
-    return next(layer.parameters(), None) is not None

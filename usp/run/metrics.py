@@ -60,8 +60,7 @@ class StepRecord:
     rank's, as is data_seconds, the part of `seconds` in which it waited for its batch. eval_loss and eval_perplexity
     are of the held-out data after the step; None where it was not evaluated. eval_loss_by_position is that loss by the
     last position of a range, each twice as long as the one before; its numbers are "eval_loss_by_position/1024" and so
-    on. attention_kernels are those that this rank's calls have used so far. stage: of the
-    curriculum, from 1.
+    on. attention_kernels are those that this rank's calls have used so far. stage: of the curriculum, from 1.
     """
 
     step: int

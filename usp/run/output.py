@@ -64,16 +64,12 @@ class LineFile:
                 raise OSError(f"only {written} of {len(data)} bytes were written")
 
 
-class FolderInUse(ValueError):
-    """Another process writes to the folder; the message names it."""
-
-
 @contextmanager
 def locked(folder: Path, seconds: float = WAIT_SECONDS) -> Iterator[str]:
     """Create `folder` and hold its lock during the block; yield what the lock's file says, another text every time.
 
-    Where the file system has no locks, warn and go on. Raises FolderInUse if another process still holds the lock after
-    so many seconds.
+    Where the file system has no locks, warn and go on. Raises ValueError, naming the process that still holds the lock
+    after so many seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -110,7 +106,7 @@ def _lock(file: int, folder: Path, seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= end:
                 writer = holder(folder) or "another process"
-                raise FolderInUse(f"{folder} is in use: {writer} writes to it; choose another folder") from None
+                raise ValueError(f"{folder} is in use: {writer} writes to it; choose another folder") from None
             time.sleep(0.1)
         except OSError as error:
             return warn(f"{folder / LOCK} cannot be locked ({error}): nothing keeps another run out of this folder")

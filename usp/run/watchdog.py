@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -60,7 +61,8 @@ def unfinished_on_gpu(record: bytes) -> str:
 
 
 def _of_thread(frame: FrameType) -> Whereabouts:
-    calls = list(_calls(frame))
+    stack = traceback.walk_stack(frame)  # innermost first
+    calls = [(_short(each.f_code.co_filename), line, each.f_code.co_name) for each, line in stack]
     collective = ""
     outside = len(calls)
     for index, (file, _, function) in enumerate(calls):
@@ -73,13 +75,6 @@ def _of_thread(frame: FrameType) -> Whereabouts:
         collective = "wait"  # torch.distributed's Work.wait has no Python frame
     callers = calls[outside : outside + CALLERS] or calls[:CALLERS]
     return Whereabouts(collective, " < ".join(f"{file}:{line} {function}" for file, line, function in callers))
-
-
-def _calls(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """Yield (short file name, line, function) of the calls, innermost first."""
-    while frame is not None:
-        yield _short(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
 
 
 def _short(file: str) -> str:

@@ -37,7 +37,7 @@ from parallel import ParallelMesh
 from .axes import GridChannel, SpAxes
 from .scan import Recurrence, ScanProgram, scan, scan_with_states
 from .sp_attention import documents_of
-from .spans import HaloPlan, Segment, SentBytes, SpanPlan
+from .spans import HaloPlan, Segment, SpanPlan
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,6 @@ class ReshardPlan:
     def receives(self) -> tuple[Tensor, ...]:
         """Where the tokens of each rank go among this rank's, in order of position."""
         return _shared(self.destination, self.source, self.rank)
-
-    def wire_bytes(self, rows: int, width: int, dtype: torch.dtype) -> SentBytes:
-        """Predict the bytes that this rank sends for (rows, local_len, width) and its gradient."""
-        sent, received = (
-            sum(len(index) for peer, index in enumerate(indices) if peer != self.rank)
-            for indices in (self.sends, self.receives)
-        )
-        per_token = rows * width * dtype.itemsize
-        return SentBytes(sent * per_token, received * per_token)
 
 
 def _positions(layout: SequenceLayout, rank: int) -> Tensor:
@@ -201,12 +192,7 @@ class OrderedCall:
 class SequenceOrder:
     """Runner of layers that work in sequence order over a ring x ulysses mesh, for any sequence layout.
 
-    Args:
-        mesh: a ParallelMesh, or a torch DeviceMesh with axes named ring and ulysses.
-        layout: contiguous, zigzag or striped, as `shard_batch` divided the sequence.
-
-    Raises:
-        ValueError: for an unknown layout.
+    mesh, layout: as of `UnifiedSPAttention`, which also raises alike.
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag") -> None:

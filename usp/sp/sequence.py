@@ -22,10 +22,8 @@ IGNORED_LABEL = -100  # the convention of transformers and torch
 def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
     """Return this rank's shard of a global tensor that every sequence-parallel rank holds; no communication.
 
-    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). Differentiable.
-
-    Raises:
-        ValueError: for an unknown layout, or a length that it cannot divide.
+    `x.shape[dim]` is the global length; the shard has length / (ring * ulysses). Differentiable. Raises ValueError for
+    an unknown layout, or a length that it cannot divide.
     """
     axes = SpAxes.of(mesh)
     positions = axes.positions(axes.layout(layout, x.shape[dim]))

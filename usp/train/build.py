@@ -124,8 +124,7 @@ def build_engine(
 
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
-    """Build this rank's stages on the meta device, sharded over data-parallel ranks where FSDP2 does that. Raises
-    ValueError for a model that cannot be divided as asked."""
+    """Build this rank's stages on the meta device, sharded where FSDP2 does that. Raises as `build_engine`."""
     stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pp_schedule, mesh.size("pp"), mesh.rank("pp"))]
     if recipe.engine == "fsdp2" and recipe.zero is not None:
         for stage in stages:
@@ -164,8 +163,7 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
     """Build an engine for other degrees of dp_shard, ring and ulysses around the weights of `engine`, which it uses up.
 
     The parts of weights and optimizer states that a rank holds depend only on the product of these degrees, so every
-    rank keeps its own, and nothing is sent. Collective, as `build_engine`. Raises ValueError for a model that cannot be
-    divided as asked.
+    rank keeps its own, and nothing is sent. Collective, and raises as `build_engine`.
     """
     stages = build_stages(recipe, mesh)
     for stage, old in zip(stages, engine.stages, strict=True):
@@ -215,8 +213,6 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     layers = stage_layers(len(decoder_layers(model)), mesh.size("pp") * stages_per_rank(recipe.pp_schedule))
     first, last = index == 0, index == len(layers) - 1
     found = structure(type(model), model.config)
-    if len(layers) > 1 and not found.in_stages:
-        raise ValueError(f"{type(model).__name__} changes hidden states outside of its layers: use pp=1")
     if found.mixers and mesh.size("tp") > 1:
         raise ValueError(
             f"tp={mesh.size('tp')} does not divide the recurrent layers of {type(model).__name__} "

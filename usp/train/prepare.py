@@ -17,9 +17,8 @@ import torch
 
 from attention import KERNEL_NAMES
 from usp.config import BOS, DEVICES, DTYPES, CommonConfig, TrainConfig, by_stage
-from usp.data.batches import BatchStream
+from usp.data.batches import BatchStream, MixedRows, parse_mixture, taken
 from usp.data.cache import check_ids, find_data, open_data
-from usp.data.mixture import MixedRows, parse_mixture, taken
 from usp.data.rows import PackedRows, StageRows, WholeRows
 from usp.data.sources import DataFiles, without
 from usp.data.store import TokenStore

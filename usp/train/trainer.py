@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh, ProcessGroups, local_tensor, peak_flops
-from usp.data.batches import Batch, BatchReader
+from usp.data.batches import Batch, BatchReader, parse_mixture
 from usp.data.chats import CLOSE, OPEN, excerpt
-from usp.data.mixture import parse_mixture
 from usp.data.rows import PackedRows, WholeRows
 from usp.hf.models import hide_progress_bars
 from usp.model.facts import training_flops
@@ -100,8 +99,7 @@ def train(
 
 
 class Trainer(TrainingLoop):
-    """A model on a mesh, with its optimizer and data. Every rank calls every method, in the same order. `prepared`
-    names the folder, and a checkpoint that has been verified."""
+    """A model on a mesh, with its optimizer and data. `prepared` names the folder, and a verified checkpoint."""
 
     def __init__(
         self, prepared: PreparedRun, stop: StopRequest | None = None, watchdog: Watchdog | None = None

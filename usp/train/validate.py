@@ -116,8 +116,8 @@ def _degrees(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield str(error)
 
 
-def parallel_dims(config: CommonConfig) -> ParallelDims:
-    """Return the degrees of `config`; dp_shard is still -1 if it takes the remaining ranks."""
+def parallel_dims(config: Any) -> ParallelDims:
+    """Return the degrees of a configuration of any program; dp_shard is still -1 if it takes the remaining ranks."""
     return ParallelDims(ring=config.sp_ring, ulysses=config.sp_ulysses, **shared_values(config, ParallelDims))
 
 

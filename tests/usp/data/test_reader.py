@@ -17,9 +17,19 @@ from attention import SequenceLayout
 from attention.layout import LAYOUTS
 from parallel import ParallelDims, ParallelMesh
 from usp.config import TrainConfig
-from usp.data.batches import AHEAD, BatchReader, BatchStream, Part, read_batch
+from usp.data.batches import (
+    AHEAD,
+    PERIOD,
+    BatchReader,
+    BatchStream,
+    MixedRows,
+    Part,
+    parse_mixture,
+    read_batch,
+    shares,
+    taken,
+)
 from usp.data.cache import cached_store
-from usp.data.mixture import PERIOD, MixedRows, parse_mixture, shares, taken
 from usp.data.rows import PackedRows, Permutation, StageRows, WholeRows, best_fit
 from usp.data.sources import find_files
 from usp.data.store import TokenStore

@@ -15,9 +15,10 @@ from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_trainer import launch_of_pool
 from usp.__main__ import main
+from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import ByteTokenizer
-from usp.evaluation.needle import Cell, Haystack, NeedleConfig, cells_of, is_right, texts_of
+from usp.evaluation.needle import Cell, Haystack, NeedleConfig, is_right
 from usp.evaluation.needle_probe import NeedleResult, Response, prepare_probe, run_probe
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
@@ -104,8 +105,9 @@ def test_responses_are_those_of_plain_transformers_on_every_layout(ranks: RankPo
 def plain_responses(config: NeedleConfig) -> dict[tuple[int, float, int, str], float]:
     """Return the log-probability of each answer, by cell and response."""
     model, tokenizer, found = drawn_model(load_model_config(config.model)), ByteTokenizer(), {}
-    made = Haystack(config, tokenizer, texts_of(find_files("stdlib"), "text"), 320)
-    for cell in cells_of((200, 320), (0, 60, 100), 1):
+    pieces = (piece for file in find_files("stdlib").files for piece, _ in read_pieces(file, "text"))
+    made = Haystack(config, tokenizer, map(str, pieces), 320)
+    for cell in (Cell(length, depth, 0) for length in (200, 320) for depth in (0, 60, 100)):
         prompt = made.prompt(cell)
         ids, response = torch.from_numpy(prompt.ids), list[int]()
         with torch.no_grad():

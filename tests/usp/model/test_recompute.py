@@ -129,7 +129,7 @@ def test_parameter_names_are_kept_and_saved_tensors_offloaded(ranks: RankPool) -
 def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
     packed: list[tuple[int, ...]] = []
 
-    class Counting(offload.InPlace):
+    class Counting(offload.Copier):
         def to_host(self, x: Tensor) -> tuple[Tensor, None]:
             packed.append(tuple(x.shape))
             return super().to_host(x)
@@ -222,5 +222,4 @@ def test_layers_that_change_their_order_fail_on_every_rank(ranks: RankPool) -> N
 def test_layers_without_a_feed_forward_block_are_not_tiled() -> None:
     layer = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="every layer must have its feed-forward block"):
-        apply_tiled_mlp([layer, nn.Identity()], 1)
-    apply_tiled_mlp([nn.Identity()], 4)
+        apply_tiled_mlp([layer], 1)

@@ -7,8 +7,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -97,8 +96,13 @@ def loss_share(
 ) -> Tensor:
     """Return `Engine.evaluate` of these stages. Collective. Options as of `forward_only`."""
     inputs = [{**batch, "head": head} for batch in micro_batches]
-    with _evaluating(stages):
+    for stage in stages:
+        stage.eval()
+    try:
         shares = forward_only(stages, mesh, inputs, **options)
+    finally:
+        for stage in stages:
+            stage.train()
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()  # with ZeRO 1 and 2, a backward would do it
@@ -184,17 +188,6 @@ def forward_only(
 
 def _sendable(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else output
-
-
-@contextmanager
-def _evaluating(stages: Sequence[CausalLMStage]) -> Iterator[None]:
-    for stage in stages:
-        stage.eval()
-    try:
-        yield
-    finally:
-        for stage in stages:
-            stage.train()
 
 
 @dataclass(eq=False)

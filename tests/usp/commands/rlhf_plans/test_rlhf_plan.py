@@ -53,7 +53,7 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
         (["--world-size", "0"], "--world-size = 0 must be at least 1"),
         (["--response-tokens", "9,3"], "--response-tokens = 9,3 must be positive and ascending"),
         (["--response-tokens", "many"], "--response-tokens = many: many must be a number of tokens"),
-        (["--algorithm", "dpo"], "--algorithm = dpo must be one that generates"),
+        (["--algorithm", "dpo"], "--algorithm = 'dpo' must be one of ppo, grpo,"),
         (["--options", "mini_batch=2"], "--options = mini_batch=2: unknown 'mini_batch'"),
         (["--hardware", "h1000"], "h1000"),
         (["--out", "plan.txt"], "--out"),

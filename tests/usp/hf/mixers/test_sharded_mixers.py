@@ -17,6 +17,7 @@ from usp import shard_sequence
 from usp.hf.mixers import Mixer, apply_mixers, sharded_mixers
 from usp.sp.in_order import SequenceOrder
 from usp.sp.spans import HaloPlan
+from usp.sp.spans import SentBytes as PlannedBytes
 
 TOLERANCE = 1e-5
 # One family of each kind, on as many layouts as fit into CI; the grid with --exhaustive.
@@ -62,9 +63,12 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
     parts = [HaloPlan(plan, convolution.kernel_size[0]).wire_bytes(convolution.in_channels, torch.float32)]
     parts += [plan.state_bytes(STATES[family], torch.float32)] if family in STATES else []
     if moves := order.moves(seq_len):
-        moved = moves.wire_bytes(2, SIZES["hidden_size"], torch.float32)
-        back = moves.inverse.wire_bytes(2, SIZES["hidden_size"], torch.float32)
-        parts += [moved, back]
+        sent, received = (
+            sum(len(index) for peer, index in enumerate(indices) if peer != moves.rank)
+            for indices in (moves.sends, moves.receives)
+        )
+        both = (sent + received) * 2 * SIZES["hidden_size"] * torch.float32.itemsize  # to the layer and back
+        parts += [PlannedBytes(both, both)]
     with SentBytes() as forward:
         out = mixer(x, cu_seqlens=cu_seqlens)
     with SentBytes() as backward:
