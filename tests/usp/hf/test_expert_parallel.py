@@ -210,7 +210,7 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
-    return {family: ranks.run(train_alone, 1, family, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
+    return {family: ranks.run(train_alone, 1, family, STEPS, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
 
 
 @pytest.mark.exhaustive  # more: test_matrix.py

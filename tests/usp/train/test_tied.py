@@ -49,7 +49,7 @@ from usp.train.engines.base import Engine
 from usp.train.resolve import resolve
 from usp.train.step import train_step
 
-FAMILY, STEPS = "qwen3-tied-deep", 4
+FAMILY, STEPS = "qwen3-tied-deep", 3
 Flags = dict[str, Any]
 INTERLEAVED: Flags = {"pp": 2, "pp_schedule": "interleaved-1f1b", "micro_batches": 2}
 MESHES: dict[str, Flags] = {
@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool) -> torch.Tensor:
-    return torch.tensor(ranks.run(train_alone, 1, FAMILY)[0], dtype=torch.float64)
+    return torch.tensor(ranks.run(train_alone, 1, FAMILY, 5)[0], dtype=torch.float64)
 
 
 def difference(history: list[tuple[float, float]], alone: torch.Tensor) -> float:
