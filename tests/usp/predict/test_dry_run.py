@@ -141,7 +141,8 @@ def test_memory_is_labelled_by_category() -> None:
 
 
 def test_flops_equal_the_model_flops_without_recomputation() -> None:
-    config, model_config = replace(SMALL, device="auto", dtype="auto", seq_len=512, loss_chunk=256), load_model_config("tiny")
+    config = replace(SMALL, device="auto", dtype="auto", seq_len=512, loss_chunk=256)
+    model_config = load_model_config("tiny")
     run = dry_run(config, 1)
     assert (run.config.device, run.config.dtype) == ("cuda", "bfloat16") and "aten-flash" in run.kernel
     pairs, layers, hidden = 512 * 513 // 2, 2, 128

@@ -67,8 +67,10 @@ def also(name: str, family: str = "llama", **flags: Any) -> Row:
     return Row(name, flags, family, always=False)
 
 
-U1: dict[str, Any] = {"sp_ulysses": 1}
+U1, U2, R1 = {"sp_ulysses": 1}, {"sp_ulysses": 2}, {"sp_ring": 1}
 U2_R2, U4_R2 = {"sp_ulysses": 2, "sp_ring": 2}, {"sp_ulysses": 4, "sp_ring": 2}
+REPLICAS = {"dp_replicate": 2, "sp_ulysses": 2, "zero": 2}
+ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}
 ON_HOST = {"optim_offload": True, "micro_batches": 2}
 MATRIX = [
     # tensor parallel
@@ -81,7 +83,7 @@ MATRIX = [
     also("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
     also("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     row("pp2 dp2 r2, interleaved", "llama-deep", {}, pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
-    also("pp2 u2 r2, zero bubble", "llama-deep", pp=2, pp_schedule="zero-bubble", micro_batches=4, zero=1, **U2_R2),
+    also("pp2 u2 r2, zero bubble", "llama-deep", **ZERO_BUBBLE, **U2_R2),
     also("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
     # experts
     also("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
@@ -91,8 +93,8 @@ MATRIX = [
     also("pp2 ep2 u2 r2, zero 2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=4, zero=2),
     row("pp2 ep2 tp2 r2", "qwen3_moe", pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     also("pp2 u2 r2, interleaved", "mixtral-deep", pp=2, pp_schedule="interleaved-1f1b", **U2_R2, micro_batches=4),
-    row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, pp=2, pp_schedule="zero-bubble", **U2_R2, micro_batches=4, zero=1),
-    row("u4 r2, balance by micro-batch", "mixtral", {"sp_ulysses": 2}, **U4_R2, micro_batches=2, router_balance="micro-batch"),
+    row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2),
+    row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
     # ZeRO and engines
     *(also(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
@@ -101,14 +103,14 @@ MATRIX = [
         for zero, (kind, parts) in enumerate(((also, 1), (also, 1), (also, 2), (also, 1)))
     ),
     row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", {}, zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
-    also("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
+    also("dp_replicate2 dp_shard2 u2, zero 2", **REPLICAS, micro_batches=1),
     # the optimizer in host memory
-    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", few={}, zero=2, dp_replicate=2, sp_ulysses=2, optim_offload=True),
+    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", "llama", {}, **REPLICAS, optim_offload=True),
     also("dp2 u2 r2, zero 0, on the host", zero=0, **U2_R2, **ON_HOST),
     also("pp2 tp2 u2, zero 1, on the host", pp=2, tp=2, sp_ulysses=2, zero=1, **ON_HOST),
     also("ep4 u4 r2, zero 3, on the host", "qwen3_moe", ep=4, **U4_R2, **ON_HOST),
     also("dp2 u2 r2, zero 3, deepspeed, on the host", zero=3, engine="deepspeed", **U2_R2, **ON_HOST),
-    row("dp2 u2 r2, zero 1, deepspeed, on the host", few={"sp_ring": 1}, zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
+    row("dp2 u2 r2, zero 1, deepspeed, on the host", "llama", R1, zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
     # long sequences in little memory
     row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", {}, ac="attention-saved", mlp_tile=5, **U2_R2),
     row(
@@ -148,9 +150,7 @@ def steps(exhaustive: bool) -> int:
 
 
 @pytest.fixture(scope="module")
-def alone(
-    ranks: RankPool, chosen: list[Row], steps: int, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def alone(ranks: RankPool, chosen: list[Row], steps: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """For each family a folder with its first weights, and (loss, gradient norm) of each step of one process."""
     found: dict[str, Any] = {}
     for family, aux_loss, parts in sorted({reference(case) for case in chosen}):
@@ -208,9 +208,7 @@ def config_of(case: Row, folder: Path) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def with_deepspeed(
-    chosen: list[Row], alone: dict[str, Any], steps: int
-) -> dict[str, list[list[tuple[float, float]]]]:
+def with_deepspeed(chosen: list[Row], alone: dict[str, Any], steps: int) -> dict[str, list[list[tuple[float, float]]]]:
     """What every rank found in the rows of DeepSpeed, which keeps process groups for good: in processes of its own."""
     rows = [case for case in chosen if case.flags.get("engine") == "deepspeed"]
     configs = [config_of(case, alone[reference(case)][0]) for case in rows]

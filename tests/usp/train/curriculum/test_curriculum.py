@@ -27,7 +27,7 @@ from usp.train.trainer import Trainer
 SHORT = CurriculumStage(steps=2, seq_len=128, global_batch_size=8)
 LONG = CurriculumStage(steps=2, seq_len=256, global_batch_size=4)
 ALONE = (SHORT, LONG)
-SHARDED = (replace(SHORT, sp_ulysses=2), replace(LONG, sp_ulysses=2, sp_ring=2, micro_batches=2, ac="full"))
+SHARDED = (SHORT, replace(LONG, sp_ring=2, micro_batches=2, ac="full"))
 RUN = TrainConfig(warmup_steps=2, checkpoint_every=1, keep_checkpoints=9, adam_eps=1e-4, device="cpu", eval_every=1)
 
 
@@ -75,7 +75,7 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
     ]
     alone = replace(base, curriculum=ALONE, output=str(tmp_path / "alone"))
     on_one = replace(resumed[0], curriculum=ALONE, output=str(tmp_path / "on-one"))
-    ranks.run(each, 4, [sharded, *resumed])
+    ranks.run(each, 2, [sharded, *resumed])
     ranks.run(each, 1, [alone, on_one])
     whole, wanted = metrics_of(tmp_path / "sharded"), metrics_of(tmp_path / "alone")
     assert whole[:, :4].tolist() == [[n, 1, 128, 1024] for n in (1, 2)] + [[n, 2, 256, 1024] for n in (3, 4)]
@@ -94,7 +94,7 @@ def test_stages_are_those_of_one_process_and_resume_anywhere(
         ((SHARDED[0], replace(SHARDED[1], steps=9)), "data = .*tokens [0-9]+ to [0-9]+ of .*, but the checkpoint has"),
     ):
         with pytest.raises(ConfigurationError, match=said):
-            prepare(replace(last, curriculum=stages), Launch(world_size=4, local_world_size=4))
+            prepare(replace(last, curriculum=stages), Launch(world_size=2, local_world_size=2))
 
 
 def test_a_curriculum_is_read_from_a_file_or_a_configuration(base: TrainConfig, tmp_path: Path) -> None:
@@ -146,4 +146,4 @@ def test_what_a_curriculum_cannot_be_is_refused_naming_the_stage(base: TrainConf
     with pytest.raises(ConfigurationError, match="the planner chooses one layout, and its stages have different steps"):
         choose(replace(config, global_batch_size=8), 4, load_hardware("h100"))
     job = job_of(config, trained_model(config), 4)
-    assert (job.config.seq_len, job.dims.ulysses, job.dims.dp_shard, job.tokens) == (128, 2, 2, 256)
+    assert (job.config.seq_len, job.dims.ulysses, job.dims.dp_shard, job.tokens) == (128, 1, 4, 256)

@@ -61,7 +61,8 @@ def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of
     write_tiny(model_type, folder / "first", vocab_size=VOCAB)
     half = steps_of_a_run // 2
     config = replace(RUN, model=str(folder / "first"), steps=steps_of_a_run, checkpoint_every=half)
-    config = replace(config, data_cache=str(folder / "cache"))
+    (folder / "text.txt").write_text("A line of what is trained on.\n" * 100)
+    config = replace(config, data=str(folder / "text.txt"), data_cache=str(folder / "cache"))
     rows = {"batch_size": 2}
     ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")))
     checkpoint = folder / "whole" / CHECKPOINTS / f"step-{half:08}"
