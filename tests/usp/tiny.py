@@ -27,7 +27,7 @@ from usp.hf.weights import initialise
 from usp.train.step import sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5
-FEW_STEPS = 4  # where many grids are compared with one process
+FEW_STEPS = 3  # where many grids are compared with one process; the third loss shows the optimizer's states
 LEARNING_RATE, ADAM_EPS = 3e-3, 1e-4
 SIZES = {
     "vocab_size": VOCAB,
@@ -103,6 +103,7 @@ def packed_batch(step: int) -> dict[str, Tensor]:
 
 def train_alone(
     family: str,
+    steps: int = STEPS,
     aux_loss_coefficient: float = 0.0,
     parts: int = 1,
     change: Callable[[PreTrainedModel], None] = lambda model: None,
@@ -115,7 +116,7 @@ def train_alone(
     model = tiny_model(family)
     change(model)
     optimizer, history = optimiser(model), []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = loss_alone(model, packed_batch(step), aux_loss_coefficient, parts)
         optimizer.zero_grad()
         loss.backward()

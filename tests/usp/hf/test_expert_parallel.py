@@ -19,7 +19,18 @@ from parallel import ParallelDims, ParallelMesh, apply_fsdp, clip_grad_norm
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import reason, relative, tiny_config
 from tests.usp.hf.test_every_model import tiny_model as any_tiny_model
-from tests.usp.tiny import CONFIGS, MAX_NORM, ROWS, STEPS, VOCAB, optimiser, packed_batch, tiny_model, train_alone
+from tests.usp.tiny import (
+    CONFIGS,
+    FEW_STEPS,
+    MAX_NORM,
+    ROWS,
+    STEPS,
+    VOCAB,
+    optimiser,
+    packed_batch,
+    tiny_model,
+    train_alone,
+)
 from tests.usp.train.test_parity import largest_difference
 from usp import apply_unified_sp, shard_batch
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
@@ -170,7 +181,7 @@ def test_broken_experts_are_detected(ranks: RankPool, broken: str) -> None:
     assert min(ranks.run(experts_error, 2, "gpt_oss", broken)) > 1e-2
 
 
-# Ten steps
+# Several steps
 
 
 def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) -> list[tuple[float, float]]:
@@ -210,7 +221,7 @@ def train_sharded(family: str, dims: ParallelDims, steps: int, broken: Break) ->
 
 @pytest.fixture(scope="module")
 def alone(ranks: RankPool) -> dict[str, list[tuple[float, float]]]:
-    return {family: ranks.run(train_alone, 1, family, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
+    return {family: ranks.run(train_alone, 1, family, STEPS, COEFFICIENT)[0] for family in ("mixtral", "qwen3_moe")}
 
 
 @pytest.mark.exhaustive  # more: test_matrix.py
@@ -222,7 +233,7 @@ def test_ten_steps_match_a_single_process(ranks: RankPool, alone: dict, family: 
 
 @pytest.mark.parametrize("broken", [Break(balance=True), Break(gradient=True)], ids=str)
 def test_broken_steps_are_detected(ranks: RankPool, alone: dict, broken: Break) -> None:
-    found = ranks.run(train_sharded, 4, *GRIDS[0], STEPS, broken)
+    found = ranks.run(train_sharded, 4, *GRIDS[0], FEW_STEPS, broken)
     assert largest_difference(found, alone["mixtral"]) > 1e-4
 
 

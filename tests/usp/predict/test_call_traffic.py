@@ -189,7 +189,7 @@ def predicted(job: Job, rank: int, parts: Iterable[Sent]) -> Counts:
 
 def test_every_byte_of_an_inference_call_is_predicted(ranks: RankPool, exhaustive: bool) -> None:
     cases = INFERENCE if exhaustive else INFERENCE[::2]
-    for rank, found in enumerate(ranks.run(sent_by_inference, 4, cases, timeout=60)):
+    for rank, found in enumerate(ranks.run(sent_by_inference, 4, cases)):
         for case, wire in zip(cases, found, strict=True):
             each = SAMPLES // case.dims.batch
             job = case.job(4, case.head, rows=each, parts=each)
@@ -200,7 +200,7 @@ def test_every_byte_of_an_inference_call_is_predicted(ranks: RankPool, exhaustiv
 
 
 def test_every_byte_of_prefill_and_decode_is_predicted(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(sent_by_generation, 4, GENERATION, timeout=60)):
+    for rank, found in enumerate(ranks.run(sent_by_generation, 4, GENERATION)):
         for case, wire in zip(GENERATION, found, strict=True):
             job = case.job(4, "cache", rows=SLOTS, parts=1)
             if wire is not None:

@@ -1,9 +1,9 @@
-"""Every sensible mixture of parallelisms trains as one process does: ten steps, losses and gradient norms."""
+"""Every sensible mixture of parallelisms trains as one process does: the losses and gradient norms of its steps."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.usp.tiny import (
     MAX_NORM,
     ROWS,
     SEQ_LEN,
+    STEPS,
     packed_batch,
     tiny_model,
     train_alone,
@@ -39,16 +40,26 @@ AUX_LOSS = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """A mixture on 8 ranks: the flags that differ from their defaults. `always`: without --exhaustive, too."""
+    """A mixture on 8 ranks: the flags that differ from their defaults.
+
+    Without --exhaustive it runs only if `always`, and with `few` on 4 ranks with those flags: dp and they are smaller.
+    """
 
     name: str
     flags: dict[str, Any]
     family: str = "llama"
     always: bool = True
+    few: dict[str, Any] | None = None
+    ranks: int = 8
+
+    def run_as(self, exhaustive: bool) -> Row:
+        if exhaustive or self.few is None:
+            return self
+        return replace(self, flags=self.flags | self.few, ranks=4)
 
 
-def row(name: str, family: str = "llama", **flags: Any) -> Row:
-    return Row(name, flags, family)
+def row(name: str, family: str = "llama", few: dict[str, Any] | None = None, **flags: Any) -> Row:
+    return Row(name, flags, family, few=few)
 
 
 def also(name: str, family: str = "llama", **flags: Any) -> Row:
@@ -56,7 +67,10 @@ def also(name: str, family: str = "llama", **flags: Any) -> Row:
     return Row(name, flags, family, always=False)
 
 
+U1, U2, R1 = {"sp_ulysses": 1}, {"sp_ulysses": 2}, {"sp_ring": 1}
 U2_R2, U4_R2 = {"sp_ulysses": 2, "sp_ring": 2}, {"sp_ulysses": 4, "sp_ring": 2}
+REPLICAS = {"dp_replicate": 2, "sp_ulysses": 2, "zero": 2}
+ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}
 ON_HOST = {"optim_offload": True, "micro_batches": 2}
 MATRIX = [
     # tensor parallel
@@ -68,19 +82,19 @@ MATRIX = [
     also("pp2 u2 r2", pp=2, micro_batches=4, **U2_R2),
     also("pp2 tp2 u2", pp=2, tp=2, sp_ulysses=2, micro_batches=2, zero=2),
     also("pp2 tp2 r2, tokens shared", "qwen3", pp=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
-    row("pp2 dp2 r2, interleaved", "llama-deep", pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
-    also("pp2 u2 r2, zero bubble", "llama-deep", pp=2, pp_schedule="zero-bubble", micro_batches=4, zero=1, **U2_R2),
+    row("pp2 dp2 r2, interleaved", "llama-deep", {}, pp=2, pp_schedule="interleaved-1f1b", micro_batches=2, sp_ring=2),
+    also("pp2 u2 r2, zero bubble", "llama-deep", **ZERO_BUBBLE, **U2_R2),
     also("pp2 ep2 u2 r2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=2),
     # experts
     also("ep2 u2 r2 dp2", "mixtral", ep=2, **U2_R2),
-    row("ep2 u2 r2 dp2", "qwen3_moe", ep=2, **U2_R2),
+    row("ep2 u2 r2 dp2", "qwen3_moe", U1, ep=2, **U2_R2),
     also("ep2 u4 r2, accumulation 4", "mixtral", ep=2, **U4_R2, micro_batches=4),
     also("ep4 u4 r2, accumulation 4, zero 1", "qwen3_moe", ep=4, **U4_R2, micro_batches=4, zero=1, ac="full"),
     also("pp2 ep2 u2 r2, zero 2", "mixtral", pp=2, ep=2, **U2_R2, micro_batches=4, zero=2),
-    row("pp2 ep2 tp2 r2", "qwen3_moe", pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=4),
+    row("pp2 ep2 tp2 r2", "qwen3_moe", pp=2, ep=2, tp=2, tp_sequence_parallel=True, sp_ring=2, micro_batches=2),
     also("pp2 u2 r2, interleaved", "mixtral-deep", pp=2, pp_schedule="interleaved-1f1b", **U2_R2, micro_batches=4),
-    row("pp2 u2 r2, zero bubble", "mixtral-deep", pp=2, pp_schedule="zero-bubble", **U2_R2, micro_batches=4, zero=1),
-    row("u4 r2, balance by micro-batch", "mixtral", **U4_R2, micro_batches=2, router_balance="micro-batch"),
+    row("pp2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2),
+    row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
     # ZeRO and engines
     *(also(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
@@ -88,19 +102,20 @@ MATRIX = [
         kind(f"dp2 u2 r2, zero {zero}, deepspeed", zero=zero, engine="deepspeed", micro_batches=parts, **U2_R2)
         for zero, (kind, parts) in enumerate(((also, 1), (also, 1), (also, 2), (also, 1)))
     ),
-    row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
-    also("dp_replicate2 dp_shard2 u2, zero 2", zero=2, dp_replicate=2, sp_ulysses=2, micro_batches=1),
+    row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", {}, zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
+    also("dp_replicate2 dp_shard2 u2, zero 2", **REPLICAS, micro_batches=1),
     # the optimizer in host memory
-    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", zero=2, dp_replicate=2, sp_ulysses=2, optim_offload=True),
+    row("dp_replicate2 dp_shard2 u2, zero 2, on the host", "llama", {}, **REPLICAS, optim_offload=True),
     also("dp2 u2 r2, zero 0, on the host", zero=0, **U2_R2, **ON_HOST),
     also("pp2 tp2 u2, zero 1, on the host", pp=2, tp=2, sp_ulysses=2, zero=1, **ON_HOST),
     also("ep4 u4 r2, zero 3, on the host", "qwen3_moe", ep=4, **U4_R2, **ON_HOST),
     also("dp2 u2 r2, zero 3, deepspeed, on the host", zero=3, engine="deepspeed", **U2_R2, **ON_HOST),
-    row("dp2 u2 r2, zero 1, deepspeed, on the host", zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
+    row("dp2 u2 r2, zero 1, deepspeed, on the host", "llama", R1, zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
     # long sequences in little memory
-    row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", ac="attention-saved", mlp_tile=5, **U2_R2),
+    row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", {}, ac="attention-saved", mlp_tile=5, **U2_R2),
     row(
         "pp2 tp2 u2, zero 2, all recomputed, offloaded",
+        few=U1,
         pp=2,
         tp=2,
         sp_ulysses=2,
@@ -126,17 +141,22 @@ MATRIX = [
 
 @pytest.fixture(scope="module")
 def chosen(exhaustive: bool) -> list[Row]:
-    return [case for case in MATRIX if exhaustive or case.always]
+    return [case.run_as(exhaustive) for case in MATRIX if exhaustive or case.always]
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, chosen: list[Row], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def steps(exhaustive: bool) -> int:
+    return STEPS if exhaustive else FEW_STEPS
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, chosen: list[Row], steps: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """For each family a folder with its first weights, and (loss, gradient norm) of each step of one process."""
     found: dict[str, Any] = {}
     for family, aux_loss, parts in sorted({reference(case) for case in chosen}):
         folder = tmp_path_factory.mktemp(family)
         tiny_model(family).save_pretrained(folder)
-        found[family, aux_loss, parts] = folder, ranks.run(train_alone, 1, family, aux_loss, parts)[0]
+        found[family, aux_loss, parts] = folder, ranks.run(train_alone, 1, family, steps, aux_loss, parts)[0]
     return found
 
 
@@ -146,8 +166,8 @@ def reference(case: Row) -> tuple[str, float, int]:
     return case.family, AUX_LOSS if case.family.startswith(("mixtral", "qwen3_moe")) else 0.0, parts
 
 
-def train(config: TrainConfig) -> list[tuple[float, float]]:
-    """Train a few steps: (loss, gradient norm) of each."""
+def train(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
     config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
     mesh = ParallelMesh.create(dims)
     fill = partial(first_weights, source=config.model, seed=config.seed)
@@ -157,7 +177,7 @@ def train(config: TrainConfig) -> list[tuple[float, float]]:
 
     share, history = ROWS // mesh.size("batch"), []
     rows = slice(mesh.rank("batch") * share, (mesh.rank("batch") + 1) * share)
-    for step in range(FEW_STEPS):
+    for step in range(steps):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
         history.append(train_step(engine, mesh, local, config, config.learning_rate, before_update=whole_loss(mesh)))
@@ -188,17 +208,17 @@ def config_of(case: Row, folder: Path) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def with_deepspeed(chosen: list[Row], alone: dict[str, Any]) -> dict[str, list[list[tuple[float, float]]]]:
+def with_deepspeed(chosen: list[Row], alone: dict[str, Any], steps: int) -> dict[str, list[list[tuple[float, float]]]]:
     """What every rank found in the rows of DeepSpeed, which keeps process groups for good: in processes of its own."""
     rows = [case for case in chosen if case.flags.get("engine") == "deepspeed"]
     configs = [config_of(case, alone[reference(case)][0]) for case in rows]
-    found = run_ranks(train_each_with_deepspeed, 8, configs)
+    found = run_ranks(train_each_with_deepspeed, rows[0].ranks, configs, steps)
     return {case.name: [histories[number] for histories in found] for number, case in enumerate(rows)}
 
 
-def train_each_with_deepspeed(configs: list[TrainConfig]) -> list[list[tuple[float, float]]]:
+def train_each_with_deepspeed(configs: list[TrainConfig], steps: int) -> list[list[tuple[float, float]]]:
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does
-    return [train(config) for config in configs]
+    return [train(config, steps) for config in configs]
 
 
 @pytest.mark.parametrize(
@@ -207,17 +227,16 @@ def train_each_with_deepspeed(configs: list[TrainConfig]) -> list[list[tuple[flo
     ids=lambda case: f"{case.family}: {case.name}",
 )
 def test_steps_are_those_of_one_process(
-    ranks: RankPool, alone: dict[str, Any], case: Row, request: pytest.FixtureRequest
+    ranks: RankPool, alone: dict[str, Any], case: Row, exhaustive: bool, steps: int, request: pytest.FixtureRequest
 ) -> None:
+    case = case.run_as(exhaustive)
     folder, wanted = alone[reference(case)]
     if case.flags.get("engine") == "deepspeed":
         pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
         histories = request.getfixturevalue("with_deepspeed")[case.name]
     else:
-        histories = ranks.run(train, 8, config_of(case, folder))
-    difference = (
-        torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted[:FEW_STEPS], dtype=torch.float64) - 1
-    ).abs()
+        histories = ranks.run(train, case.ranks, config_of(case, folder), steps)
+    difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
 
 

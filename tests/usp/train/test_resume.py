@@ -20,11 +20,11 @@ from usp.train.prepare import prepare
 from usp.train.trainer import Trainer
 
 # 4 sequences a step in every layout; eps as in tiny.py: by default rounding decides the first steps.
-RUN = TrainConfig(seq_len=256, steps=6, warmup_steps=2, checkpoint_every=3, adam_eps=1e-4, device="cpu", zero=3)
-SAVED_ON = {"sp_ulysses": 2, "sp_ring": 2, "batch_size": 2}  # dp2 u2 r2
+RUN = TrainConfig(seq_len=256, steps=4, warmup_steps=2, checkpoint_every=2, adam_eps=1e-4, device="cpu", zero=3)
+SAVED_ON = {"sp_ulysses": 2, "batch_size": 2}  # dp2 u2
 LAYOUTS = [
-    (8, SAVED_ON),
-    (8, {"tp": 2, "pp": 2, "sp_ulysses": 2, "batch_size": 4, "micro_batches": 2}),
+    (4, SAVED_ON),
+    (4, {"tp": 2, "pp": 2, "batch_size": 4, "micro_batches": 2}),
     (4, {"tp": 2, "tp_sequence_parallel": True, "sp_ring": 2, "batch_size": 4, "zero": 1}),
     (4, {"dp_replicate": 2, "sp_ulysses": 2, "batch_size": 2, "sp_layout": "striped"}),
     (1, {"batch_size": 4}),
@@ -45,10 +45,10 @@ def metrics_of(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps that was never stopped, with checkpoints of steps 3 and 6."""
+    """A run of four steps that was never stopped, with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("run") / "whole"
-    ranks.run(run, 8, replace(RUN, **SAVED_ON, output=str(folder)))
-    assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000003", "step-00000006"]
+    ranks.run(run, 4, replace(RUN, **SAVED_ON, output=str(folder)))
+    assert [path.name for path in sorted((folder / CHECKPOINTS).iterdir())] == ["step-00000002", "step-00000004"]
     return folder
 
 
@@ -56,17 +56,17 @@ def whole(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_continues_on_any_layout(
     ranks: RankPool, whole: Path, tmp_path: Path, world_size: int, layout: dict[str, int]
 ) -> None:
-    checkpoint = whole / CHECKPOINTS / "step-00000003"
+    checkpoint = whole / CHECKPOINTS / "step-00000002"
     config = replace(RUN, **layout, output=str(tmp_path / "on"), resume=str(checkpoint))
     ranks.run(run, world_size, config)
-    found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[3:]
+    found, wanted = metrics_of(tmp_path / "on"), metrics_of(whole)[2:]
     assert (found / wanted - 1).abs().max() <= (0 if layout == SAVED_ON else 1e-5)
 
 
 def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, tmp_path: Path) -> None:
-    alone = replace(RUN, batch_size=4, output=str(tmp_path / "run"), resume=str(whole), steps=8, checkpoint_every=2)
+    alone = replace(RUN, batch_size=4, output=str(tmp_path / "run"), resume=str(whole), steps=8)
     prepared = prepare(alone, Launch())
-    assert prepared.start.checkpoint == latest(whole / CHECKPOINTS) == whole / CHECKPOINTS / "step-00000006"
+    assert prepared.start.checkpoint == latest(whole / CHECKPOINTS) == whole / CHECKPOINTS / "step-00000004"
     assert prepare(replace(alone, output=""), Launch()).start.folder == whole
 
 
@@ -74,20 +74,20 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
     ("changes", "said"),
     [
         ({"model": "qwen3-tiny"}, r"--model = qwen3-tiny is not the model of the checkpoint \(.*model_type"),
-        ({"steps": 3}, "--steps = 3 leaves nothing to do: the checkpoint is of step 3; use at least 4"),
+        ({"steps": 2}, "--steps = 2 leaves nothing to do: the checkpoint is of step 2; use at least 3"),
         ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 256: use the same as before, or --data-changed"),
         ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
     ],
 )
 def test_what_cannot_change_is_refused(whole: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    old = str(whole / CHECKPOINTS / "step-00000003")
+    old = str(whole / CHECKPOINTS / "step-00000002")
     config = replace(RUN, batch_size=4, resume=old, output=str(tmp_path), **changes)
     with pytest.raises(ConfigurationError, match=said):
         prepare(config, Launch())
 
 
 def test_an_old_checkpoint_needs_another_folder(whole: Path) -> None:
-    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000003"))
+    config = replace(RUN, batch_size=4, resume=str(whole / CHECKPOINTS / "step-00000002"))
     with pytest.raises(
         ConfigurationError, match=r"is not the newest checkpoint of .*: give another --output to the run"
     ):

@@ -289,15 +289,22 @@ MESHES = [
 ]
 
 
+SEQUENCES = 4
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    config = replace(SMALL, batch_size=SEQUENCES)
+    return ranks.run(steps_on, 1, config, str(tmp_path_factory.mktemp("alone")))[0]
+
+
 @pytest.mark.parametrize(("world_size", "degrees"), MESHES)
 def test_every_mesh_trains_as_one_process(
-    ranks: RankPool, tmp_path: Path, world_size: int, degrees: dict[str, int]
+    ranks: RankPool, alone: list[tuple[float, float]], tmp_path: Path, world_size: int, degrees: dict[str, int]
 ) -> None:
-    sequences = 4
     many = replace(SMALL, **degrees)
     dp = world_size // (many.sp_ulysses * many.sp_ring)
-    many = replace(many, batch_size=sequences // dp)
-    (alone,) = ranks.run(steps_on, 1, replace(SMALL, batch_size=sequences), str(tmp_path))
+    many = replace(many, batch_size=SEQUENCES // dp)
     for own in ranks.run(steps_on, world_size, many, str(tmp_path)):
         torch.testing.assert_close(torch.tensor(own), torch.tensor(alone), rtol=1e-5, atol=0.0)
 

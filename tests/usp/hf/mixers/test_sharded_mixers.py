@@ -27,7 +27,7 @@ CHOICE = [
     ("kimi_linear", 2, 1, ("zigzag",)),
     ("bamba", 2, 2, ("zigzag",)),
     ("falcon_h1", 1, 2, ("contiguous",)),
-    ("lfm2", 4, 2, ("zigzag", "contiguous", "striped")),
+    ("lfm2", 4, 1, ("zigzag", "contiguous", "striped")),
 ]
 
 

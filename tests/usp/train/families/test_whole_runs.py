@@ -37,11 +37,12 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt_oss": EXPERTS,
     "qwen3_next": EXPERTS,
 }
+TOKENS = 6
 PROMPTS = [torch.arange(3, 20), torch.arange(40, 45), torch.tensor([9])]
 
 
 def test_mixtures_checkpoints_exports_and_tokens(ranks: RankPool, tmp_path: Path, exhaustive: bool) -> None:
-    chosen, steps_of_a_run = (MODELS, 10) if exhaustive else (("qwen3_next",), 4)
+    chosen, steps_of_a_run = (MODELS, 10) if exhaustive else (("qwen3_next",), 2)
     for model_type in chosen:
         folder = tmp_path / model_type
         write_tiny(model_type, folder / "tiny")
@@ -60,7 +61,8 @@ def resumes_and_exports(ranks: RankPool, model_type: str, folder: Path, steps_of
     write_tiny(model_type, folder / "first", vocab_size=VOCAB)
     half = steps_of_a_run // 2
     config = replace(RUN, model=str(folder / "first"), steps=steps_of_a_run, checkpoint_every=half)
-    config = replace(config, data_cache=str(folder / "cache"))
+    (folder / "text.txt").write_text("A line of what is trained on.\n" * 100)
+    config = replace(config, data=str(folder / "text.txt"), data_cache=str(folder / "cache"))
     rows = {"batch_size": 2}
     ranks.run(run, 4, replace(config, **rows | first, output=str(folder / "whole")))
     checkpoint = folder / "whole" / CHECKPOINTS / f"step-{half:08}"
@@ -79,13 +81,13 @@ def generated(folder: str, dims: ParallelDims) -> list[tuple[list[int], torch.Te
     materialise(stage, torch.device("cpu"))
     first_weights(stage, folder, seed=0)
     generator = Generator.of(stage, mesh, slots=2)
-    found = generator.generate(PROMPTS, Generate(max_new_tokens=12, temperature=0), [0] * len(PROMPTS))
+    found = generator.generate(PROMPTS, Generate(max_new_tokens=TOKENS, temperature=0), [0] * len(PROMPTS))
     return [(response.tokens.tolist(), response.logprobs) for response in found]
 
 
 def generates_as_transformers_does(ranks: RankPool, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = []
     for ids in PROMPTS:
         whole = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)
