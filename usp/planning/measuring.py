@@ -1,5 +1,4 @@
-"""Measure the calls that the executor makes of a role's model, on shallow models, in each layout; and a step without
-models.
+"""Measure the calls of roles' models, on shallow models, in each layout; and a step without models.
 
 Every layout is measured on all of its ranks, because ranks that share processors slow each other down, in turns
 (`usp.predict.rounds`). A call lasts until its last rank ends."""
