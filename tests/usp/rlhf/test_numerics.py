@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,12 +35,10 @@ from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import shard_batch, shard_sequence
 
-ALL_STEPS = 5
-STEPS = {"ppo": 2, "grpo": 2, "dpo": 2, "remax": 2}
+STEPS, ALL_STEPS = 2, 5
 TOLERANCE = 1e-5
-SAMPLING = Generate(max_new_tokens=6, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
+SAMPLING = Generate(max_new_tokens=4, temperature=0.8, top_k=40, stop_ids=(7, 11, 13))
 FAMILY = "llama-4kv"
-FACTS = Facts(8, 4, 4, 2)
 
 
 def parity_of(prompt: list[int], response: list[int], answer: int) -> float:
@@ -61,24 +60,32 @@ VARIANTS: dict[str, tuple[str, Any]] = {
     "gspo": ("gspo", GSPO(generate=ONCE.generate, reward=REWARD, mini_batches=2, old_logprobs="rollout")),
     "cispo": ("cispo", CISPO(generate=ONCE.generate, reward=REWARD, mini_batches=2)),
 }
+# All ranks are used: those that a name has no degree for are data-parallel.
+APART, STAGES = "generate tp2, train r2", "train dp, all else pp2"
 PLANS = (
     "flattening",
-    "tp2 pp2 dp2",
+    "tp2 pp2",
+    "u2 tp2",
     "u2 r2 tp2",
-    "generate tp4 dp2, train u2 r2 dp2",
+    "generate tp4, train u2 r2",
     "separation",
     "interleaving",
     "heuristic",
+    STAGES,
 )
-ON_FOUR = "generate tp2 dp2, train r2 dp2"
-STAGES = "train dp4, all else pp2 dp2"
-# Without --exhaustive: every plan at least once, and those that differ most for the graph with every kind of call.
+# Without --exhaustive, on four ranks: those that differ most for the graph with every kind of call.
 CHOSEN = {
-    "ppo": ("tp2 pp2 dp2", "separation"),
-    "grpo": ("generate tp4 dp2, train u2 r2 dp2", "interleaving"),
+    "ppo": ("tp2 pp2", "separation", STAGES),
+    "grpo": ("generate tp4, train u2 r2", "interleaving"),
     "dpo": ("flattening", "heuristic"),
-    "remax": ("u2 r2 tp2",),
+    "remax": ("u2 tp2",),
 }
+
+
+def facts(**options: Any) -> Facts:
+    """All ranks, on two hosts."""
+    ranks = dist.get_world_size()
+    return replace(Facts(ranks, ranks // 2, 4, 2), **options)
 
 
 def alone(graph: DataflowGraph) -> ExecutionPlan:
@@ -88,37 +95,33 @@ def alone(graph: DataflowGraph) -> ExecutionPlan:
 
 def plan_of(name: str, graph: DataflowGraph) -> ExecutionPlan:
     if name == "flattening":
-        return flattening(graph, replace(FACTS, zero=3))
-    if name == "tp2 pp2 dp2":
-        return flattening(graph, replace(FACTS, dims=ParallelDims(tp=2, pp=2)))
+        return flattening(graph, facts(zero=3))
+    if name == "tp2 pp2":
+        return flattening(graph, facts(dims=ParallelDims(tp=2, pp=2)))
+    if name == "u2 tp2":
+        return flattening(graph, facts(dims=ParallelDims(ulysses=2, tp=2)))
     if name == "u2 r2 tp2":
-        return flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2, tp=2)))
+        return flattening(graph, facts(dims=ParallelDims(ulysses=2, ring=2, tp=2)))
     if name == "separation":
-        facts = replace(FACTS, dims=ParallelDims(ring=2), rollout_dims=ParallelDims(tp=2), zero=3)
-        return separation(graph, facts)
+        dims, rollout_dims = ParallelDims(ring=2), ParallelDims(tp=2)
+        return separation(graph, facts(dims=dims, rollout_dims=rollout_dims, zero=3))
     if name == "interleaving":
-        return interleaving(graph, replace(FACTS, dims=ParallelDims(ulysses=2), zero=3))
+        return interleaving(graph, facts(dims=ParallelDims(ulysses=2), zero=3))
     if name == "heuristic":
-        return heuristic(graph, FACTS)
+        return heuristic(graph, facts())
     if name == HEURISTIC_WITH_EXPERTS:
-        return heuristic(graph, replace(FACTS, heads=2, experts=True))
-    plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ring=2), zero=3))
-    everything = CallLayout(tuple(range(8)), ParallelDims(tp=4, dp_shard=2))
-    if name == ON_FOUR:
-        plan = flattening(graph, Facts(4, 2, 4, 2, dims=ParallelDims(ring=2), zero=3))
-        everything = CallLayout(tuple(range(4)), ParallelDims(tp=2, dp_shard=2))
-    if name == STAGES:
-        plan = flattening(graph, Facts(4, 2, 4, 2))
-        everything = CallLayout(tuple(range(4)), ParallelDims(pp=2, dp_shard=2))
-        inferred = {call.name: everything for call in graph.calls if call.kind == "inference"}
-        plan = replace(plan, calls={**plan.calls, **inferred})
-    if name == DIVIDED_EXPERTS:
-        plan = flattening(graph, replace(FACTS, dims=ParallelDims(ulysses=2, ep=2), zero=3))
-        everything = CallLayout(tuple(range(8)), ParallelDims(tp=2, dp_shard=4, ep=4))
-    if name == TO_WHOLE_EXPERTS:
-        everything = CallLayout(tuple(range(8)), ParallelDims(ulysses=2, dp_shard=4))
-    made = {call.name: everything for call in graph.calls if call.kind == "generate"}
-    return replace(plan, calls={**plan.calls, **made})
+        return heuristic(graph, facts(heads=2, experts=True))
+    of_calls, dims, trained, zero = {
+        APART: (("generate",), ParallelDims(tp=2), ParallelDims(ring=2), 3),
+        STAGES: (("generate", "inference"), ParallelDims(pp=2), ParallelDims(), 0),
+        "generate tp4, train u2 r2": (("generate",), ParallelDims(tp=4), ParallelDims(ulysses=2, ring=2), 3),
+        TO_WHOLE_EXPERTS: (("generate",), ParallelDims(ulysses=2), ParallelDims(ulysses=2, ring=2), 3),
+        DIVIDED_EXPERTS: (("generate",), ParallelDims(tp=2, ep=4), ParallelDims(ulysses=2, ep=2), 3),
+    }[name]
+    plan = flattening(graph, facts(dims=trained, zero=zero))
+    ranks = dist.get_world_size()
+    everything = CallLayout(tuple(range(ranks)), dims.resolve(ranks))
+    return replace(plan, calls={**plan.calls, **{c.name: everything for c in graph.calls if c.kind in of_calls}})
 
 
 def given(algorithm: str, step: int) -> Samples:
@@ -162,7 +165,7 @@ def builder(
             balance=0.5 if family == "mixtral" else 0.0,  # of the routers' load
         )
 
-        model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", slots=3)
+        model = RoleModel(spec, layout, mesh, trained=call.kind == "train_step", slots=5)
         if model.trained:
             trained[call.role] = model
             model.fill = lambda: fill(model)
@@ -185,7 +188,14 @@ def weights_of(trained: Mapping[str, RoleModel]) -> dict[str, Tensor]:
     }
 
 
-def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.float32, family: str = FAMILY) -> Result:
+def run(
+    algorithm: str,
+    plan_name: str,
+    steps: int,
+    groups: ProcessGroups,
+    dtype: torch.dtype = torch.float32,
+    family: str = FAMILY,
+) -> Result:
     """What rank 0 is told of each step, and this rank's trained weights, whole.
 
     family: of `tests.usp.tiny`, or a type of transformers.
@@ -198,7 +208,7 @@ def run(algorithm: str, plan_name: str, steps: int, dtype: torch.dtype = torch.f
         key for key in ("tokens", "greedy_tokens", "old_logprobs", "advantages", "ref_logprobs") if key in keys
     )
     plan = alone(graph) if plan_name == "alone" else plan_of(plan_name, graph)
-    executor = Executor(graph, plan, ProcessGroups(), build, torch.device("cpu"), ranks_per_host=4, collect=shown)
+    executor = Executor(graph, plan, groups, build, torch.device("cpu"), ranks_per_host=4, collect=shown)
     told: Steps = []
     for number in range(1, steps + 1):
         result = executor.run_step(given(algorithm, number), number, seed=number)
@@ -225,7 +235,6 @@ def move_those_of_the_first_step(
 
 MOVE = Reallocation.run
 BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
-    "": nullcontext,
     "labels are shifted after sharding": lambda: patch("usp.rlhf.roles.rows.shard_batch", roll_labels_of_each_part),
     "gradients are averaged over ranks": lambda: patch.object(
         FSDPModule, "set_gradient_divide_factor", lambda module, factor: None
@@ -235,8 +244,8 @@ BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 # With windows, rotary frequencies by layer and a tied head; with sinks and experts; with buffers in its checkpoints.
-TO_WHOLE_EXPERTS = "generate u2 dp4, train u2 r2 dp2"
-DIVIDED_EXPERTS = "generate tp2 dp4 ep4, train u2 dp4 ep2"
+TO_WHOLE_EXPERTS = "generate u2, train u2 r2"
+DIVIDED_EXPERTS = "generate tp2 ep4, train u2 ep2"
 HEURISTIC_WITH_EXPERTS = "heuristic, experts"
 FAMILIES = {"glm4_moe": TO_WHOLE_EXPERTS, "mixtral": DIVIDED_EXPERTS}
 MORE_FAMILIES = {
@@ -244,24 +253,32 @@ MORE_FAMILIES = {
     "gemma3_text": "separation",
     "gpt_oss": TO_WHOLE_EXPERTS,
     "cohere2": "separation",
-    "granite": "tp2 pp2 dp2",
+    "granite": "tp2 pp2",
     "deepseek_v3": TO_WHOLE_EXPERTS,
     "mixtral": TO_WHOLE_EXPERTS,
 }
 
 
 def run_families(plans: dict[str, str]) -> dict[str, Result]:
-    found = {}
+    found, groups = {}, ProcessGroups()
     for family, plan in plans.items():
-        found[f"{family} alone"] = run("grpo", "alone", 2, family=family)
-        found[family] = run("grpo", plan, 2, family=family)
+        found[f"{family} alone"] = run("grpo", "alone", 2, groups, family=family)
+        found[family] = run("grpo", plan, 2, groups, family=family)
     return found
 
 
-def run_all(algorithm: str, plans: tuple[str, ...], steps: int, broken: str = "") -> dict[str, Result]:
-    found = {"alone": run(algorithm, "alone", steps)}
-    with BROKEN[broken]():
-        return found | {name: run(algorithm, name, steps) for name in plans}
+def run_all(algorithm: str, plans: tuple[str, ...], steps: int) -> dict[str, Result]:
+    groups = ProcessGroups()
+    return {name: run(algorithm, name, steps, groups) for name in ("alone", *plans)}
+
+
+def run_broken() -> dict[str, Result]:
+    groups = ProcessGroups()
+    found = {"alone": run("grpo", "alone", 2, groups)}
+    for name, broken in BROKEN.items():
+        with broken():
+            found[name] = run("grpo", APART, 2, groups)
+    return found
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -292,19 +309,20 @@ def check(results: list[dict[str, Result]], name: str, alone: str = "alone") -> 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_steps_under_every_plan_are_those_of_one_process(ranks: RankPool, exhaustive: bool, algorithm: str) -> None:
-    plans, steps = (PLANS, ALL_STEPS) if exhaustive else (CHOSEN[algorithm], STEPS[algorithm])
-    results = ranks.run(run_all, 8, algorithm, plans, steps, timeout=1200)
+    plans, steps = (PLANS, ALL_STEPS) if exhaustive else (CHOSEN[algorithm], STEPS)
+    results = ranks.run(run_all, 8 if exhaustive else 4, algorithm, plans, steps, timeout=1200)
     for name in plans:
         check(results, name)
 
 
-def run_variants(plan: str) -> dict[str, Result]:
-    found = {variant: run(variant, plan, 2) for variant in VARIANTS}
-    return found | {f"{variant} alone": run(variant, "alone", 2) for variant in VARIANTS}
+def run_variants() -> dict[str, Result]:
+    groups = ProcessGroups()
+    found = {variant: run(variant, APART, 2, groups) for variant in VARIANTS}
+    return found | {f"{variant} alone": run(variant, "alone", 2, groups) for variant in VARIANTS}
 
 
-def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool) -> None:
-    results = ranks.run(run_variants, 4, ON_FOUR, timeout=1200)
+def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
+    results = ranks.run(run_variants, 4 if exhaustive else 2, timeout=1200)
     for variant in VARIANTS:
         check(results, variant, f"{variant} alone")
     for _, weights in (result["once"] for result in results):
@@ -319,28 +337,28 @@ def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool) -> None:
 
 def test_steps_of_other_families_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
     plans = FAMILIES | (MORE_FAMILIES if exhaustive else {})
-    results = ranks.run(run_families, 8, plans, timeout=1200)
+    results = ranks.run(run_families, 8 if exhaustive else 4, plans, timeout=1200)
     for family in plans:
         check(results, family, f"{family} alone")
 
 
-@pytest.mark.parametrize("broken", [broken for broken in BROKEN if broken])
-def test_what_is_broken_on_purpose_is_noticed(ranks: RankPool, broken: str) -> None:
-    results = ranks.run(run_all, 4, "grpo", (ON_FOUR,), 2, broken)
-    with pytest.raises(AssertionError, match=ON_FOUR):
-        check(results, ON_FOUR)
+@pytest.fixture(scope="module")
+def broken_runs(ranks: RankPool) -> list[dict[str, Result]]:
+    return ranks.run(run_broken, 2)
 
 
-def test_stages_share_the_weights_that_are_trained_whole(ranks: RankPool) -> None:
-    check(ranks.run(run_all, 4, "ppo", (STAGES,), 1), STAGES)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_on_purpose_is_noticed(broken_runs: list[dict[str, Result]], broken: str) -> None:
+    with pytest.raises(AssertionError, match=broken):
+        check(broken_runs, broken)
 
 
 def run_bfloat16() -> Result:
-    return run("ppo", ON_FOUR, 2, torch.bfloat16)
+    return run("ppo", APART, 2, ProcessGroups(), torch.bfloat16)
 
 
 def test_bfloat16_computes_with_rounded_weights_and_trains_float32_ones(ranks: RankPool) -> None:
-    results = ranks.run(run_bfloat16, 4)
+    results = ranks.run(run_bfloat16, 2)
     for metrics, _ in results[0][0]:
         assert 1e-5 < metrics["logprob_difference_max"] < 0.1  # what generates has the new weights, rounded
     for name, weight in (named for _, weights in results for named in weights.items()):

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from parallel import ParallelDims
+from parallel import ParallelDims, ProcessGroups
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_alone, shown_of
 from tests.usp.rlhf.test_numerics import (
     ALGORITHMS,
-    FACTS,
     Result,
     Steps,
     check,
+    facts,
     given,
     plan_of,
     run,
@@ -29,10 +29,10 @@ from usp.rlhf.runtime.executor import Executor, StepInput
 
 OFFLOADED = "separation, offloaded"
 # From ZeRO 3 over ulysses and ring, to ZeRO 1 on half of the ranks, offloaded, and to pipelines with tp on all of them.
-SEQUENCE = ("generate tp4 dp2, train u2 r2 dp2", OFFLOADED, "tp2 pp2 dp2")
+SEQUENCE = ("generate tp4, train u2 r2", OFFLOADED, "tp2 pp2")
 MORE = {
     "ppo": [SEQUENCE, ("flattening", "separation", "interleaving"), ("heuristic", OFFLOADED, "u2 r2 tp2")],
-    "grpo": [("interleaving", "tp2 pp2 dp2", "flattening")],
+    "grpo": [("interleaving", "tp2 pp2", "flattening")],
     "dpo": [("flattening", "heuristic", "u2 r2 tp2")],
     "remax": [("u2 r2 tp2", "separation", "flattening")],
 }
@@ -41,7 +41,7 @@ MORE = {
 def plan_named(name: str, graph: DataflowGraph) -> ExecutionPlan:
     if name != OFFLOADED:
         return plan_of(name, graph)
-    plan = separation(graph, replace(FACTS, dims=ParallelDims(ring=2), zero=1))
+    plan = separation(graph, facts(dims=ParallelDims(ring=2), zero=1))
     untrained = set(graph.roles) - set(graph.trained_roles)
     return replace(plan, name=name, offload=frozenset({*untrained, *map(optimizer_of, graph.trained_roles)}))
 
@@ -75,8 +75,8 @@ def run_ahead_switching(name: str) -> Result:
     assert executor.run(asked(1)) is None
     told: Steps = []
     for number in range(1, STEPS + 1):
-        facts = replace(FACTS, dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)
-        executor.change_plan(separation(graph, facts) if number % 2 else plan_of("separation", graph))
+        changed = facts(dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)
+        executor.change_plan(separation(graph, changed) if number % 2 else plan_of("separation", graph))
         result = executor.run(asked(number + 1) if number < STEPS else None)
         assert result is not None
         if result.samples is not None:
@@ -88,7 +88,7 @@ def run_both(sequences: dict[str, list[tuple[str, ...]]], ahead: tuple[str, ...]
     found = {f"{name} ahead": run_ahead_switching(name) for name in ahead}
     found |= {f"{name} ahead, alone": run_alone(name) for name in ahead}
     for algorithm, of in sequences.items():
-        found[f"{algorithm} alone"] = run(algorithm, "alone", len(of[0]))
+        found[f"{algorithm} alone"] = run(algorithm, "alone", len(of[0]), ProcessGroups())
         found |= {f"{algorithm}, {plans}": run_switching(algorithm, plans) for plans in of}
     return found
 
@@ -97,7 +97,7 @@ def test_switching_changes_nothing(ranks: RankPool, exhaustive: bool) -> None:
     sequences = MORE if exhaustive else {}
     sequences = {**sequences, "grpo": [SEQUENCE, *sequences.get("grpo", ())]}
     ahead = ("ppo", "corrected", "dapo") if exhaustive else ("ppo",)
-    results = ranks.run(run_both, 8, sequences, ahead, timeout=1200)
+    results = ranks.run(run_both, 8 if exhaustive else 4, sequences, ahead, timeout=1200)
     for name in ahead:
         check(results, f"{name} ahead", f"{name} ahead, alone")
     for algorithm, of in sequences.items():
