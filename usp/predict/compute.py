@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import compress, pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from attention import AttentionSpec, RingSchedule, Task, band_pairs
 from parallel import Hardware
-from usp.model.facts import NO_ATTENTION, LayerShape, ModelFacts, ModelShape, ParameterShape, training_flops
+from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -117,8 +118,7 @@ RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging 
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """The time of compute, by what bounds it; `launch` is the waiting for a host that launches kernels too slowly."""
 
     matmul: float = 0.0
@@ -128,18 +128,13 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory + self.launch
+        return sum(self)
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.launch + other.launch,
-        )
+    def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
+        return Seconds(*map(add, self, other))
 
     def times(self, number: float) -> Seconds:
-        return Seconds(number * self.matmul, number * self.attention, number * self.memory, number * self.launch)
+        return Seconds(*(number * each for each in self))
 
 
 @dataclass(frozen=True)
@@ -367,7 +362,7 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
     seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
     if job.config.optimizer != "muon":
         return seconds
-    for index, number in sum((job.kinds(stage) for stage in job.stages(rank)), Counter[int]()).items():
+    for index, number in job.kinds(*job.stages(rank)).items():
         layer = job.model.layers[index]
         trained = [p.shape for p in layer.parameters if is_matrix(p) and (ADAPTER in p.name or not job.frozen)]
         matrices = [(1 / (job.degree("fsdp") * job.dims.tp), min(shape), max(shape)) for shape in trained]
@@ -386,31 +381,29 @@ def model_flops(job: Job, *, masked: bool = False) -> int:
 
     masked: count what the causal mask and windows hide as work, too.
     """
-    weights, adapters = _weights(job.model)
     facts, tokens = job.model.facts, job.config.seq_len
-    flops = _sequence_flops(facts, weights, adapters, job.boundaries)
+    flops, weights = _sequence_flops(job)
     if masked:
         layers = sum(window != NO_ATTENTION for window in facts.windows)
         flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
     return job.config.batch_size * job.dims.batch * flops
 
 
-@lru_cache(maxsize=64)
-def _weights(model: ModelShape) -> tuple[int, int]:
-    """Return (the weights that multiply each token, those of adapters)."""
-    weights, adapters = sum(p.numel for p in model.head or model.embedding if is_matrix(p)), 0
+@shared(lambda job: (job.model, job.boundaries))
+def _sequence_flops(job: Job) -> tuple[int, int]:
+    """Return (the model FLOPs of a sequence, the weights that multiply each token, without those of adapters)."""
+    model, adapters = job.model, 0
+    weights = sum(p.numel for p in model.head or model.embedding if is_matrix(p))
     for index, number in Counter(model.alike).items():
         layer = model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
         weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
-    return weights, adapters
-
-
-@lru_cache(maxsize=64)
-def _sequence_flops(facts: ModelFacts, weights: int, adapters: int, boundaries: tuple[int, ...]) -> int:
-    """Return the model FLOPs of a sequence with documents between `boundaries`."""
-    documents, tokens = torch.tensor([boundaries]), boundaries[-1]
-    return training_flops(
-        facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=documents, adapter_parameters=adapters
+    flops = training_flops(
+        model.facts,
+        matmul_parameters=weights,
+        tokens=job.config.seq_len,
+        cu_seqlens=torch.tensor([job.boundaries]),
+        adapter_parameters=adapters,
     )
+    return flops, weights
