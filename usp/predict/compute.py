@@ -49,56 +49,39 @@ def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
+# Operator: products, position of q among its arguments (before k and v), position of the causal flag or of cu_seqlens.
+ATTENTION: Mapping[Any, tuple[int, int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (FORWARD, 0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (BACKWARD, 1, 7),
+    aten._scaled_dot_product_efficient_attention: (FORWARD, 0, 6),
+    aten._scaled_dot_product_efficient_attention_backward: (BACKWARD, 1, 11),
+    aten._scaled_dot_product_cudnn_attention: (FORWARD, 0, 6),
+    aten._scaled_dot_product_cudnn_attention_backward: (BACKWARD, 1, 14),
+    aten._flash_attention_forward: (FORWARD, 0, 3),
+    aten._flash_attention_backward: (BACKWARD, 1, 6),
+}
+
+
 def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
     """Return the FLOPs of an attention kernel, 0 for any other operator.
 
     read: `Tensor.tolist` for `cu_seqlens`, whose values a fake tensor does not have.
     """
-    count = ATTENTION.get(func.overloadpacket)
-    return 0 if count is None else count(args, kwargs, read)
-
-
-def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
-    """Count a kernel with q (batch, heads, rows, head dim), k and v from argument `query` on, a bool at `causal`."""
-
-    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
-        (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
-        pairs = rows * (rows + 1) // 2 if any(args[causal : causal + 1]) else rows * columns
-        return 2 * batch * heads * pairs * _multiplied(products, size, args[query + 2].shape[3])
-
-    return count
-
-
-def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
-    """Count a kernel with q (tokens, heads, head dim), k and v from `query` on, `cu_seqlens` of q and k likewise."""
-
-    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
+    if func.overloadpacket not in ATTENTION:
+        return 0
+    products, first, mask = ATTENTION[func.overloadpacket]
+    query, key, value = (x.shape for x in args[first : first + 3])
+    if len(query) == 4:  # (batch, heads, rows, head dim), and a causal flag
+        (batch, heads, rows, size), columns = query, key[2]
+        pairs = batch * (rows * (rows + 1) // 2 if any(args[mask : mask + 1]) else rows * columns)
+    else:  # (tokens, heads, head dim), and cu_seqlens of q and k
+        _, heads, size = query
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
         limits = None if right < 0 else -right, None if left < 0 else left
-        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[cu_seqlens : cu_seqlens + 2]]
+        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[mask : mask + 2]]
         pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
-        _, heads, size = args[query].shape
-        return 2 * heads * pairs * _multiplied(products, size, args[query + 2].shape[2])
-
-    return count
-
-
-def _multiplied(products: int, head_dim: int, v_head_dim: int) -> int:
-    """Return the multiply-adds per pair and head of a kernel's products."""
-    return (products - VALUES[products]) * head_dim + VALUES[products] * v_head_dim
-
-
-# Operator: products, position of q among its arguments, position of the causal flag or of cu_seqlens.
-ATTENTION: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _dense(FORWARD, 0, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense(BACKWARD, 1, 7),
-    aten._scaled_dot_product_efficient_attention: _dense(FORWARD, 0, 6),
-    aten._scaled_dot_product_efficient_attention_backward: _dense(BACKWARD, 1, 11),
-    aten._scaled_dot_product_cudnn_attention: _dense(FORWARD, 0, 6),
-    aten._scaled_dot_product_cudnn_attention_backward: _dense(BACKWARD, 1, 14),
-    aten._flash_attention_forward: _packed(FORWARD, 0, 3),
-    aten._flash_attention_backward: _packed(BACKWARD, 1, 6),
-}
+    of_values = VALUES[products]
+    return 2 * heads * pairs * ((products - of_values) * size + of_values * value[-1])
 
 
 # Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a

@@ -333,8 +333,6 @@ def rank_host_bytes(job: Job, rank: int) -> int:
 
 def host_bytes(job: Job, devices: int) -> int:
     """Return the most bytes that the ranks of one host keep in its memory, `devices` ranks on each host."""
-    if not (job.config.ac_offload or job.config.optim_offload):
-        return 0
     saved = [rank_host_bytes(job, rank) for rank in job.ranks("pp", 0)]
     if job.world_size // job.dims.pp % devices == 0:  # a host has ranks of one stage
         return devices * max(saved)

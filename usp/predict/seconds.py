@@ -245,10 +245,10 @@ class PassSeconds:
         return self.compute.total + self.exposed
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
-        communication: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
-        for axis, transfers in (*self.communication.items(), *other.communication.items()):
-            communication[axis] += transfers
-        return PassSeconds(self.compute + other.compute, dict(communication))
+        communication = dict(self.communication)
+        for axis, transfers in other.communication.items():
+            communication[axis] = communication.get(axis, TransferSeconds()) + transfers
+        return PassSeconds(self.compute + other.compute, communication)
 
     def times(self, number: float) -> PassSeconds:
         communication = {axis: transfers.times(number) for axis, transfers in self.communication.items()}
