@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import compress, pairwise
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from attention import AttentionSpec, RingSchedule, Task, band_pairs
 from parallel import Hardware
-from usp.model.facts import NO_ATTENTION, LayerShape, ModelFacts, ModelShape, ParameterShape, training_flops
+from usp.model.facts import NO_ATTENTION, LayerShape, ParameterShape, training_flops
 from usp.sp.kernel_choice import kernel_on
 
 from .job import ADAPTER, Job, shared
@@ -48,56 +49,39 @@ def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 
 
+# Operator: products, position of q among its arguments (before k and v), position of the causal flag or of cu_seqlens.
+ATTENTION: Mapping[Any, tuple[int, int, int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (FORWARD, 0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (BACKWARD, 1, 7),
+    aten._scaled_dot_product_efficient_attention: (FORWARD, 0, 6),
+    aten._scaled_dot_product_efficient_attention_backward: (BACKWARD, 1, 11),
+    aten._scaled_dot_product_cudnn_attention: (FORWARD, 0, 6),
+    aten._scaled_dot_product_cudnn_attention_backward: (BACKWARD, 1, 14),
+    aten._flash_attention_forward: (FORWARD, 0, 3),
+    aten._flash_attention_backward: (BACKWARD, 1, 6),
+}
+
+
 def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
     """Return the FLOPs of an attention kernel, 0 for any other operator.
 
     read: `Tensor.tolist` for `cu_seqlens`, whose values a fake tensor does not have.
     """
-    count = ATTENTION.get(func.overloadpacket)
-    return 0 if count is None else count(args, kwargs, read)
-
-
-def _dense(products: int, query: int, causal: int) -> Callable[..., int]:
-    """Count a kernel with q (batch, heads, rows, head dim), k and v from argument `query` on, a bool at `causal`."""
-
-    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
-        (batch, heads, rows, size), columns = args[query].shape, args[query + 1].shape[2]
-        pairs = rows * (rows + 1) // 2 if any(args[causal : causal + 1]) else rows * columns
-        return 2 * batch * heads * pairs * _multiplied(products, size, args[query + 2].shape[3])
-
-    return count
-
-
-def _packed(products: int, query: int, cu_seqlens: int) -> Callable[..., int]:
-    """Count a kernel with q (tokens, heads, head dim), k and v from `query` on, `cu_seqlens` of q and k likewise."""
-
-    def count(args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
+    if func.overloadpacket not in ATTENTION:
+        return 0
+    products, first, mask = ATTENTION[func.overloadpacket]
+    query, key, value = (x.shape for x in args[first : first + 3])
+    if len(query) == 4:  # (batch, heads, rows, head dim), and a causal flag
+        (batch, heads, rows, size), columns = query, key[2]
+        pairs = batch * (rows * (rows + 1) // 2 if any(args[mask : mask + 1]) else rows * columns)
+    else:  # (tokens, heads, head dim), and cu_seqlens of q and k
+        _, heads, size = query
         left, right = (kwargs.get(f"window_size_{side}", -1) for side in ("left", "right"))
         limits = None if right < 0 else -right, None if left < 0 else left
-        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[cu_seqlens : cu_seqlens + 2]]
+        lengths = [[stop - start for start, stop in pairwise(read(x))] for x in args[mask : mask + 2]]
         pairs = sum(band_pairs(rows, columns, columns - rows, *limits) for rows, columns in zip(*lengths, strict=True))
-        _, heads, size = args[query].shape
-        return 2 * heads * pairs * _multiplied(products, size, args[query + 2].shape[2])
-
-    return count
-
-
-def _multiplied(products: int, head_dim: int, v_head_dim: int) -> int:
-    """Return the multiply-adds per pair and head of a kernel's products."""
-    return (products - VALUES[products]) * head_dim + VALUES[products] * v_head_dim
-
-
-# Operator: products, position of q among its arguments, position of the causal flag or of cu_seqlens.
-ATTENTION: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _dense(FORWARD, 0, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense(BACKWARD, 1, 7),
-    aten._scaled_dot_product_efficient_attention: _dense(FORWARD, 0, 6),
-    aten._scaled_dot_product_efficient_attention_backward: _dense(BACKWARD, 1, 11),
-    aten._scaled_dot_product_cudnn_attention: _dense(FORWARD, 0, 6),
-    aten._scaled_dot_product_cudnn_attention_backward: _dense(BACKWARD, 1, 14),
-    aten._flash_attention_forward: _packed(FORWARD, 0, 3),
-    aten._flash_attention_backward: _packed(BACKWARD, 1, 6),
-}
+    of_values = VALUES[products]
+    return 2 * heads * pairs * ((products - of_values) * size + of_values * value[-1])
 
 
 # Elements read and written by a forward outside of matrix products, as transformers' eager layers are written; a
@@ -117,8 +101,7 @@ RING_LAUNCHES = 8  # per step after the first: two messages, attention, merging 
 OPTIMIZER_BYTES = 4 + 8 + 3 * 8
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """The time of compute, by what bounds it; `launch` is the waiting for a host that launches kernels too slowly."""
 
     matmul: float = 0.0
@@ -128,18 +111,13 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory + self.launch
+        return sum(self)
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.launch + other.launch,
-        )
+    def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
+        return Seconds(*map(add, self, other))
 
     def times(self, number: float) -> Seconds:
-        return Seconds(number * self.matmul, number * self.attention, number * self.memory, number * self.launch)
+        return Seconds(*(number * each for each in self))
 
 
 @dataclass(frozen=True)
@@ -367,7 +345,7 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
     seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
     if job.config.optimizer != "muon":
         return seconds
-    for index, number in sum((job.kinds(stage) for stage in job.stages(rank)), Counter[int]()).items():
+    for index, number in job.kinds(*job.stages(rank)).items():
         layer = job.model.layers[index]
         trained = [p.shape for p in layer.parameters if is_matrix(p) and (ADAPTER in p.name or not job.frozen)]
         matrices = [(1 / (job.degree("fsdp") * job.dims.tp), min(shape), max(shape)) for shape in trained]
@@ -386,31 +364,29 @@ def model_flops(job: Job, *, masked: bool = False) -> int:
 
     masked: count what the causal mask and windows hide as work, too.
     """
-    weights, adapters = _weights(job.model)
     facts, tokens = job.model.facts, job.config.seq_len
-    flops = _sequence_flops(facts, weights, adapters, job.boundaries)
+    flops, weights = _sequence_flops(job)
     if masked:
         layers = sum(window != NO_ATTENTION for window in facts.windows)
         flops = 6 * weights * tokens + 6 * facts.num_heads * (facts.head_dim + facts.value_dim) * layers * tokens**2
     return job.config.batch_size * job.dims.batch * flops
 
 
-@lru_cache(maxsize=64)
-def _weights(model: ModelShape) -> tuple[int, int]:
-    """Return (the weights that multiply each token, those of adapters)."""
-    weights, adapters = sum(p.numel for p in model.head or model.embedding if is_matrix(p)), 0
+@shared(lambda job: (job.model, job.boundaries))
+def _sequence_flops(job: Job) -> tuple[int, int]:
+    """Return (the model FLOPs of a sequence, the weights that multiply each token, without those of adapters)."""
+    model, adapters = job.model, 0
+    weights = sum(p.numel for p in model.head or model.embedding if is_matrix(p))
     for index, number in Counter(model.alike).items():
         layer = model.layers[index]
         weights += number * sum(p.numel for p in layer.parameters if is_matrix(p) and ADAPTER not in p.name)
         weights += number * sum(p.numel // p.shape[0] * model.experts_per_token for p in layer.experts)
         adapters += number * sum(p.numel for p in layer.parameters if ADAPTER in p.name)
-    return weights, adapters
-
-
-@lru_cache(maxsize=64)
-def _sequence_flops(facts: ModelFacts, weights: int, adapters: int, boundaries: tuple[int, ...]) -> int:
-    """Return the model FLOPs of a sequence with documents between `boundaries`."""
-    documents, tokens = torch.tensor([boundaries]), boundaries[-1]
-    return training_flops(
-        facts, matmul_parameters=weights, tokens=tokens, cu_seqlens=documents, adapter_parameters=adapters
+    flops = training_flops(
+        model.facts,
+        matmul_parameters=weights,
+        tokens=job.config.seq_len,
+        cu_seqlens=torch.tensor([job.boundaries]),
+        adapter_parameters=adapters,
     )
+    return flops, weights

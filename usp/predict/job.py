@@ -178,13 +178,17 @@ class Job:
         """The layers of each pipeline stage."""
         return stage_layers(len(self.model.layers), self.dims.pp * stages_per_rank(self.config.pp_schedule))
 
+    @cached_property
+    def last_stage(self) -> int:
+        return len(self.stage_layers) - 1
+
     def stages(self, rank: int) -> tuple[int, ...]:
         """Return the pipeline stages of a rank."""
         return rank_stages(self.config.pp_schedule, self.dims.pp, self.place("pp", rank))
 
-    def kinds(self, stage: int) -> Counter[int]:
-        """Count the layers of a stage by the layer that they equal (`ModelShape.alike`)."""
-        return _kinds(self.model.alike, self.stage_layers[stage])
+    def kinds(self, *stages: int) -> Counter[int]:
+        """Count the layers of stages by the layer that they equal (`ModelShape.alike`)."""
+        return _kinds(self.model.alike, tuple(self.stage_layers[stage] for stage in stages))
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -270,5 +274,5 @@ def shared(key: Callable[..., Hashable]) -> Callable[[F], F]:
 
 
 @lru_cache(maxsize=4096)
-def _kinds(alike: tuple[int, ...], layers: range) -> Counter[int]:
-    return Counter(alike[index] for index in layers)
+def _kinds(alike: tuple[int, ...], stages: tuple[range, ...]) -> Counter[int]:
+    return Counter(alike[index] for layers in stages for index in layers)

@@ -175,7 +175,7 @@ class _Stage:
 
     def __init__(self, job: Job, stage: int) -> None:
         self.job, self.units, self.kinds = job, stage_units(job, stage), job.kinds(stage)
-        self.first, self.last = stage == 0, stage == len(job.stage_layers) - 1
+        self.first, self.last = stage == 0, stage == job.last_stage
         size, width, layers = job.dtype.itemsize, job.model.hidden_size, job.stage_layers[stage]
         memory = {kind: layer_memory(job, kind) for kind in self.kinds}
         hidden, inside = (tokens * width * size for tokens in (job.outer_tokens, job.tokens))
@@ -333,8 +333,6 @@ def rank_host_bytes(job: Job, rank: int) -> int:
 
 def host_bytes(job: Job, devices: int) -> int:
     """Return the most bytes that the ranks of one host keep in its memory, `devices` ranks on each host."""
-    if not (job.config.ac_offload or job.config.optim_offload):
-        return 0
     saved = [rank_host_bytes(job, rank) for rank in job.ranks("pp", 0)]
     if job.world_size // job.dims.pp % devices == 0:  # a host has ranks of one stage
         return devices * max(saved)
@@ -385,7 +383,7 @@ def forward_memory(job: Job, rank: int) -> Moment:
     if job.model.experts_per_token:
         mlp = job.routed_rows * (2 * job.model.hidden_size + 3 * job.model.expert_size)
     work = inside + max(hidden + mlp * size, attention * size)
-    if len(job.stage_layers) - 1 in job.stages(rank) and job.output in ("loss", "logprobs"):
+    if job.last_stage in job.stages(rank) and job.output in ("loss", "logprobs"):
         logits = min(job.config.loss_chunk, job.tokens) * facts.vocab_size // job.dims.tp
         work = max(work, inside - hidden + logits * (FLOAT32 + (size if size < FLOAT32 else 0)))
     # Besides the layer's input: embeddings, rotary tables, ids, positions, labels and the indices of sequences.

@@ -61,19 +61,13 @@ def exposure(axis: str) -> str:
     return f"overlaps with {OVERLAPS_WITH[axis]}" if axis in OVERLAPS_WITH else "exposed"
 
 
-def of_parameters(part: Sent) -> bool:
-    """Check whether a layer's parameters or gradients are sent rather than scalars."""
-    return OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > 64 * part.calls
-
-
-@dataclass(frozen=True)
-class TransferSeconds:
+class TransferSeconds(NamedTuple):
     """The time of one axis' communication: exposed, and overlapped with compute."""
 
     exposed: float = 0.0
     overlapped: float = 0.0
 
-    def __add__(self, other: TransferSeconds) -> TransferSeconds:
+    def __add__(self, other: TransferSeconds) -> TransferSeconds:  # type: ignore[override]
         return TransferSeconds(self.exposed + other.exposed, self.overlapped + other.overlapped)
 
     def times(self, number: float) -> TransferSeconds:
@@ -110,7 +104,11 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     return sent.nbytes * per_byte + steps * per_step
 
 
-@shared(lambda job, hardware, axis, rank, kind: (id(hardware), job.dims, job.placed, axis, rank, kind))
+def _link(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> Hashable:
+    return id(hardware), job.ranks(axis, rank), job.placed or job.world_size, kind
+
+
+@shared(_link)
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
@@ -143,7 +141,7 @@ def host_copies(
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
-    if len(job.stage_layers) - 1 in job.stages(rank):
+    if job.last_stage in job.stages(rank):
         of_head = head_seconds(job, hardware)
         forward, backward = (max(0.0, c - head.total) for c, head in zip((forward, backward), of_head, strict=True))
     layers = sum(len(job.stage_layers[stage]) for stage in job.stages(rank))
@@ -164,8 +162,8 @@ def host_copies(
 
 def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
     """Return the operators of a rank's layers in all micro-batches."""
-    layers = sum((job.kinds(stage) for stage in job.stages(rank)), Counter[int]())
-    operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers.items())
+    layers = job.kinds(*job.stages(rank)).items()
+    operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
     return job.config.micro_batches * operators
 
 
@@ -182,12 +180,13 @@ class AttentionKernels(NamedTuple):
     leaving: tuple[int, ...] = ()
 
 
-def _kernels_key(job: Job, hardware: Hardware, rank: int, window: int) -> Hashable:
+def _attending(job: Job, hardware: Hardware, rank: int) -> Hashable:
+    """Return what determines the attention of a micro-batch on `rank`, besides its window."""
     places = job.place("ring", rank), job.place("ulysses", rank)
-    return job.micro_batch, job.config.attention_kernel, kernel_rates(hardware), window, places
+    return job.micro_batch, job.config.attention_kernel, kernel_rates(hardware), places
 
 
-@shared(_kernels_key)
+@shared(lambda job, hardware, rank, window: (_attending(job, hardware, rank), window))
 def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> AttentionKernels:
     """Return the kernels of the attention of a layer on `rank`; none for a layer without."""
     if window == NO_ATTENTION:
@@ -221,6 +220,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
     return (sum(forward), overlapped(arriving, forward)), (sum(backward), overlapped(both, backward))
 
 
+@shared(lambda job, hardware: (job.micro_batch, job.config.attention_kernel, kernel_rates(hardware)))
 def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
     windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
@@ -230,7 +230,7 @@ def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """What one pass of all micro-batches takes on a rank."""
+    """What one pass takes on a rank: compute, and communication by axis."""
 
     compute: Seconds = field(default_factory=Seconds)
     communication: Mapping[str, TransferSeconds] = field(default_factory=dict, hash=False)
@@ -245,62 +245,69 @@ class PassSeconds:
         return self.compute.total + self.exposed
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
-        communication: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
-        for axis, transfers in (*self.communication.items(), *other.communication.items()):
-            communication[axis] += transfers
-        return PassSeconds(self.compute + other.compute, dict(communication))
+        communication = dict(self.communication)
+        for axis, transfers in other.communication.items():
+            communication[axis] = communication.get(axis, TransferSeconds()) + transfers
+        return PassSeconds(self.compute + other.compute, communication)
+
+    def times(self, number: float) -> PassSeconds:
+        communication = {axis: transfers.times(number) for axis, transfers in self.communication.items()}
+        return PassSeconds(self.compute.times(number), communication)
 
 
 def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
-    """Return the time of each pass on a rank, the waiting for other pipeline stages not included.
+    """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included.
 
     prefetches: whether compute hides the traffic of parameters, as in the implementation.
     """
-    compute, ring = _micro_batch(job, hardware, rank)
-    hides: dict[Pass, float] = {}
+    micro_batch, hides = _micro_batch(job, hardware, rank), dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
-        hides = {kind: compute[kind].total for kind in ("count", "forward")}
-        hides["backward"] = compute["recompute"].total + compute["backward"].total
+        hides = {kind: each.compute.total for kind, each in micro_batch.items()}
+        hides["backward"] += hides["recompute"]
     free = cache(lambda axis: overlap_of(hardware, job.linked(job.ranks(axis, rank))))
-    passes, number = {}, job.config.micro_batches
+    passes: dict[Pass, PassSeconds] = {}
     for kind, sent in pass_traffic(job, rank).items():
-        communication = sent_by_axis(job, hardware, sent, rank, hides.get(kind, 0.0))
-        communication["ring"] += ring[kind].times(number)
-        passes[kind] = PassSeconds(
-            compute[kind].times(1 if kind == "update" else number),
-            {
-                axis: transfers.with_free_part(free(axis))
-                for axis, transfers in communication.items()
-                if transfers != TransferSeconds()
-            },
-        )
+        found = PassSeconds(communication=sent_by_axis(job, hardware, sent, rank, hides[kind]))
+        found += micro_batch[kind].times(job.config.micro_batches)
+        communication = {
+            axis: transfers.with_free_part(free(axis))
+            for axis, transfers in found.communication.items()
+            if transfers != TransferSeconds()
+        }
+        passes[kind] = PassSeconds(found.compute, communication)
+    if job.trained:
+        passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
     return passes
 
 
-def _micro_batch(job: Job, hardware: Hardware, rank: int) -> tuple[dict[Pass, Seconds], dict[Pass, TransferSeconds]]:
-    """Return (compute, messages of the ring) of one micro-batch in each pass, and the compute of the update."""
-    compute, ring = dict.fromkeys(PASSES, Seconds()), dict.fromkeys(PASSES, TransferSeconds())
-    stages = job.stages(rank)
-    for index, number in sum((job.kinds(stage) for stage in stages), Counter[int]()).items():
-        layer, again = layer_seconds(job, hardware, index), job.config.ac == "full"
+def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
+    """Return what determines the compute of a micro-batch on `rank`, and the messages of its ring."""
+    config, stages, link = job.config, job.stages(rank), _link_seconds(job, hardware, "ring", rank, "send")
+    layers = tuple(job.kinds(*stages).items()), job.last_stage in stages
+    return _attending(job, hardware, rank), link, layers, config.ac, config.mlp_tile, job.output, job.counts_choices
+
+
+@shared(_computing)
+def _micro_batch(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, PassSeconds]:
+    """Return the compute of one micro-batch in each pass but the update, and the messages of its ring."""
+    passes, stages = dict.fromkeys(PASSES, PassSeconds()), job.stages(rank)
+    for index, number in job.kinds(*stages).items():
+        layer = layer_seconds(job, hardware, index)
         forward, backward = attention_passes(job, hardware, rank, index)
         parts: tuple[tuple[Pass, Seconds, Attention], ...] = (
             ("forward", layer.forward, forward),
-            ("recompute", layer.recompute, forward if again else (0.0, TransferSeconds())),
+            ("recompute", layer.recompute, forward if job.config.ac == "full" else (0.0, TransferSeconds())),
             ("backward", layer.backward, backward),
         )
         for kind, products, (kernels, messages) in parts if job.trained else parts[:1]:
-            compute[kind] += (products + Seconds(attention=kernels)).times(number)
-            ring[kind] += messages.times(number)
+            passes[kind] += PassSeconds(products + Seconds(attention=kernels), {"ring": messages}).times(number)
     if job.counts_choices:
-        compute["count"], ring["count"] = compute["forward"], ring["forward"]
-    if len(job.stage_layers) - 1 in stages:
+        passes["count"] = passes["forward"]
+    if job.last_stage in stages:
         forward_head, backward_head = head_seconds(job, hardware)
-        compute["forward"] += forward_head
-        compute["backward"] += backward_head if job.trained else Seconds()
-    if job.trained:
-        compute["update"] = Seconds(memory=optimizer_seconds(job, hardware, rank))
-    return compute, ring
+        passes["forward"] += PassSeconds(forward_head)
+        passes["backward"] += PassSeconds(backward_head if job.trained else Seconds())
+    return passes
 
 
 def sent_by_axis(
@@ -317,7 +324,8 @@ def sent_by_axis(
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
     transfers: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for part in sent:
-        if of_parameters(part):
+        # Parameters or gradients of a layer rather than scalars.
+        if OVERLAPS_WITH.get(part.axis) == _LAYERS and part.nbytes > 64 * part.calls:
             every = zero == 3 if "gather" in part.collective else zero >= 2 and part.axis in ("fsdp", "efsdp")
             seconds = sent_seconds(job, hardware, part, rank)
             transfers[number if every else 1][part.axis] += seconds  # type: ignore[assignment]
@@ -333,33 +341,25 @@ def sent_by_axis(
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(PassSeconds):
     """The seconds of one optimizer step of the slowest rank, by component.
 
     Attributes:
-        compute: of kernels; communication: by axis.
         bubble: waiting for other pipeline stages.
         causal_flops: model FLOPs per device, without recomputation and without the masked half of attention.
         peak: FLOP/s of a device.
         kernels: from `kernel_names`.
     """
 
-    compute: Seconds
-    communication: Mapping[str, TransferSeconds] = field(hash=False)
-    bubble: float
-    optimizer: float
-    causal_flops: float
-    peak: float
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    causal_flops: float = 0.0
+    peak: float = 1.0
     kernels: tuple[str, ...] = ()
 
     @property
-    def exposed(self) -> float:
-        """Seconds of exposed communication."""
-        return sum(transfers.exposed for transfers in self.communication.values())
-
-    @property
     def total(self) -> float:
-        return self.compute.total + self.exposed + self.bubble + self.optimizer
+        return super().total + self.bubble + self.optimizer
 
     @property
     def mfu(self) -> float:
@@ -421,7 +421,7 @@ def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> 
 
 def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
     """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first."""
-    last, devices = len(job.stage_layers) - 1, [tier.devices for tier in hardware.tiers if tier.devices]
+    last, devices = job.last_stage, [tier.devices for tier in hardware.tiers if tier.devices]
     different: dict[tuple[object, ...], int] = {}
     for rank in job.slowest_ranks:
         stages = job.stages(rank)
@@ -437,8 +437,8 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
     """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
     pipeline rank, with the bubble."""
     number, fraction = job.config.micro_batches, _bubble(job)
-    compute = (_micro_batch(job, hardware, rank)[0] for rank in job.slowest_ranks)
-    each = [sum(found[kind].total for kind in ("forward", "recompute", "backward")) for found in compute]
+    passes = (_micro_batch(job, hardware, rank) for rank in job.slowest_ranks)
+    each = [sum(found[kind].compute.total for kind in ("forward", "recompute", "backward")) for found in passes]
     if hardware.crowding > 1:
         return number * sum(each) / job.dims.pp / hardware.crowding
     return number * max(each) / (1 - fraction)

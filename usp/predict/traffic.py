@@ -11,7 +11,7 @@ from itertools import compress, pairwise
 from typing import NamedTuple
 
 from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
-from usp.model.facts import NO_ATTENTION, ModelShape, ParameterShape
+from usp.model.facts import NO_ATTENTION, ParameterShape
 
 from .job import ADAPTER, PASSES, Job, Pass, shared
 from .order import Schedule, actions
@@ -46,12 +46,12 @@ def all_reduce(axis: str, nbytes: int, ranks: int, functional: bool = False) -> 
 
 def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
     """Return one entry per axis and collective, the most bytes first."""
-    nbytes: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
+    sums = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
     for part in parts:
-        nbytes[part.axis, part.collective] += part.nbytes
-        calls[part.axis, part.collective] += part.calls
-    found = [Sent(*key, nbytes[key], calls[key]) for key in calls if calls[key]]
+        both = sums[part.axis, part.collective]
+        both[0] += part.nbytes
+        both[1] += part.calls
+    found = [Sent(*key, nbytes, calls) for key, (nbytes, calls) in sums.items() if calls]
     return tuple(sorted(found, key=lambda sent: (-sent.nbytes, sent.axis, sent.collective)))
 
 
@@ -74,6 +74,16 @@ class Unit(NamedTuple):
     trained_shard: int
     summed_over_tp: tuple[int, ...]
 
+    @property
+    def reduced(self) -> int:
+        """Elements of the buffers that reduce the gradients."""
+        return self.trained_shard * self.ranks
+
+
+def _sum_of(name: str) -> cached_property[int]:
+    """Return the sum of an attribute of all units of a stage."""
+    return cached_property(lambda stage: sum(getattr(unit, name) for unit in stage.all))
+
 
 @dataclass(frozen=True)
 class StageUnits:
@@ -90,26 +100,11 @@ class StageUnits:
             *(unit for _, *experts in self.layers for unit in experts),
         )
 
-    @cached_property
-    def numel(self) -> int:
-        return sum(unit.numel for unit in self.all)
-
-    @cached_property
-    def shard(self) -> int:
-        return sum(unit.shard for unit in self.all)
-
-    @cached_property
-    def trained_numel(self) -> int:
-        return sum(unit.trained_numel for unit in self.all)
-
-    @cached_property
-    def trained_shard(self) -> int:
-        return sum(unit.trained_shard for unit in self.all)
-
-    @cached_property
-    def reduced(self) -> int:
-        """Elements of the buffers that reduce the gradients of all units."""
-        return sum(unit.trained_shard * unit.ranks for unit in self.all)
+    numel = _sum_of("numel")
+    shard = _sum_of("shard")
+    trained_numel = _sum_of("trained_numel")
+    trained_shard = _sum_of("trained_shard")
+    reduced = _sum_of("reduced")
 
     @cached_property
     def around(self) -> StageUnits:
@@ -122,60 +117,42 @@ class StageUnits:
         return max((StageUnits(layer, ()) for layer in set(self.layers)), key=lambda units: units.numel)
 
 
-class _Sharding(NamedTuple):
-    """The ranks over which parameters (fsdp, tp) and experts (efsdp, ep) are sharded."""
-
-    fsdp: int
-    efsdp: int
-    ep: int
-    tp: int
-    tp_sequence_parallel: bool
-    frozen: bool
+def _sharding(job: Job, stage: int) -> Hashable:
+    """Return what determines the units of a stage."""
+    over = [job.degree(axis) if job.config.zero else 1 for axis in ("fsdp", "efsdp")]
+    across = job.dims.ep, job.dims.tp, job.config.tp_sequence_parallel, job.frozen
+    return job.model, *over, *across, job.stage_layers[stage], stage == 0, stage == job.last_stage
 
 
+@shared(_sharding)
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
-    over = _Sharding(
-        fsdp=job.degree("fsdp") if job.config.zero else 1,
-        efsdp=job.degree("efsdp") if job.config.zero else 1,
-        ep=job.dims.ep,
-        tp=job.dims.tp,
-        tp_sequence_parallel=job.config.tp_sequence_parallel,
-        frozen=job.frozen,
-    )
-    return _stage_units(over, job.model, job.stage_layers[stage], stage == 0, stage == len(job.stage_layers) - 1)
+    model = job.model
+    made = {kind: _units(job, model.layers[kind].parameters, model.layers[kind].experts) for kind in job.kinds(stage)}
+    root = _units(job, model.around_layers(stage == 0, stage == job.last_stage))
+    return StageUnits(root, tuple(made[model.alike[index]] for index in job.stage_layers[stage]))
 
 
-@lru_cache(maxsize=4096)
-def _stage_units(over: _Sharding, model: ModelShape, layers: range, first: bool, last: bool) -> StageUnits:
-    kinds = {model.alike[index] for index in layers}
-    made = {kind: _units(over, model.layers[kind].parameters, model.layers[kind].experts) for kind in kinds}
-    root = _units(over, model.around_layers(first, last))
-    return StageUnits(root, tuple(made[model.alike[index]] for index in layers))
-
-
-@lru_cache(maxsize=4096)
 def _units(
-    over: _Sharding, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
+    job: Job, parameters: tuple[ParameterShape, ...], experts: tuple[ParameterShape, ...] = ()
 ) -> tuple[Unit, ...]:
     """Return the unit of `parameters` and that of `experts`, if there are any."""
-    trained = [not over.frozen or ADAPTER in p.name for p in parameters]
-    summed = tuple(
-        p.numel
-        for p, has_gradient in zip(parameters, trained, strict=True)
-        if has_gradient and over.tp > 1 and p.partial_gradient(over.tp_sequence_parallel)
-    )
-    units = [_unit("fsdp", over.fsdp, [p.local(over.tp) for p in parameters], trained, summed)] if parameters else []
+    tp, units = job.dims.tp, []
+    if parameters:
+        trained = [not job.frozen or ADAPTER in p.name for p in parameters]
+        partial = [tp > 1 and p.partial_gradient(job.config.tp_sequence_parallel) for p in parameters]
+        summed = tuple(p.numel for p, *both in zip(parameters, trained, partial, strict=True) if all(both))
+        units.append(_unit(job, "fsdp", [p.local(tp) for p in parameters], trained, summed))
     if experts:
-        shapes = [(p.shape[0] // over.ep, *p.shape[1:]) for p in experts]
-        units.append(_unit("efsdp", over.efsdp, shapes, [not over.frozen] * len(shapes)))
+        shapes = [(p.shape[0] // job.dims.ep, *p.shape[1:]) for p in experts]
+        units.append(_unit(job, "efsdp", shapes, [not job.frozen] * len(shapes)))
     return tuple(units)
 
 
 def _unit(
-    axis: str, ranks: int, shapes: list[tuple[int, ...]], trained: list[bool], summed_over_tp: tuple[int, ...] = ()
+    job: Job, axis: str, shapes: list[tuple[int, ...]], trained: list[bool], summed_over_tp: tuple[int, ...] = ()
 ) -> Unit:
-    shards = []
+    ranks, shards = job.degree(axis) if job.config.zero else 1, []
     for shape in shapes:
         # As in parallel.fsdp: if there are fewer experts than ranks, their rows are sharded where they divide evenly.
         dim = 1 if axis == "efsdp" and shape[0] < ranks and shape[1] % ranks == 0 else 0
@@ -216,7 +193,7 @@ def fsdp_sent_bytes(job: Job, rank: int) -> int:
 
 def tied_traffic(job: Job, rank: int) -> Iterator[Sent]:
     """Yield the sum of the tied embedding's gradient over the first and the last stage, if they are on two ranks."""
-    ends = {0, len(job.stage_layers) - 1}
+    ends = {0, job.last_stage}
     if job.frozen or not job.model.facts.tied or job.dims.pp == 1 or len(ends & {*job.stages(rank)}) != 1:
         return
     (rows, columns), (axis, ranks) = job.model.embedding[0].local(job.dims.tp), ("fsdp", job.degree("fsdp"))
@@ -274,7 +251,7 @@ def gather_counts(job: Job, rank: int, stage: int) -> StageGathers:
     if not job.trained:
         return StageGathers(Gathers(0, 1), *[Gathers(0, number if job.config.zero == 3 else 1)] * 2)
     turns, drained = _turns(Schedule.of(job, rank), stage)
-    rootless = not job.model.around_layers(stage == 0, stage == len(job.stage_layers) - 1)
+    rootless = not job.model.around_layers(stage == 0, stage == job.last_stage)
     prefetches = rootless and len(job.stage_layers[stage]) > 1
     if job.config.zero < 3:
         once = Gathers(counting, 1)
@@ -339,6 +316,7 @@ def _ring(layout: SequenceLayout, spec: AttentionSpec, rank: int) -> RingSchedul
     return ring_schedule(layout, spec, 1, rank)
 
 
+@shared(lambda job, rank, window: (job.micro_batch, job.place("ring", rank), job.place("ulysses", rank), window))
 def attention_traffic(job: Job, rank: int, window: int) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
     """Return the traffic of one layer's attention for one micro-batch in (forward, backward).
 
@@ -379,17 +357,11 @@ def pass_traffic(job: Job, rank: int) -> ByPass:
         parts["forward"] += _sums(job, FLOAT64, "loss")
         parts["update"] += [*tied_traffic(job, rank), *muon_traffic(job, rank)]
         parts["update"] += _sums(job, FLOAT64, "pp", "loss", "tp")
-    if job.counts_choices and len(job.stage_layers) - 1 in job.stages(rank):
+    if job.counts_choices and job.last_stage in job.stages(rank):
         parts["count"] += _choice_sums(job)
     return {kind: merged(s for s in parts[kind] if job.degree(s.axis) > 1) for kind in PASSES}
 
 
-def _in_sequence(job: Job, rank: int) -> Hashable:
-    """Return what determines the traffic of a layer's activations on `rank`."""
-    return job.micro_batch, job.config.ac, job.place("ring", rank), job.place("ulysses", rank)
-
-
-@shared(lambda job, rank, index: (_in_sequence(job, rank), index))
 def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     """Return the traffic of a layer's activations for one micro-batch, groups of one rank included.
 
@@ -408,13 +380,15 @@ def layer_traffic(job: Job, rank: int, index: int) -> ByPass:
     return {"forward": tuple(forward), "recompute": tuple(recompute), "backward": tuple(backward)}
 
 
-def _of_stage(job: Job) -> Hashable:
-    """Return what determines the traffic of a stage's activations, besides `_in_sequence`."""
-    config = job.config
-    return job.dims.pp, config.pp_schedule, config.loss_chunk, job.output, job.balance, job.counts_choices
+def _activations(job: Job, rank: int, stage: int) -> Hashable:
+    """Return what determines the traffic of a stage's activations."""
+    config, places = job.config, [job.place(axis, rank) for axis in ("ring", "ulysses")]
+    of_stages = stage, job.dims.pp, config.pp_schedule, job.degree("loss")
+    of_head = config.loss_chunk, job.output, job.balance, job.counts_choices
+    return job.micro_batch, config.ac, *places, *of_stages, *of_head
 
 
-@shared(lambda job, rank, stage: (_in_sequence(job, rank), _of_stage(job), job.degree("loss"), stage))
+@shared(_activations)
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
     """Return what a stage sends for one micro-batch, besides parameters and their gradients."""
     parts: dict[Pass, list[Sent]] = {kind: [] for kind in PASSES}
@@ -433,7 +407,7 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
         parts["count"] += _stage_messages(job)
     if stage > 0 and stage - 1 not in job.stages(rank):
         parts["backward"] += _stage_messages(job)
-    if stage == len(job.stage_layers) - 1:
+    if stage == job.last_stage:
         last = list(_tensor_traffic(job, 1, 0))
         parts["count"] += last
         head, gradients = _head_traffic(job, rank)
