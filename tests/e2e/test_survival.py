@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import time
@@ -31,17 +30,37 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+KILL = """
+import os, signal, sys
+from usp.commands.train import main
+from usp.train.trainer import Trainer
+
+step = Trainer.step
+
+def die(self, number):
+    if number == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, number)
+
+Trainer.step = die
+exit_code = main(sys.argv[1:], os.environ)
+if exit_code:
+    os._exit(exit_code)
+"""
+
+
 def test_a_killed_run_resumes_in_its_directory_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     """The default directory is named after the time, and the restart finds that of the first attempt."""
     args, undisturbed, killed = [*TINY, "--steps", "8"], tmp_path / "undisturbed", tmp_path / "killed"
     undisturbed.mkdir()
     killed.mkdir()
     ranks.run(run_here, 2, "train", args, undisturbed)
-    with Run(args, killed, ranks=2, torchrun=("--standalone", "--max-restarts", "1")) as run:
-        run.wait_for(lambda: "step 5/" in run.out.read_text())
-        os.kill(run.workers()[1], signal.SIGKILL)
+    script = tmp_path / "kill.py"
+    script.write_text(KILL)
+    with Run(args, killed, ranks=2, script=script, torchrun=("--standalone", "--max-restarts", "1")) as run:
         ended = run.end()
     assert ended.exit_code == 0, ended.err
+    assert "resumed from: " in ended.out
     (first,), (second,) = (list((folder / "runs").iterdir()) for folder in (undisturbed, killed))
     assert logged_steps(first) == logged_steps(second) and len(logged_steps(first)) == 8
     ours, theirs = weights_of(first), weights_of(second)
