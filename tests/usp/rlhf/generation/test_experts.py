@@ -40,8 +40,8 @@ WITHOUT_PROMPTS = {"mixtral": (2, 9, 10)}  # where most data-parallel ranks have
 LENGTHS = (40, 1, 65, 3, 2, 33, 9)
 # Responses of very different lengths, so that data-parallel ranks end at different times.
 WORKS = (
-    Generate(max_new_tokens=12, temperature=0, stop_ids=tuple(range(0, VOCAB, 5))),
-    Generate(max_new_tokens=20, temperature=0.8, stop_ids=tuple(range(0, VOCAB, 9))),
+    Generate(max_new_tokens=6, temperature=0, stop_ids=tuple(range(0, VOCAB, 4))),
+    Generate(max_new_tokens=10, temperature=0.8, stop_ids=tuple(range(0, VOCAB, 6))),
 )
 Found = list[dict[int, tuple[list[int], Tensor]]]
 
