@@ -35,7 +35,7 @@ def ranks() -> Iterator[RankPool]:
     models = (f"transformers.models.{family}.modeling_{family}" for family in families)
     often = ("usp.train.trainer", "usp.rlhf.trainer", "parallel.pipeline", "peft", "tests.usp.hf.test_every_model")
     compiler = ("torch._inductor.compile_fx", "deepspeed.runtime.engine")  # DeepSpeed imports it at its first step
-    with RankPool(preload=(*often, *models, *compiler)) as pool:
+    with RankPool(preload=("tests.harness.preloaded", *often, *models, *compiler)) as pool:
         yield pool
 
 

@@ -91,16 +91,17 @@ class Cluster:
             fn: a module-level function.
 
         Raises:
-            RuntimeError: a host failed; the message has its output.
+            RuntimeError: hosts failed; the message has their outputs.
         """
         with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
             spec = sys.modules["__main__"].__spec__  # None for plain scripts and under a debugger
             Path(folder, "main").write_text(spec.name if spec else "")
             Path(folder, "call").write_bytes(pickle.dumps((fn, args, timeout)))
             outputs = self.torchrun(["-m", "benchmarks.harness.cluster", "--serve", folder], ranks, timeout)
-            for host, output in enumerate(outputs):
-                if output.returncode:
-                    raise RuntimeError(f"{fn.__qualname__}: host {host} failed ({output.returncode}):\n{output.text}")
+            # Of several that failed some only lost a peer: all are shown.
+            if failed := [(host, output) for host, output in enumerate(outputs) if output.returncode]:
+                texts = [f"host {host} failed ({output.returncode}):\n{output.text}" for host, output in failed]
+                raise RuntimeError("\n".join([f"{fn.__qualname__}:", *texts]))
             results = [Path(folder, f"rank{rank}") for rank in range(ranks * len(self.namespaces))]
             return [pickle.loads(result.read_bytes()) for result in results]
 
