@@ -157,16 +157,11 @@ class BatchStream:
 
         Raises ValueError, naming those of seq_len, seed and data that differ; the stream is unchanged.
         """
-        identity = {key: value for key, value in self.state_dict().items() if key in ("seq_len", "seed", "data")}
-        differing = {key: value for key, value in identity.items() if state[key] != value}
-        if other_data and differing:
-            self.next_row = (state["epoch"] + 1) * self.packed.per_epoch
-            return
-        if differing:
-            raise ValueError(
-                "; ".join(f"{key} = {value}, but the checkpoint has {state[key]}" for key, value in differing.items())
-            )
-        self.next_row = state["row"]
+        own = self.state_dict()
+        differing = [key for key in ("seq_len", "seed", "data") if state[key] != own[key]]
+        if differing and not other_data:
+            raise ValueError("; ".join(f"{key} = {own[key]}, but the checkpoint has {state[key]}" for key in differing))
+        self.next_row = (state["epoch"] + 1) * self.packed.per_epoch if differing else state["row"]
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class PackedRows:
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._orders = lru_cache(maxsize=1)(self._orders_of)  # of the last epoch that was read
+        self._stream = lru_cache(maxsize=2)(self._stream_of)  # a row may be in two epochs
 
     @property
     def sources(self) -> tuple[PackedRows, ...]:
@@ -163,8 +163,8 @@ class PackedRows:
     def row(self, number: int) -> Row:
         """Return what row `number` consists of; its tokens are not read."""
         epoch, place = divmod(number, self.per_epoch)
-        stream, order = self._orders(epoch)
-        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: stream)
+        order = Permutation(self.per_epoch, self._key(epoch, 1))
+        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: self._stream(epoch))
 
     def _cut(self, at: int, stream_of: Callable[[int], _Stream]) -> Row:
         """Return the row that begins at place `at` of the streams of all epochs one after another."""
@@ -177,9 +177,12 @@ class PackedRows:
             at += upto - within
         return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
 
-    def _orders_of(self, epoch: int) -> tuple[_Stream, Permutation]:
-        documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
-        return _Stream(self.store, documents), Permutation(self.per_epoch, rows)
+    def _key(self, *numbers: int) -> tuple[int, ...] | None:
+        """Return the key of one of the permutations; None without a seed."""
+        return None if self.seed is None else (self.seed, *numbers)
+
+    def _stream_of(self, epoch: int) -> _Stream:
+        return _Stream(self.store, self._key(epoch, 0))
 
 
 class StageRows(PackedRows):
@@ -194,8 +197,7 @@ class StageRows(PackedRows):
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int, begin: int, count: int) -> None:
         super().__init__(store, seq_len, seed)
-        self.begin, self.count, self._key = begin, count, seed
-        self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, (seed, epoch, 0)))  # a row may be in both
+        self.begin, self.count = begin, count
 
     @property
     def identity(self) -> str:
@@ -210,7 +212,7 @@ class StageRows(PackedRows):
             return number
         epoch = (self.begin + number * self.seq_len) // self.store.manifest.tokens
         first, last = self._first_of(epoch), min(self._first_of(epoch + 1), self.count)
-        order = Permutation(last - first, (self._key, epoch, 1, self.begin))
+        order = Permutation(last - first, self._key(epoch, 1, self.begin))
         return first + int(order.at(np.array([number - first]))[0])
 
     def _first_of(self, epoch: int) -> int:
@@ -272,8 +274,7 @@ class WholeRows(PackedRows):
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
         super().__init__(store, seq_len, seed)
-        self._key = seed
-        self._documents = Permutation(store.manifest.documents, (seed, 0, 2))
+        self._documents = Permutation(store.manifest.documents, self._key(0, 2))
         self._window = lru_cache(maxsize=1)(self._packed)
         self.tokens = self.long = self.left_out = 0
         self._counts = np.zeros(-(-store.manifest.documents // WINDOW), np.int64)
@@ -293,13 +294,13 @@ class WholeRows(PackedRows):
 
     def row(self, number: int) -> Row:
         epoch, place = divmod(number, self.per_epoch)
-        order = Permutation(len(self._counts), (self._key, epoch, 3)).at(np.arange(len(self._counts)))
+        order = Permutation(len(self._counts), self._key(epoch, 3)).at(np.arange(len(self._counts)))
         ends = np.cumsum(self._counts[order])
         at = int(np.searchsorted(ends, place, side="right"))
         number = int(order[at])
         window = self._window(number)
         within = np.array([place - int(ends[at]) + len(window.rows)])
-        parts = window.rows[int(Permutation(len(window.rows), (self._key, epoch, 4, number)).at(within)[0])]
+        parts = window.rows[int(Permutation(len(window.rows), self._key(epoch, 4, number)).at(within)[0])]
         return Row.of(self.store, window.begins[parts], window.lengths[parts])
 
     def _packed(self, number: int) -> _Window:
