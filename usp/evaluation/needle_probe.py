@@ -7,13 +7,11 @@ length by depth.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product, starmap
-from pathlib import Path
+from itertools import groupby, product, starmap
 from typing import Any
 
 import torch
@@ -156,17 +154,9 @@ def plot_heat_map(result: NeedleResult, title: str, mark: int | None = None) -> 
     return figure
 
 
-def write_files(result: NeedleResult, figure: Any, out: Path) -> Sequence[Path]:
-    """Write the heat map to `out`, and the results next to it; return both paths."""
-    figure.savefig(out, dpi=130)
-    beside = out.with_suffix(".json")
-    beside.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-    return out, beside
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedProbe:
-    """A probe that has been checked: model and layout, the cells, and what makes their prompts."""
+    """A probe that has been checked: model and layout, the cells by length, and what makes their prompts."""
 
     config: NeedleConfig
     spec: RoleSpec
@@ -175,10 +165,6 @@ class PreparedProbe:
     tokenizer: Tokenizer
     haystack: Haystack
     cells: tuple[Cell, ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(sorted({cell.length for cell in self.cells}))
 
 
 def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
@@ -233,9 +219,9 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
         raise ConfigurationError(with_flags(str(error))) from error
     model.fill()
     responses: list[Response] = []
-    for length in prepared.lengths:
+    for length, group in groupby(prepared.cells, lambda cell: cell.length):
         begin = time.perf_counter()
-        cells = [cell for cell in prepared.cells if cell.length == length]
+        cells = list(group)
         everywhere: list[list[Response]] = [[] for _ in layout.ranks]
         local = _respond(prepared, model, mesh, cells[mesh.rank("batch") :: mesh.size("batch")])
         dist.all_gather_object(everywhere, local)
