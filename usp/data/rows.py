@@ -137,22 +137,21 @@ class Row:
 
 class PackedRows:
     """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
-    per_epoch: number of rows in which every token of the store occurs."""
+
+    per_epoch: number of rows in which every token of the store occurs. sources, weights: the rows of each store that
+    these are rows of, and the share that comes from it.
+    """
+
+    weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._stream = lru_cache(maxsize=2)(self._stream_of)  # a row may be in two epochs
+        self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, self._key(epoch, 0)))  # a row may be in two
 
     @property
     def sources(self) -> tuple[PackedRows, ...]:
-        """The rows of each store that these are rows of."""
         return (self,)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The share of the rows that comes from each of `sources`."""
-        return (1.0,)
 
     @property
     def identity(self) -> str:
@@ -180,9 +179,6 @@ class PackedRows:
     def _key(self, *numbers: int) -> tuple[int, ...] | None:
         """Return the key of one of the permutations; None without a seed."""
         return None if self.seed is None else (self.seed, *numbers)
-
-    def _stream_of(self, epoch: int) -> _Stream:
-        return _Stream(self.store, self._key(epoch, 0))
 
 
 class StageRows(PackedRows):
@@ -254,13 +250,12 @@ class _Stream:
 @dataclass(frozen=True)
 class _Window:
     """Documents that are packed together. begins, lengths: of their parts in the store. rows: the parts of each row.
-    long: number of documents longer than a row. left_out: those without a part."""
+    counts: of rows, tokens, documents longer than a row, and those among them without a part."""
 
     begins: Numbers
     lengths: Numbers
     rows: list[list[int]]
-    long: int
-    left_out: int
+    counts: tuple[int, int, int, int]
 
 
 class WholeRows(PackedRows):
@@ -276,15 +271,10 @@ class WholeRows(PackedRows):
         super().__init__(store, seq_len, seed)
         self._documents = Permutation(store.manifest.documents, self._key(0, 2))
         self._window = lru_cache(maxsize=1)(self._packed)
-        self.tokens = self.long = self.left_out = 0
-        self._counts = np.zeros(-(-store.manifest.documents // WINDOW), np.int64)
-        for number in range(len(self._counts)):
-            window = self._window(number)
-            self._counts[number] = len(window.rows)
-            self.tokens += int(window.lengths.sum())
-            self.long += window.long
-            self.left_out += window.left_out
-        self.per_epoch = int(self._counts.sum())
+        windows = -(-store.manifest.documents // WINDOW)
+        counts = np.array([self._window(number).counts for number in range(windows)])
+        self._rows_of_windows = counts[:, 0]
+        self.per_epoch, self.tokens, self.long, self.left_out = counts.sum(axis=0).tolist()
         if not self.per_epoch:
             raise ValueError(f"no document of {store.folder} has a target in its first seq_len={seq_len} tokens")
 
@@ -294,8 +284,9 @@ class WholeRows(PackedRows):
 
     def row(self, number: int) -> Row:
         epoch, place = divmod(number, self.per_epoch)
-        order = Permutation(len(self._counts), self._key(epoch, 3)).at(np.arange(len(self._counts)))
-        ends = np.cumsum(self._counts[order])
+        windows = len(self._rows_of_windows)
+        order = Permutation(windows, self._key(epoch, 3)).at(np.arange(windows))
+        ends = np.cumsum(self._rows_of_windows[order])
         at = int(np.searchsorted(ends, place, side="right"))
         number = int(order[at])
         window = self._window(number)
@@ -315,7 +306,8 @@ class WholeRows(PackedRows):
         begins = np.repeat(begins, parts) + part * self.seq_len
         lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
         rows = best_fit(lengths.tolist(), self.seq_len)
-        return _Window(begins, lengths, rows, len(long), int((parts[long] == 0).sum()))
+        counts = len(rows), int(lengths.sum()), len(long), int((parts[long] == 0).sum())
+        return _Window(begins, lengths, rows, counts)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

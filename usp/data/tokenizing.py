@@ -46,7 +46,7 @@ from .store import (
     show_progress,
     write_json,
 )
-from .tokenizer import Tokenizer, as_document, encode_all, fingerprint
+from .tokenizer import Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 SAVE_SECONDS = 2.0  # between two records of the place
@@ -298,21 +298,23 @@ def _end_with(parent: BaseProcess) -> None:
 
 def _encode(batch: Sequence[Piece]) -> Encoded:
     tokenizer: Tokenizer = _here.tokenizer
-    ids, masks, ends, tokens = [], list[npt.NDArray[np.bool_]](), [], 0
-    encoded = encode_all(tokenizer, [content for content, _, _ in batch])
-    for (document, mask), (_, begin, end) in zip(encoded, batch, strict=True):
-        if mask is None:
-            document = as_document(tokenizer, document, begin=begin, end=end)
+    plain = [content for content, _, _ in batch if isinstance(content, str)]
+    ids_of_plain = iter(tokenizer.encode_all(plain))
+    ids, masks = [], []
+    for content, begin, end in batch:
+        if isinstance(content, str):
+            document = as_document(tokenizer, next(ids_of_plain), begin=begin, end=end)
+            mask = np.ones(len(document), np.bool_)
+        else:
+            document, mask = encode_masked(tokenizer, content)
         ids.append(document.astype(_here.dtype))
-        masks.append(np.ones(len(document), np.bool_) if mask is None else mask)
-        tokens += len(document)
-        if end:
-            ends.append(tokens)
+        masks.append(mask)
+    ends = np.cumsum([len(document) for document in ids])
     texts = [text for content, _, _ in batch for text in texts_in(content)]
     return Encoded(
         ids=np.concatenate(ids),
-        mask=np.concatenate(masks) if any(mask is not None for _, mask in encoded) else None,
-        ends=np.array(ends, np.int64),
+        mask=np.concatenate(masks) if len(plain) < len(batch) else None,
+        ends=ends[[end for _, _, end in batch]],
         characters=sum(map(len, texts)),
         replaced=sum(text.count("\ufffd") for text in texts),
     )

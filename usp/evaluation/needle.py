@@ -93,11 +93,6 @@ class NeedleConfig:
     """Heat map to write; the results are written next to it, as .json."""
 
     @property
-    def asked_lengths(self) -> tuple[int, ...]:
-        """The lengths of --lengths, ascending. Raises ValueError for a text that is not one."""
-        return tuple(sorted({token_count(part) for part in self.lengths.split(",")})) if self.lengths else ()
-
-    @property
     def asked_depths(self) -> tuple[float, ...]:
         """The depths of --depths, ascending. Raises ValueError for a text that is not a number of percent."""
         depths = set()
@@ -173,14 +168,12 @@ class Haystack:
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, texts: Iterable[str], most: int) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._pieces: list[Ids] = []
-        tokens = 0
         for text in texts:
             sentences = [sentence for sentence in _SENTENCE.findall(text) if sentence]
             self._pieces += [ids for ids in tokenizer.encode_all(sentences) if len(ids)]
-            tokens = sum(map(len, self._pieces))
-            if tokens >= 2 * most:
+            if sum(map(len, self._pieces)) >= 2 * most:
                 break
-        if not tokens:
+        if not self._pieces:
             raise ValueError(f"--data = {config.data} holds no text for the haystack")
 
     def prompt(self, cell: Cell) -> Prompt:

@@ -21,6 +21,7 @@ from parallel import ParallelDims, ParallelMesh
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
+from usp.fields import token_count
 from usp.hf.models import (
     LIMIT,
     ModelConfig,
@@ -181,7 +182,7 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     assert device and model and tokenizer and files and dims
     limit = getattr(model, LIMIT, None)
     defaults = tuple(limit // step for step in STEPS) if limit else (1024, 2048, 4096, 8192)
-    lengths = config.asked_lengths or defaults
+    lengths = sorted({token_count(text) for text in config.lengths.split(",")}) if config.lengths else defaults
     longer = problems.attempt(lambda: _with_lengths(config, model, lengths))
     facts = model_facts(config.model, model)
     problems += _model_violations(config, model, facts, tokenizer, dims)
