@@ -169,12 +169,10 @@ class _Output:
         self._saved = time.monotonic()
         sizes = file_sizes(written.tokens, written.documents, dtype, masked)
         self._files = {name: (folder / name).open("a+b") for name in sizes}
-        if written.place == Place():
-            self._files[INDEX].truncate(0)
-            self._files[INDEX].write(np.int64(0).tobytes())
-            self._files[INDEX].flush()
         for name, size in sizes.items():
-            self._files[name].truncate(size)
+            if written.place == Place():
+                self._files[name].truncate(0)
+            self._files[name].truncate(size)  # a new index is 8 bytes of zeros: the first document begins at 0
 
     def __enter__(self) -> _Output:
         return self

@@ -21,7 +21,7 @@ from attention import LAYOUTS
 from attention.kernels.select import KERNEL_NAMES
 from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
 from usp.data.sources import TEXT_FIELD
-from usp.data.tokenizer import Ids, Tokenizer
+from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.fields import AtLeast1, one_of, token_count, value_violations
 
 KEY = "{key}"
@@ -121,8 +121,7 @@ def needle_violations(config: NeedleConfig) -> Iterator[str]:
         else:
             yield from (f"--{name} = {getattr(config, name)}: {n} must be at least 1" for n in lengths if n < 1)
     try:
-        wrong = [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]
-        if wrong:
+        if wrong := [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]:
             yield f"--depths = {config.depths}: {', '.join(wrong)} must be from 0 to 100 percent"
     except ValueError as error:
         yield f"--depths = {config.depths}: {error}"
@@ -179,9 +178,13 @@ class Haystack:
     def prompt(self, cell: Cell) -> Prompt:
         """Return the prompt of a cell, which depends on nothing else but the seed. Raises ValueError if the cell's
         length leaves no token for the haystack."""
-        random_ = random.Random(f"{self._config.seed}/{cell.length}/{cell.depth:g}/{cell.sample}")
-        begin, needle, question, answer, text = self._parts(random_)
-        room = cell.length - sum(map(len, (begin, needle, question, answer)))
+        config, tokenizer = self._config, self._tokenizer
+        random_ = random.Random(f"{config.seed}/{cell.length}/{cell.depth:g}/{cell.sample}")
+        key = str(random_.randrange(10 ** (config.key_digits - 1), 10**config.key_digits))
+        needle, question, answer = (text.replace(KEY, key) for text in (config.needle, config.question, config.answer))
+        begin_ids = as_document(tokenizer, np.zeros(0, np.int64), end=False)
+        needle_ids, question_ids, answer_ids = tokenizer.encode_all([f"\n{needle}\n", f"\n{question}", answer])
+        room = cell.length - sum(map(len, (begin_ids, needle_ids, question_ids, answer_ids)))
         if room < 1:
             raise ValueError(
                 f"a length of {cell.length} tokens is too short: needle, question and answer have "
@@ -190,18 +193,8 @@ class Haystack:
         hay = list(self._hay(random_.randrange(len(self._pieces)), room))
         ends = np.cumsum([0, *map(len, hay)])
         place = int(np.abs(ends - room * cell.depth / 100).argmin())
-        ids = np.concatenate((begin, *hay[:place], needle, *hay[place:], question))
-        return Prompt(ids, answer, text)
-
-    def _parts(self, random_: random.Random) -> tuple[Ids, Ids, Ids, Ids, str]:
-        """Return what begins a prompt, needle, question and answer, and the answer as text, with a new key."""
-        digits = self._config.key_digits
-        key = str(random_.randrange(10 ** (digits - 1), 10**digits))
-        config, encode = self._config, self._tokenizer.encode
-        begin = [] if self._tokenizer.bos is None else [self._tokenizer.bos]
-        needle, question, answer = (text.replace(KEY, key) for text in (config.needle, config.question, config.answer))
-        parts = encode(f"\n{needle}\n"), encode(f"\n{question}"), encode(answer)
-        return np.asarray(begin, np.int64), *parts, answer.strip()
+        ids = np.concatenate((begin_ids, *hay[:place], needle_ids, *hay[place:], question_ids))
+        return Prompt(ids, answer_ids, answer.strip())
 
     def _hay(self, first: int, room: int) -> Iterator[Ids]:
         while room:
