@@ -38,9 +38,8 @@ PERIOD = 1024  # rows of a mixture that hold each store's share
 class MixedRows:
     """Rows of `sources`, which have one seq_len and one seed, in the proportions of `weights`.
 
-    Every PERIOD rows hold each store's share, in a random order. A row depends only on its number, as in one store: its
-    place in its period, permuted, falls to a store and is one of that store's next rows. Stores that are smaller than
-    their share begin another epoch of their own.
+    A row depends only on its number, as in one store: its place in its period, permuted, falls to a store and is one of
+    that store's next rows. Stores that are smaller than their share begin another epoch of their own.
 
     shares: rows of each source in every PERIOD rows. weights: the same as fractions of 1. per_epoch: the rows of an
     epoch of every source, added up.
@@ -62,7 +61,6 @@ class MixedRows:
         return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
 
     def row(self, number: int) -> Row:
-        """Return what row `number` consists of; its tokens are not read."""
         period, place = divmod(number, PERIOD)
         which, numbers = self._order(period)
         return self.sources[which[place]].row(int(numbers[place]))

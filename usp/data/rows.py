@@ -19,9 +19,8 @@ store with a mask only the first seq_len tokens of a document are used, because 
 teach something else, and a document without a target there is left out. Windows are the same in every epoch, so that
 all epochs have as many rows; their order, and that of their rows, differs.
 
-The permutations hold nothing in memory. To find a place in an epoch's stream, its documents are divided into at most
-BLOCKS blocks, whose lengths are added up once per epoch, in the order of the store. Of windows, only the number of rows
-of each is held.
+To find a place in an epoch's stream, its documents are divided into at most BLOCKS blocks, whose lengths are added up
+once per epoch, in the order of the store. Of windows, only the number of rows of each is held.
 """
 
 from __future__ import annotations

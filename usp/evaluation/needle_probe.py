@@ -91,22 +91,19 @@ class NeedleResult:
     def to_json(self) -> dict[str, Any]:
         """Return the flags, and for each length and depth the score, the mean log-probability and the responses."""
         cells = []
-        for length in self.lengths:
-            for depth in self.depths:
-                here = [response for response in self.responses if (response.length, response.depth) == (length, depth)]
-                known = [response.logprob for response in here if response.logprob is not None]
-                cells.append(
-                    {
-                        "length": length,
-                        "depth": depth,
-                        "score": self.score(length, depth),
-                        "answer_logprob": sum(known) / len(known) if known else None,
-                        "responses": [
-                            {name: value for name, value in asdict(response).items() if name not in ("length", "depth")}
-                            for response in here
-                        ],
-                    }
-                )
+        names = ("sample", "answer", "response", "right", "logprob")
+        for length, depth in product(self.lengths, self.depths):
+            here = [response for response in self.responses if (response.length, response.depth) == (length, depth)]
+            known = [response.logprob for response in here if response.logprob is not None]
+            cells.append(
+                {
+                    "length": length,
+                    "depth": depth,
+                    "score": self.score(length, depth),
+                    "answer_logprob": sum(known) / len(known) if known else None,
+                    "responses": [{name: getattr(response, name) for name in names} for response in here],
+                }
+            )
         return {"asked": self.asked, "score": self.score(), "cells": cells}
 
     def table(self) -> Grid:
