@@ -14,6 +14,7 @@ from usp.hf.models import FAMILIES, ModelConfig, empty_model, model_facts, train
 from usp.hf.probe import causal_lm_types, structure, tiny_config, verdict
 from usp.hf.tensor_parallel import tp_problems
 from usp.rlhf.generation.generate import generation_problems
+from usp.run.tables import Grid
 
 HEADING = """# Models
 
@@ -49,22 +50,21 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     if unknown := sorted(set(types) - set(known)):
         raise ValueError(f"types={', '.join(unknown)}: transformers {version('transformers')} has no such causal LM")
     print(HEADING.format(version=version("transformers"), known=", ".join(FAMILIES)))
-    print("\n".join(table(types)))
+    print(table(types).markdown(), end="")
 
 
-def table(types: Iterable[str]) -> list[str]:
-    """Return the lines of a Markdown table."""
+def table(types: Iterable[str]) -> Grid:
     head = ("model type", "", "attention and recurrent layers, or reason", "train.py", "generation")
-    return [_line(head), _line(["---"] * len(head)), *map(_row, types)]
+    return Grid("", head, tuple(map(_row, types)))
 
 
-def _row(model_type: str) -> str:
+def _row(model_type: str) -> tuple[str, ...]:
     found, why = verdict(model_type)
     if found != "exact":
-        return _line((model_type, found, why, "", ""))
+        return model_type, found, why, "", ""
     config = tiny_config(model_type)
     trained = training_problems(config) or f"yes: {', '.join(_degrees(config))}"
-    return _line((model_type, found, why, trained, generation_problems(config) or "yes"))
+    return model_type, found, why, trained, generation_problems(config) or "yes"
 
 
 def _degrees(config: ModelConfig) -> Iterator[str]:
@@ -74,7 +74,3 @@ def _degrees(config: ModelConfig) -> Iterator[str]:
         yield "tp"
     if model_facts("", config).num_experts:
         yield "ep"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

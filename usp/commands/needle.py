@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from .flags import Command, check, output_problem
 
 def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: str | None) -> None:
     """Run the probe on every rank, and print and write its results on rank 0."""
-    from usp.evaluation.needle_probe import plot_heat_map, prepare_probe, run_probe, write_files
+    from usp.evaluation.needle_probe import plot_heat_map, prepare_probe, run_probe
     from usp.fields import token_count
     from usp.hf.models import hide_progress_bars
 
@@ -35,7 +36,10 @@ def probe(config: NeedleConfig, launch: Launch, stop: StopRequest, error_file: s
             name = "/".join(Path(config.model).parts[-2:]) + scaled
             title = f"{name}: {result.score():.1%} of needles found, {config.samples} in each cell"
             figure = plot_heat_map(result, title, token_count(config.mark) if config.mark else None)
-            print("heat map: {}\nresults: {}".format(*write_files(result, figure, out)))
+            figure.savefig(out, dpi=130)
+            results = out.with_suffix(".json")
+            results.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+            print(f"heat map: {out}\nresults: {results}")
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:

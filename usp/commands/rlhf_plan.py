@@ -90,8 +90,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     asked = parse(argv, RlhfPlanConfig, prog)
     check_world_size(asked.world_size)
     out, plot = (Path(path).expanduser() if path else None for path in (asked.out, asked.plot))
-    default = RlhfPlanConfig()
-    lengths = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(default, name)]
+    lengths = [name for name in _LENGTHS if asked.workload and getattr(asked, name) != getattr(RlhfPlanConfig, name)]
     check(
         output_problem("--out", out, ".yaml", ".yml"),
         output_problem("--plot", plot, ".png"),

@@ -121,8 +121,7 @@ def _known(out: Path, device: str, dtype: str, ranks: int, sizes: Sizes) -> Mapp
         return {}
     had = Measurements.load(out)
     if (had.device, had.dtype, had.ranks, had.sizes) != (device, dtype, ranks, sizes):
-        values = {"layers": had.sizes.layers, "samples": had.sizes.samples, "tokens": had.sizes.tokens}
-        flags = " ".join(f"--{flag} {','.join(map(str, numbers))}" for flag, numbers in values.items())
+        flags = " ".join(f"--{n} {','.join(map(str, getattr(had.sizes, n)))}" for n in ("layers", "samples", "tokens"))
         raise ValueError(
             f"--out = {out} exists, and was measured by {had.ranks} ranks on {had.device} in {had.dtype}, with "
             f"{flags} --response-share {had.sizes.counted}: name another file, or remove it"

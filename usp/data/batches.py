@@ -38,9 +38,8 @@ PERIOD = 1024  # rows of a mixture that hold each store's share
 class MixedRows:
     """Rows of `sources`, which have one seq_len and one seed, in the proportions of `weights`.
 
-    Every PERIOD rows hold each store's share, in a random order. A row depends only on its number, as in one store: its
-    place in its period, permuted, falls to a store and is one of that store's next rows. Stores that are smaller than
-    their share begin another epoch of their own.
+    A row depends only on its number, as in one store: its place in its period, permuted, falls to a store and is one of
+    that store's next rows. Stores that are smaller than their share begin another epoch of their own.
 
     shares: rows of each source in every PERIOD rows. weights: the same as fractions of 1. per_epoch: the rows of an
     epoch of every source, added up.
@@ -62,7 +61,6 @@ class MixedRows:
         return "; ".join(f"{share}/{PERIOD} of {source.identity}" for share, source in parts)
 
     def row(self, number: int) -> Row:
-        """Return what row `number` consists of; its tokens are not read."""
         period, place = divmod(number, PERIOD)
         which, numbers = self._order(period)
         return self.sources[which[place]].row(int(numbers[place]))
@@ -157,16 +155,11 @@ class BatchStream:
 
         Raises ValueError, naming those of seq_len, seed and data that differ; the stream is unchanged.
         """
-        identity = {key: value for key, value in self.state_dict().items() if key in ("seq_len", "seed", "data")}
-        differing = {key: value for key, value in identity.items() if state[key] != value}
-        if other_data and differing:
-            self.next_row = (state["epoch"] + 1) * self.packed.per_epoch
-            return
-        if differing:
-            raise ValueError(
-                "; ".join(f"{key} = {value}, but the checkpoint has {state[key]}" for key, value in differing.items())
-            )
-        self.next_row = state["row"]
+        own = self.state_dict()
+        differing = [key for key in ("seq_len", "seed", "data") if state[key] != own[key]]
+        if differing and not other_data:
+            raise ValueError("; ".join(f"{key} = {own[key]}, but the checkpoint has {state[key]}" for key in differing))
+        self.next_row = (state["epoch"] + 1) * self.packed.per_epoch if differing else state["row"]
 
 
 @dataclass(frozen=True)

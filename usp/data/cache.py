@@ -79,12 +79,8 @@ def cached_store(files: DataFiles, field: str, tokenizer: Tokenizer, cache: Path
 
 
 def sound_store(folder: Path, cache: Path) -> TokenStore:
-    """Open the token store in `folder`, and compare it with its checksums if this host has not done so before.
-
-    cache: directory that holds a note of each store that is sound; created.
-
-    Raises ValueError for a store that is not finished, or damaged.
-    """
+    """Open the token store in `folder`, and compare it with its checksums unless a note in the directory `cache`, which
+    is created, says that this host has done so. Raises ValueError for a store that is not finished, or damaged."""
     store = TokenStore(folder)
     note = _note(cache, store)
     if not note.exists():

@@ -161,9 +161,7 @@ def _parquet(path: Path, field: str) -> Iterator[Row]:
         with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
             kind, columns = _columns(path, field, file.schema_arrow)
             batches = file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
-            rows = (row for batch in batches for row in _values_of(batch, columns, kind))
-            for number, row in enumerate(rows, start=1):
-                yield kind, row, f"{path}, row {number}"
+            yield from _rows_of(batches, columns, kind, path)
     except (ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -184,15 +182,16 @@ def _arrow(path: Path, field: str) -> Iterator[Row]:
             reader = ipc.open_stream(source)
             batches = iter(reader)
         kind, columns = _columns(path, field, reader.schema)
-        first = 1  # row of a batch
-        for batch in batches:
-            for at in range(0, batch.num_rows, ROWS):
-                for number, row in enumerate(_values_of(batch.slice(at, ROWS), columns, kind), start=first + at):
-                    yield kind, row, f"{path}, row {number}"
-                mapped.madvise(mmap.MADV_DONTNEED)  # what has been read would count as memory of the process
-            first += batch.num_rows
+        yield from _rows_of(_slices(batches, mapped), columns, kind, path)
     except ArrowInvalid as error:
         raise ValueError(f"{path} is not an Arrow file, or is damaged: {error}") from error
+
+
+def _slices(batches: Iterable[Any], mapped: mmap.mmap) -> Iterator[Any]:
+    for batch in batches:
+        for at in range(0, batch.num_rows, ROWS):
+            yield batch.slice(at, ROWS)
+            mapped.madvise(mmap.MADV_DONTNEED)  # what has been read would count as memory of the process
 
 
 def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
@@ -208,10 +207,12 @@ def _columns(path: Path, field: str, schema: Any) -> tuple[RowKind, list[str]]:
     return kind, [name for name in kind.columns if name in schema.names]
 
 
-def _values_of(batch: Any, columns: list[str], kind: RowKind) -> Iterator[dict[str, Any]]:
-    values = [batch.column(name).to_pylist() for name in columns]
-    for row in zip(*values, strict=True):
-        yield dict(zip(columns, map(_without_null, row) if kind.chat else row, strict=True))
+def _rows_of(batches: Iterable[Any], columns: list[str], kind: RowKind, path: Path) -> Iterator[Row]:
+    values = ([batch.column(name).to_pylist() for name in columns] for batch in batches)
+    rows = (row for of_batch in values for row in zip(*of_batch, strict=True))
+    for number, row in enumerate(rows, start=1):
+        cells = map(_without_null, row) if kind.chat else row
+        yield kind, dict(zip(columns, cells, strict=True)), f"{path}, row {number}"
 
 
 def _without_null(value: Any) -> Any:

@@ -19,9 +19,8 @@ store with a mask only the first seq_len tokens of a document are used, because 
 teach something else, and a document without a target there is left out. Windows are the same in every epoch, so that
 all epochs have as many rows; their order, and that of their rows, differs.
 
-The permutations hold nothing in memory. To find a place in an epoch's stream, its documents are divided into at most
-BLOCKS blocks, whose lengths are added up once per epoch, in the order of the store. Of windows, only the number of rows
-of each is held.
+To find a place in an epoch's stream, its documents are divided into at most BLOCKS blocks, whose lengths are added up
+once per epoch, in the order of the store. Of windows, only the number of rows of each is held.
 """
 
 from __future__ import annotations
@@ -137,22 +136,21 @@ class Row:
 
 class PackedRows:
     """The rows of `seq_len` tokens of a store, in the order of `seed`, or for None in the order of the store.
-    per_epoch: number of rows in which every token of the store occurs."""
+
+    per_epoch: number of rows in which every token of the store occurs. sources, weights: the rows of each store that
+    these are rows of, and the share that comes from it.
+    """
+
+    weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int | None) -> None:
         self.store, self.seq_len, self.seed = store, seq_len, seed
         self.per_epoch = -(-store.manifest.tokens // seq_len)
-        self._orders = lru_cache(maxsize=1)(self._orders_of)  # of the last epoch that was read
+        self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, self._key(epoch, 0)))  # a row may be in two
 
     @property
     def sources(self) -> tuple[PackedRows, ...]:
-        """The rows of each store that these are rows of."""
         return (self,)
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The share of the rows that comes from each of `sources`."""
-        return (1.0,)
 
     @property
     def identity(self) -> str:
@@ -163,8 +161,8 @@ class PackedRows:
     def row(self, number: int) -> Row:
         """Return what row `number` consists of; its tokens are not read."""
         epoch, place = divmod(number, self.per_epoch)
-        stream, order = self._orders(epoch)
-        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: stream)
+        order = Permutation(self.per_epoch, self._key(epoch, 1))
+        return self._cut(int(order.at(np.array([place]))[0]) * self.seq_len, lambda _: self._stream(epoch))
 
     def _cut(self, at: int, stream_of: Callable[[int], _Stream]) -> Row:
         """Return the row that begins at place `at` of the streams of all epochs one after another."""
@@ -177,9 +175,9 @@ class PackedRows:
             at += upto - within
         return Row.of(self.store, *(np.concatenate(values) for values in zip(*parts, strict=True)))
 
-    def _orders_of(self, epoch: int) -> tuple[_Stream, Permutation]:
-        documents, rows = (None if self.seed is None else (self.seed, epoch, which) for which in (0, 1))
-        return _Stream(self.store, documents), Permutation(self.per_epoch, rows)
+    def _key(self, *numbers: int) -> tuple[int, ...] | None:
+        """Return the key of one of the permutations; None without a seed."""
+        return None if self.seed is None else (self.seed, *numbers)
 
 
 class StageRows(PackedRows):
@@ -194,8 +192,7 @@ class StageRows(PackedRows):
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int, begin: int, count: int) -> None:
         super().__init__(store, seq_len, seed)
-        self.begin, self.count, self._key = begin, count, seed
-        self._stream = lru_cache(maxsize=2)(lambda epoch: _Stream(store, (seed, epoch, 0)))  # a row may be in both
+        self.begin, self.count = begin, count
 
     @property
     def identity(self) -> str:
@@ -210,7 +207,7 @@ class StageRows(PackedRows):
             return number
         epoch = (self.begin + number * self.seq_len) // self.store.manifest.tokens
         first, last = self._first_of(epoch), min(self._first_of(epoch + 1), self.count)
-        order = Permutation(last - first, (self._key, epoch, 1, self.begin))
+        order = Permutation(last - first, self._key(epoch, 1, self.begin))
         return first + int(order.at(np.array([number - first]))[0])
 
     def _first_of(self, epoch: int) -> int:
@@ -252,13 +249,12 @@ class _Stream:
 @dataclass(frozen=True)
 class _Window:
     """Documents that are packed together. begins, lengths: of their parts in the store. rows: the parts of each row.
-    long: number of documents longer than a row. left_out: those without a part."""
+    counts: of rows, tokens, documents longer than a row, and those among them without a part."""
 
     begins: Numbers
     lengths: Numbers
     rows: list[list[int]]
-    long: int
-    left_out: int
+    counts: tuple[int, int, int, int]
 
 
 class WholeRows(PackedRows):
@@ -272,18 +268,12 @@ class WholeRows(PackedRows):
 
     def __init__(self, store: TokenStore, seq_len: int, seed: int) -> None:
         super().__init__(store, seq_len, seed)
-        self._key = seed
-        self._documents = Permutation(store.manifest.documents, (seed, 0, 2))
+        self._documents = Permutation(store.manifest.documents, self._key(0, 2))
         self._window = lru_cache(maxsize=1)(self._packed)
-        self.tokens = self.long = self.left_out = 0
-        self._counts = np.zeros(-(-store.manifest.documents // WINDOW), np.int64)
-        for number in range(len(self._counts)):
-            window = self._window(number)
-            self._counts[number] = len(window.rows)
-            self.tokens += int(window.lengths.sum())
-            self.long += window.long
-            self.left_out += window.left_out
-        self.per_epoch = int(self._counts.sum())
+        windows = -(-store.manifest.documents // WINDOW)
+        counts = np.array([self._window(number).counts for number in range(windows)])
+        self._rows_of_windows = counts[:, 0]
+        self.per_epoch, self.tokens, self.long, self.left_out = counts.sum(axis=0).tolist()
         if not self.per_epoch:
             raise ValueError(f"no document of {store.folder} has a target in its first seq_len={seq_len} tokens")
 
@@ -293,13 +283,14 @@ class WholeRows(PackedRows):
 
     def row(self, number: int) -> Row:
         epoch, place = divmod(number, self.per_epoch)
-        order = Permutation(len(self._counts), (self._key, epoch, 3)).at(np.arange(len(self._counts)))
-        ends = np.cumsum(self._counts[order])
+        windows = len(self._rows_of_windows)
+        order = Permutation(windows, self._key(epoch, 3)).at(np.arange(windows))
+        ends = np.cumsum(self._rows_of_windows[order])
         at = int(np.searchsorted(ends, place, side="right"))
         number = int(order[at])
         window = self._window(number)
         within = np.array([place - int(ends[at]) + len(window.rows)])
-        parts = window.rows[int(Permutation(len(window.rows), (self._key, epoch, 4, number)).at(within)[0])]
+        parts = window.rows[int(Permutation(len(window.rows), self._key(epoch, 4, number)).at(within)[0])]
         return Row.of(self.store, window.begins[parts], window.lengths[parts])
 
     def _packed(self, number: int) -> _Window:
@@ -314,7 +305,8 @@ class WholeRows(PackedRows):
         begins = np.repeat(begins, parts) + part * self.seq_len
         lengths = np.minimum(np.repeat(ends, parts) - begins, self.seq_len)
         rows = best_fit(lengths.tolist(), self.seq_len)
-        return _Window(begins, lengths, rows, len(long), int((parts[long] == 0).sum()))
+        counts = len(rows), int(lengths.sum()), len(long), int((parts[long] == 0).sum())
+        return _Window(begins, lengths, rows, counts)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

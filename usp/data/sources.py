@@ -59,10 +59,17 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of documents; `format` is a value of FORMATS, or text."""
+    """A file of documents."""
 
     path: Path
-    format: str
+
+    @property
+    def format(self) -> str:
+        """A value of FORMATS by the suffixes of the file, or text."""
+        name = self.path.name.lower()
+        for suffix in COMPRESSED:
+            name = name.removesuffix(suffix)
+        return FORMATS.get(Path(name).suffix, "text")
 
     @property
     def has_fields(self) -> bool:
@@ -102,15 +109,15 @@ def find_files(data: str, field: str = TEXT_FIELD, name: str = "data") -> DataFi
     root = Path(data).expanduser()
     if data == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = DataFiles(root, tuple(DataFile(path, "text") for path in sorted(_library(root)) if path.stat().st_size))
+        files = DataFiles(root, tuple(DataFile(path) for path in sorted(_library(root)) if path.stat().st_size))
     elif root.is_dir():
         files = _find_below(root)
     elif not root.is_file():
         raise ValueError(f"{name}={data} does not exist: give a file ({SUPPORTED}), a directory, or {STDLIB}")
-    elif format_of(root) == "text" and is_binary(root):
+    elif not DataFile(root).has_fields and is_binary(root):
         raise ValueError(f"{name}={data} is a binary file: give one of these: {SUPPORTED}")
     else:
-        files = DataFiles(root.parent, (DataFile(root, format_of(root)),) if root.stat().st_size else ())
+        files = DataFiles(root.parent, (DataFile(root),) if root.stat().st_size else ())
     if field not in ("", TEXT_FIELD) and files.files and not any(file.has_fields for file in files.files):
         raise ValueError(
             f"data_field={field!r} is for JSON, CSV, Parquet and Arrow files, and {name}={data} has none: unset it"
@@ -139,17 +146,9 @@ def without(files: DataFiles, others: DataFiles, reason: str) -> DataFiles:
     return replace(files, files=remaining, left_out={**files.left_out, reason: names})
 
 
-def format_of(path: Path) -> str:
-    """Return the format of a file by its suffixes."""
-    name = path.name.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
-    return FORMATS.get(Path(name).suffix, "text")
-
-
 def _find_below(root: Path) -> DataFiles:
     reasons = dict(sorted(_walk(root)))
-    files = [DataFile(path, format_of(path)) for path, reason in reasons.items() if not reason]
+    files = [DataFile(path) for path, reason in reasons.items() if not reason]
     by_file = _of_another_kind(files) | _held_out(files, root)
     left_out: dict[str, list[str]] = defaultdict(list)
     for path, reason in (*reasons.items(), *((file.path, reason) for file, reason in by_file.items())):
@@ -188,7 +187,7 @@ def _unusable(path: Path) -> str:
     state = path.with_name(STATE)  # of a folder of `save_to_disk`, in which `map` and `shuffle` put files of their own
     if path.suffix == ".arrow" and state.is_file() and f'"{path.name}"' not in state.read_text("utf-8", "replace"):
         return f"not in {STATE}"
-    return "binary" if format_of(path) == "text" and is_binary(path) else ""
+    return "binary" if not DataFile(path).has_fields and is_binary(path) else ""
 
 
 def _held_out(files: list[DataFile], root: Path) -> dict[DataFile, str]:

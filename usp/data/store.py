@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,9 +78,6 @@ class Manifest:
     def sizes(self) -> dict[str, int]:
         """The bytes of every file."""
         return file_sizes(self.tokens, self.documents, self.dtype, self.masked)
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / MANIFEST, asdict(self))
 
 
 def file_sizes(tokens: int, documents: int, dtype: npt.DTypeLike, masked: bool) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .chats import Chat, Completed, Content, Ids, Mask
+from .chats import Chat, Completed, Ids, Mask
 
 BYTES = "bytes"
 BYTE_OFFSET = 3  # ByT5 reserves 0, 1 and 2 for padding, end of sequence and unknown
@@ -120,16 +120,9 @@ def fingerprint(tokenizer: Tokenizer, chats: bool) -> str:
     return f"{tokenizer.fingerprint}, {template}" if template else tokenizer.fingerprint
 
 
-def encode_all(tokenizer: Tokenizer, contents: Sequence[Content]) -> list[tuple[Ids, Mask | None]]:
-    """Return the ids of each text, without `bos` and `eos`, or of each whole chat or completion with its targets.
-    Raises ValueError, naming the row of a chat without a chat template, or that the template refuses."""
-    texts = iter(tokenizer.encode_all([content for content in contents if isinstance(content, str)]))
-    return [(next(texts), None) if isinstance(each, str) else encode_masked(tokenizer, each) for each in contents]
-
-
 def encode_masked(tokenizer: Tokenizer, content: Chat | Completed) -> tuple[Ids, Mask]:
-    """Return the ids of a whole chat or completion, and which of them are targets. Raises ValueError, naming the row,
-    as `encode_all` does."""
+    """Return the ids of a whole chat or completion, and which of them are targets. Raises ValueError, naming the row of
+    a chat without a chat template, or that the template refuses, or of an empty completion."""
     if isinstance(content, Chat):
         return chat_encoder(tokenizer, content.where).encode(content)
     prompt = as_document(tokenizer, tokenizer.encode(content.prompt), end=False)

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -46,7 +46,7 @@ from .store import (
     show_progress,
     write_json,
 )
-from .tokenizer import Tokenizer, as_document, encode_all, fingerprint
+from .tokenizer import Tokenizer, as_document, encode_masked, fingerprint
 
 BATCH_CHARACTERS = 2**20  # tokenized together; a tokenizer needs about 100 times as many bytes
 SAVE_SECONDS = 2.0  # between two records of the place
@@ -77,7 +77,7 @@ class Written:
     characters: int = 0
     replaced: int = 0
     largest: int = 0
-    checksums: dict[str, list[str]] = field(default_factory=lambda: {TOKENS: [], INDEX: []})
+    checksums: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,31 +120,27 @@ def write_store(files: DataFiles, field: str, tokenizer: Tokenizer, folder: Path
     before = np.cumsum([0, *sizes]).tolist()  # bytes of the files before each
     if not processes and before[-1] > LARGE and not multiprocessing.current_process().daemon:
         processes = len(os.sched_getaffinity(0))
-    with _removed_if_unfit(folder), ExitStack() as stack:
-        out = stack.enter_context(_Output(folder, written, dtype, source, masked))
-        show = stack.enter_context(show_progress("tokenizing", before[-1]))
-        executor = _executor(tokenizer.encoder(masked), dtype, processes)
-        stack.callback(executor.shutdown, cancel_futures=True)
-        for encoded, place in _in_order(_batches(files.files, field, written.place), executor, 2 * max(1, processes)):
-            out.append(encoded, place)
-            show(before[place.file] + min(place.characters, sizes[place.file]), f"{written.tokens / 1e6:,.1f}M tokens")
-        if not written.tokens:
-            raise ValueError("the data holds no text: every document in it is empty")
-        out.finish(tokenizer, len(files.files))
-    return True
-
-
-@contextmanager
-def _removed_if_unfit(folder: Path) -> Iterator[None]:
-    """Remove what the block has written if the data is refused: it is useless once the data has changed."""
     try:
-        yield
-    except ValueError:
+        with ExitStack() as stack:
+            out = stack.enter_context(_Output(folder, written, dtype, source, masked))
+            show = stack.enter_context(show_progress("tokenizing", before[-1]))
+            executor = _executor(tokenizer.encoder(masked), dtype, processes)
+            stack.callback(executor.shutdown, cancel_futures=True)
+            batches = _batches(files.files, field, written.place)
+            for encoded, place in _in_order(batches, executor, 2 * max(1, processes)):
+                out.append(encoded, place)
+                done = before[place.file] + min(place.characters, sizes[place.file])
+                show(done, f"{written.tokens / 1e6:,.1f}M tokens")
+            if not written.tokens:
+                raise ValueError("the data holds no text: every document in it is empty")
+            out.finish(tokenizer, len(files.files))
+    except ValueError:  # the data is refused: what is written is useless once it has changed
         for name in (TOKENS, INDEX, MASK, PROGRESS):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
         raise
+    return True
 
 
 def _continued(folder: Path, source: str) -> Written | None:
@@ -172,14 +168,11 @@ class _Output:
         self._folder, self._written, self._dtype, self._source = folder, written, np.dtype(dtype), source
         self._saved = time.monotonic()
         sizes = file_sizes(written.tokens, written.documents, dtype, masked)
-        self._begins = {name: len(written.checksums.setdefault(name, [])) * SUM_BYTES for name in sizes}
         self._files = {name: (folder / name).open("a+b") for name in sizes}
-        if written.place == Place():
-            self._files[INDEX].truncate(0)
-            self._files[INDEX].write(np.int64(0).tobytes())
-            self._files[INDEX].flush()
         for name, size in sizes.items():
-            self._files[name].truncate(size)
+            if written.place == Place():
+                self._files[name].truncate(0)
+            self._files[name].truncate(size)  # a new index is 8 bytes of zeros: the first document begins at 0
 
     def __enter__(self) -> _Output:
         return self
@@ -209,10 +202,9 @@ class _Output:
 
     def finish(self, tokenizer: Tokenizer, files: int) -> None:
         """Write the manifest, and remove the record of the place."""
-        self._flush()
-        self._sum(complete=False)
+        self._flush(complete=False)
         held = {name: value for name, value in vars(self._written).items() if name != "place"}
-        Manifest(
+        manifest = Manifest(
             format=FORMAT,
             tokenizer=tokenizer.name,
             fingerprint=fingerprint(tokenizer, MASK in self._files),
@@ -221,27 +213,25 @@ class _Output:
             masked=MASK in self._files,
             source=self._source,
             **held,
-        ).write(self._folder)
+        )
+        write_json(self._folder / MANIFEST, asdict(manifest))
         (self._folder / PROGRESS).unlink()
 
     def _save(self) -> None:
-        self._flush()
-        self._sum(complete=True)
+        self._flush(complete=True)
         write_json(self._folder / PROGRESS, {"source": self._source, **asdict(self._written)})
         self._saved = time.monotonic()
 
-    def _flush(self) -> None:
-        for file in self._files.values():
+    def _flush(self, complete: bool) -> None:
+        """Write the files to the disk, and add the checksums of all bytes that have none, or with `complete` only of
+        whole blocks of SUM_BYTES."""
+        for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
-
-    def _sum(self, complete: bool) -> None:
-        """Add the checksums of all bytes that have none, or with `complete` only of whole blocks of SUM_BYTES."""
-        for name, file in self._files.items():
+            sums = self._written.checksums.setdefault(name, [])
             size = os.fstat(file.fileno()).st_size
-            while self._begins[name] + (SUM_BYTES if complete else 1) <= size:
-                self._written.checksums[name].append(checksum(file, self._begins[name]))
-                self._begins[name] += SUM_BYTES
+            end = size - size % SUM_BYTES if complete else size
+            sums += [checksum(file, begin) for begin in range(len(sums) * SUM_BYTES, end, SUM_BYTES)]
 
 
 def _batches(files: Sequence[DataFile], field: str, place: Place) -> Iterator[tuple[list[Piece], Place]]:
@@ -306,21 +296,23 @@ def _end_with(parent: BaseProcess) -> None:
 
 def _encode(batch: Sequence[Piece]) -> Encoded:
     tokenizer: Tokenizer = _here.tokenizer
-    ids, masks, ends, tokens = [], list[npt.NDArray[np.bool_]](), [], 0
-    encoded = encode_all(tokenizer, [content for content, _, _ in batch])
-    for (document, mask), (_, begin, end) in zip(encoded, batch, strict=True):
-        if mask is None:
-            document = as_document(tokenizer, document, begin=begin, end=end)
+    plain = [content for content, _, _ in batch if isinstance(content, str)]
+    ids_of_plain = iter(tokenizer.encode_all(plain))
+    ids, masks = [], []
+    for content, begin, end in batch:
+        if isinstance(content, str):
+            document = as_document(tokenizer, next(ids_of_plain), begin=begin, end=end)
+            mask = np.ones(len(document), np.bool_)
+        else:
+            document, mask = encode_masked(tokenizer, content)
         ids.append(document.astype(_here.dtype))
-        masks.append(np.ones(len(document), np.bool_) if mask is None else mask)
-        tokens += len(document)
-        if end:
-            ends.append(tokens)
+        masks.append(mask)
+    ends = np.cumsum([len(document) for document in ids])
     texts = [text for content, _, _ in batch for text in texts_in(content)]
     return Encoded(
         ids=np.concatenate(ids),
-        mask=np.concatenate(masks) if any(mask is not None for _, mask in encoded) else None,
-        ends=np.array(ends, np.int64),
+        mask=np.concatenate(masks) if len(plain) < len(batch) else None,
+        ends=ends[[end for _, _, end in batch]],
         characters=sum(map(len, texts)),
         replaced=sum(text.count("\ufffd") for text in texts),
     )

@@ -21,7 +21,7 @@ from attention import LAYOUTS
 from attention.kernels.select import KERNEL_NAMES
 from usp.config import DEVICES, DTYPES, ROPE_SCALINGS
 from usp.data.sources import TEXT_FIELD
-from usp.data.tokenizer import Ids, Tokenizer
+from usp.data.tokenizer import Ids, Tokenizer, as_document
 from usp.fields import AtLeast1, one_of, token_count, value_violations
 
 KEY = "{key}"
@@ -93,11 +93,6 @@ class NeedleConfig:
     """Heat map to write; the results are written next to it, as .json."""
 
     @property
-    def asked_lengths(self) -> tuple[int, ...]:
-        """The lengths of --lengths, ascending. Raises ValueError for a text that is not one."""
-        return tuple(sorted({token_count(part) for part in self.lengths.split(",")})) if self.lengths else ()
-
-    @property
     def asked_depths(self) -> tuple[float, ...]:
         """The depths of --depths, ascending. Raises ValueError for a text that is not a number of percent."""
         depths = set()
@@ -126,8 +121,7 @@ def needle_violations(config: NeedleConfig) -> Iterator[str]:
         else:
             yield from (f"--{name} = {getattr(config, name)}: {n} must be at least 1" for n in lengths if n < 1)
     try:
-        wrong = [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]
-        if wrong:
+        if wrong := [f"{depth:g}" for depth in config.asked_depths if not 0 <= depth <= 100]:
             yield f"--depths = {config.depths}: {', '.join(wrong)} must be from 0 to 100 percent"
     except ValueError as error:
         yield f"--depths = {config.depths}: {error}"
@@ -173,22 +167,24 @@ class Haystack:
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, texts: Iterable[str], most: int) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._pieces: list[Ids] = []
-        tokens = 0
         for text in texts:
             sentences = [sentence for sentence in _SENTENCE.findall(text) if sentence]
             self._pieces += [ids for ids in tokenizer.encode_all(sentences) if len(ids)]
-            tokens = sum(map(len, self._pieces))
-            if tokens >= 2 * most:
+            if sum(map(len, self._pieces)) >= 2 * most:
                 break
-        if not tokens:
+        if not self._pieces:
             raise ValueError(f"--data = {config.data} holds no text for the haystack")
 
     def prompt(self, cell: Cell) -> Prompt:
         """Return the prompt of a cell, which depends on nothing else but the seed. Raises ValueError if the cell's
         length leaves no token for the haystack."""
-        random_ = random.Random(f"{self._config.seed}/{cell.length}/{cell.depth:g}/{cell.sample}")
-        begin, needle, question, answer, text = self._parts(random_)
-        room = cell.length - sum(map(len, (begin, needle, question, answer)))
+        config, tokenizer = self._config, self._tokenizer
+        random_ = random.Random(f"{config.seed}/{cell.length}/{cell.depth:g}/{cell.sample}")
+        key = str(random_.randrange(10 ** (config.key_digits - 1), 10**config.key_digits))
+        needle, question, answer = (text.replace(KEY, key) for text in (config.needle, config.question, config.answer))
+        begin_ids = as_document(tokenizer, np.zeros(0, np.int64), end=False)
+        needle_ids, question_ids, answer_ids = tokenizer.encode_all([f"\n{needle}\n", f"\n{question}", answer])
+        room = cell.length - sum(map(len, (begin_ids, needle_ids, question_ids, answer_ids)))
         if room < 1:
             raise ValueError(
                 f"a length of {cell.length} tokens is too short: needle, question and answer have "
@@ -197,18 +193,8 @@ class Haystack:
         hay = list(self._hay(random_.randrange(len(self._pieces)), room))
         ends = np.cumsum([0, *map(len, hay)])
         place = int(np.abs(ends - room * cell.depth / 100).argmin())
-        ids = np.concatenate((begin, *hay[:place], needle, *hay[place:], question))
-        return Prompt(ids, answer, text)
-
-    def _parts(self, random_: random.Random) -> tuple[Ids, Ids, Ids, Ids, str]:
-        """Return what begins a prompt, needle, question and answer, and the answer as text, with a new key."""
-        digits = self._config.key_digits
-        key = str(random_.randrange(10 ** (digits - 1), 10**digits))
-        config, encode = self._config, self._tokenizer.encode
-        begin = [] if self._tokenizer.bos is None else [self._tokenizer.bos]
-        needle, question, answer = (text.replace(KEY, key) for text in (config.needle, config.question, config.answer))
-        parts = encode(f"\n{needle}\n"), encode(f"\n{question}"), encode(answer)
-        return np.asarray(begin, np.int64), *parts, answer.strip()
+        ids = np.concatenate((begin_ids, *hay[:place], needle_ids, *hay[place:], question_ids))
+        return Prompt(ids, answer_ids, answer.strip())
 
     def _hay(self, first: int, room: int) -> Iterator[Ids]:
         while room:

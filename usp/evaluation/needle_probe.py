@@ -7,13 +7,11 @@ length by depth.
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product, starmap
-from pathlib import Path
+from itertools import groupby, product, starmap
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from parallel import ParallelDims, ParallelMesh
 from usp.data.documents import read_pieces
 from usp.data.sources import find_files
 from usp.data.tokenizer import Tokenizer
+from usp.fields import token_count
 from usp.hf.models import (
     LIMIT,
     ModelConfig,
@@ -92,22 +91,19 @@ class NeedleResult:
     def to_json(self) -> dict[str, Any]:
         """Return the flags, and for each length and depth the score, the mean log-probability and the responses."""
         cells = []
-        for length in self.lengths:
-            for depth in self.depths:
-                here = [response for response in self.responses if (response.length, response.depth) == (length, depth)]
-                known = [response.logprob for response in here if response.logprob is not None]
-                cells.append(
-                    {
-                        "length": length,
-                        "depth": depth,
-                        "score": self.score(length, depth),
-                        "answer_logprob": sum(known) / len(known) if known else None,
-                        "responses": [
-                            {name: value for name, value in asdict(response).items() if name not in ("length", "depth")}
-                            for response in here
-                        ],
-                    }
-                )
+        names = ("sample", "answer", "response", "right", "logprob")
+        for length, depth in product(self.lengths, self.depths):
+            here = [response for response in self.responses if (response.length, response.depth) == (length, depth)]
+            known = [response.logprob for response in here if response.logprob is not None]
+            cells.append(
+                {
+                    "length": length,
+                    "depth": depth,
+                    "score": self.score(length, depth),
+                    "answer_logprob": sum(known) / len(known) if known else None,
+                    "responses": [{name: getattr(response, name) for name in names} for response in here],
+                }
+            )
         return {"asked": self.asked, "score": self.score(), "cells": cells}
 
     def table(self) -> Grid:
@@ -156,17 +152,9 @@ def plot_heat_map(result: NeedleResult, title: str, mark: int | None = None) -> 
     return figure
 
 
-def write_files(result: NeedleResult, figure: Any, out: Path) -> Sequence[Path]:
-    """Write the heat map to `out`, and the results next to it; return both paths."""
-    figure.savefig(out, dpi=130)
-    beside = out.with_suffix(".json")
-    beside.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-    return out, beside
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedProbe:
-    """A probe that has been checked: model and layout, the cells, and what makes their prompts."""
+    """A probe that has been checked: model and layout, the cells by length, and what makes their prompts."""
 
     config: NeedleConfig
     spec: RoleSpec
@@ -175,10 +163,6 @@ class PreparedProbe:
     tokenizer: Tokenizer
     haystack: Haystack
     cells: tuple[Cell, ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(sorted({cell.length for cell in self.cells}))
 
 
 def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
@@ -195,7 +179,7 @@ def prepare_probe(config: NeedleConfig, launch: Launch) -> PreparedProbe:
     assert device and model and tokenizer and files and dims
     limit = getattr(model, LIMIT, None)
     defaults = tuple(limit // step for step in STEPS) if limit else (1024, 2048, 4096, 8192)
-    lengths = config.asked_lengths or defaults
+    lengths = sorted({token_count(text) for text in config.lengths.split(",")}) if config.lengths else defaults
     longer = problems.attempt(lambda: _with_lengths(config, model, lengths))
     facts = model_facts(config.model, model)
     problems += _model_violations(config, model, facts, tokenizer, dims)
@@ -233,9 +217,9 @@ def run_probe(prepared: PreparedProbe, say: Callable[[str], None] = lambda line:
         raise ConfigurationError(with_flags(str(error))) from error
     model.fill()
     responses: list[Response] = []
-    for length in prepared.lengths:
+    for length, group in groupby(prepared.cells, lambda cell: cell.length):
         begin = time.perf_counter()
-        cells = [cell for cell in prepared.cells if cell.length == length]
+        cells = list(group)
         everywhere: list[list[Response]] = [[] for _ in layout.ranks]
         local = _respond(prepared, model, mesh, cells[mesh.rank("batch") :: mesh.size("batch")])
         dist.all_gather_object(everywhere, local)
