@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import DamagedCheckpoint, latest, read_extra, set_aside, verify
-from usp.config import LoraConfig, RunConfig, TrainConfig
+from usp.config import CommonConfig, TrainConfig
 from usp.fields import flag
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch
@@ -141,7 +141,7 @@ def read_state(
     return saved
 
 
-def lora_violations(saved: Mapping[str, Any], config: LoraConfig) -> list[str]:
+def lora_violations(saved: Mapping[str, Any], config: CommonConfig) -> list[str]:
     """Return why the adapters of `config` cannot continue a checkpoint of a run with the configuration `saved`."""
     lora = {name: getattr(config, name) for name in _LORA}
     trained = {name: saved.get(name, 0) for name in lora}
@@ -219,7 +219,7 @@ def remember_folder(folder: Path, launch: Launch) -> None:
 
 
 def find_start(
-    config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
+    config: CommonConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
 ) -> Start:
     """Find where the run of `config` begins: in its own folder after a restart, where `--resume` says, or anew.
 
@@ -236,7 +236,7 @@ def find_start(
     return start
 
 
-def _start(config: RunConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
+def _start(config: CommonConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
     remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
     # If there is a store and it has no folder, no earlier attempt got as far as writing to one.

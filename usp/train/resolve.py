@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from parallel import ParallelDims
-from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig, by_stage
+from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.lora import Lora, lora_targets
 from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context
@@ -22,7 +22,7 @@ from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations, with_flags
 
-C = TypeVar("C", bound=LoraConfig)
+C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def settled_lora(config: C) -> C:
     return replace(config, lora_alpha=2 * config.lora_rank) if config.lora_rank and not config.lora_alpha else config
 
 
-def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
+def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights. Raises
     ValueError for targets that get no adapters."""
     if not config.lora_rank:
@@ -129,7 +129,7 @@ def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
     return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
 
 
-def lora_problems(config: LoraConfig, model: ModelConfig) -> Iterator[str]:
+def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why a model cannot have the adapters of `config`."""
     if config.lora_rank > 0 and find_spec("peft") is None:
         yield "--lora-rank needs the package peft: pip install 'usp-toolkit[lora]'"
