@@ -43,7 +43,7 @@ from usp.run.output import LOCK, holder, locked, this_process, warn
 from usp.run.watchdog import named
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Any)  # a dataclass with the fields `start` and `saved`
+P = TypeVar("P", bound=Any)  # a dataclass with the fields `start`, `saved` and `launch`
 
 # Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
@@ -212,12 +212,6 @@ class Start:
     named: bool = False
 
 
-def remember_folder(folder: Path, launch: Launch) -> None:
-    """Remember the run's folder for restarts of the same launch; rank 0 does."""
-    if launch.rank == 0:
-        launch.remember(FOLDER_KEY, str(folder))
-
-
 def find_start(
     config: CommonConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
 ) -> Start:
@@ -303,7 +297,8 @@ def run_folder(folder: Path | None, name: str) -> Iterator[Path]:
 
 
 def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start], prepare: Callable[[Start], P]) -> P:
-    """Return `prepared` in its folder, which is locked, with a checkpoint that is whole. Collective.
+    """Return `prepared` in its folder, which is locked, with a checkpoint that is whole; restarts of the launch find
+    the folder again. Collective.
 
     find, prepare: how `prepared` was made; it is made anew where the start is no longer the one that was found. find
     takes the checkpoints that are damaged.
@@ -312,8 +307,12 @@ def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start]
     """
     start = sound_start(folder, find)
     if start == replace(prepared.start, folder=folder) and (prepared.saved is None) == (start.checkpoint is None):
-        return replace(prepared, start=start)
-    return prepare(start)
+        prepared = replace(prepared, start=start)
+    else:
+        prepared = prepare(start)
+    if prepared.launch.rank == 0:
+        prepared.launch.remember(FOLDER_KEY, str(folder))
+    return prepared
 
 
 def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Start:

@@ -29,8 +29,7 @@ from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
 from usp.run.failures import Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
-from usp.run.metrics import wandb_problem
-from usp.run.profiling import parse_steps
+from usp.run.metrics import parse_steps, wandb_problem
 from usp.sp.kernel_choice import PACKED, choose_kernel
 
 from .checkpoints import Start, TrainingState, find_start, read_state, resume_violations

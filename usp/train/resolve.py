@@ -53,14 +53,12 @@ class Resolved:
         curriculum, its stages have their own batch sizes.
     stages: those of the curriculum, or one of all steps; empty where there are problems.
     model_config, facts: with the context of the run; None where the model was not found.
-    dims: of the first stage; None where there are problems.
     problems: what is wrong, one message each.
     """
 
     config: TrainConfig
     model_config: ModelConfig | None
     facts: ModelFacts | None
-    dims: ParallelDims | None
     problems: tuple[str, ...]
     stages: tuple[ResolvedStage, ...] = ()
 
@@ -76,12 +74,12 @@ class Resolved:
         return model_shape(self.facts, self.model_config)
 
     def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, ModelConfig, ModelFacts, ParallelDims]:
-        """Return the configuration, its model's configuration and facts, and the degrees. Raises ConfigurationError for
-        `problems` and the problems found here, all of them in one message."""
+        """Return the configuration, its model's configuration and facts, and the degrees of the first stage. Raises
+        ConfigurationError for `problems` and the problems found here, all of them in one message."""
         if problems := [*problems, *self.problems]:
             raise ConfigurationError(listed(problems))
-        assert self.model_config is not None and self.facts is not None and self.dims is not None
-        return self.config, self.model_config, self.facts, self.dims
+        assert self.model_config is not None and self.facts is not None
+        return self.config, self.model_config, self.facts, self.stages[0].dims
 
 
 def resolve(
@@ -107,13 +105,13 @@ def resolve(
         problems += lora_problems(config, model_config)
     problems += violations(config, world_size, facts)
     if problems:
-        return Resolved(config, model_config, facts, None, tuple(problems))
+        return Resolved(config, model_config, facts, tuple(problems))
     lasts = tuple(accumulate(stage.steps for stage in config.curriculum)) or (config.steps,)
     stages = tuple(
         ResolvedStage(settle_batch(stage, world_size), parallel_dims(stage).resolve(world_size), before + 1, last)
         for stage, (before, last) in zip(by_stage(config), pairwise((0, *lasts)), strict=True)
     )
-    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, stages[0].dims, (), stages)
+    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), stages)
 
 
 def settled_lora(config: C) -> C:
