@@ -181,9 +181,7 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
 
 
 def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:
-    """Fill a stage from a model folder, or for a preset with random weights that the seed determines.
-
-    The seed also determines the adapters.
+    """Fill a stage from a model folder, or for a preset with random weights; the seed determines these, and adapters.
 
     new_head: draw the scalar head of a folder's causal LM from the seed; see `load_weights`.
     """

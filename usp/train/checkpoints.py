@@ -7,9 +7,6 @@ rank 0's, fits every layout.
 One run writes to a folder, all ranks see it, and the checkpoint to continue is whole:
 
     create and lock it (rank 0) -> every rank reads the lock -> find the start again (rank 0) -> verify its checkpoint
-
-What `prepare` found before the ranks communicated may have changed until the folder is locked; the start that is found
-under the lock counts.
 """
 
 from __future__ import annotations
@@ -63,8 +60,7 @@ SEEN_SECONDS = 5.0  # for a network file system to show on one host what another
 class TrainingState:
     """The state of a run after a step.
 
-    step: optimizer steps done.
-    tokens: tokens read so far, over all ranks.
+    tokens: read so far, over all ranks.
     stream: `BatchStream.state_dict()`.
     random: `random_state()`.
     config: the resolved configuration, from `asdict`.
@@ -98,8 +94,7 @@ def resume_violations(
 ) -> list[str]:
     """Return why a run of `config` with the model configuration `model` cannot continue `saved`, one message each.
 
-    finished_too: accept a checkpoint of the last step, after which only the model is left to write.
-
+    finished_too: as in `Start`.
     Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
     `BatchStream.load_state_dict` checks them.
     """
@@ -300,8 +295,8 @@ def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start]
     """Return `prepared` in its folder, which is locked, with a checkpoint that is whole; restarts of the launch find
     the folder again. Collective.
 
-    find, prepare: how `prepared` was made; it is made anew where the start is no longer the one that was found. find
-    takes the checkpoints that are damaged.
+    find, prepare: how `prepared` was made before the folder was locked; it is made anew where the start is no longer
+    the one that was found. find takes the checkpoints that are damaged.
 
     Raises ConfigurationError on every rank, as `sound_start` and `prepare` do.
     """
@@ -355,9 +350,9 @@ def from_first_rank(work: Callable[[], T]) -> T:
 def new_folder(name: str) -> Path:
     """Create a folder of RUNS that is named after the time and `name`, and numbered if there is one of that name."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    first = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    for folder in itertools.chain([first], numbered):
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    for number in itertools.count(1):
+        folder = RUNS / (stem if number == 1 else f"{stem}-{number}")
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

@@ -58,7 +58,6 @@ class PreparedRun:
 
     config: without any `auto`, and without a curriculum also without -1.
     reusable: `config` for other machines, with the device and dtype that were asked for.
-    stages: those of the curriculum, or one of all steps.
     start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
 

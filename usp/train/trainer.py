@@ -195,7 +195,7 @@ class Trainer(TrainingLoop):
         return self.engine.state()
 
     def extra(self) -> dict[str, Any]:
-        state = TrainingState(
+        return TrainingState(
             step=self.done,
             tokens=self.tokens,
             stream=self.stage.batches.state_dict(),
@@ -203,8 +203,7 @@ class Trainer(TrainingLoop):
             config=asdict(self.prepared.config),
             model=self.prepared.model_config.to_dict(),
             evaluations=self._evaluations.to_extra(),
-        )
-        return state.to_extra()
+        ).to_extra()
 
     def export(self) -> None:
         for name in self._export(self.result, MODEL):
