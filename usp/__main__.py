@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -63,19 +64,13 @@ def usp() -> NoReturn:
     sys.exit(main(sys.argv[1:], os.environ, "usp"))
 
 
-def usp_train() -> NoReturn:
-    """Run the console script `usp-train`, which is train.py."""
-    _program("train")
-
-
-def usp_rlhf() -> NoReturn:
-    """Run the console script `usp-rlhf`, which is rlhf.py."""
-    _program("rlhf")
-
-
 def _program(name: str) -> NoReturn:
+    """Run the console script `usp-train`, which is train.py, or `usp-rlhf`, which is rlhf.py."""
     program = import_module(f"usp.commands.{name}").program
     leave(replace(program, prog=f"usp-{name}").main(sys.argv[1:], os.environ))
+
+
+usp_train, usp_rlhf = partial(_program, "train"), partial(_program, "rlhf")
 
 
 if __name__ == "__main__":

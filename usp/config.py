@@ -165,8 +165,54 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Device, logging and checkpointing, shared by train.py and rlhf.py."""
+class ModelFlags:
+    """The model and its tokenizer, shared by train.py and rlhf.py."""
+
+    model: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
+    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
+    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5. auto: the model directory's own, or
+    bytes for a preset."""
+    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
+    """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
+
+
+@dataclass(frozen=True)
+class CommonConfig(ParallelConfig, ModelFlags):
+    """The options that train.py and rlhf.py share."""
+
+    lora_rank: AtLeast0 = 0
+    """Rank of the LoRA adapters that are trained instead of the model's weights (requires peft). 0: no adapters."""
+    lora_alpha: AtLeast0 = 0
+    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
+    lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
+    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts."""
+    lora_merge: bool = False
+    """Also export the model with the adapters merged into its weights."""
+
+    steps: AtLeast1 = 100
+    """Optimizer steps."""
+    lr_schedule: Annotated[str, one_of(LR_SCHEDULES)] = "cosine"
+    """Learning rate after the warmup. wsd: constant, then a linear decay in the last --lr-decay-steps."""
+    lr_final: Share = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    lr_decay_steps: Annotated[int, at_least(-1, "at least 0, or -1 for a tenth of --steps")] = -1
+    """Steps of the decay of --lr-schedule wsd. -1: a tenth of all steps."""
+
+    router_aux_loss_coef: AuxLoss = -1.0
+    """MoE load-balancing loss coefficient. -1: router_aux_loss_coef of the model configuration."""
+    router_balance: Annotated[str, one_of(ROUTER_BALANCES)] = "step"
+    """Tokens that the load-balancing loss covers. step: exact over the step; needs an extra counting forward pass with
+    micro-batches. micro-batch: the mean over micro-batches."""
+
+    ac: Annotated[str, one_of(AC_MODES)] = "none"
+    """Activation checkpointing. full: recompute each layer; attention-saved: all but attention; selective: neither
+    attention nor matrix products."""
+    ac_offload: bool = False
+    """Offload checkpointed activations to host memory."""
+    loss_chunk: AtLeast1 = 2048
+    """Tokens per rank whose logits are materialized at a time."""
+    mlp_tile: AtLeast0 = 0
+    """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
 
     attention_kernel: Annotated[str, one_of(KERNEL_NAMES)] = "auto"
     """Attention kernel. auto: the fastest supported one, by its rates on this GPU. flash: the fastest flash-attn."""
@@ -191,77 +237,6 @@ class RunConfig:
     """Seconds without progress before the run is aborted with a report of where each rank hangs. 0: no limit."""
     wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
     """Also log to this Weights & Biases project (requires wandb)."""
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """Memory of activations, shared by train.py and rlhf.py."""
-
-    ac: Annotated[str, one_of(AC_MODES)] = "none"
-    """Activation checkpointing. full: recompute each layer; attention-saved: all but attention; selective: neither
-    attention nor matrix products."""
-    ac_offload: bool = False
-    """Offload checkpointed activations to host memory."""
-    loss_chunk: AtLeast1 = 2048
-    """Tokens per rank whose logits are materialized at a time."""
-    mlp_tile: AtLeast0 = 0
-    """Tokens per MLP tile, recomputed in the backward. 0: no tiling."""
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """The load-balancing loss of mixtures of experts, shared by train.py and rlhf.py."""
-
-    router_aux_loss_coef: AuxLoss = -1.0
-    """MoE load-balancing loss coefficient. -1: router_aux_loss_coef of the model configuration."""
-    router_balance: Annotated[str, one_of(ROUTER_BALANCES)] = "step"
-    """Tokens that the load-balancing loss covers. step: exact over the step; needs an extra counting forward pass with
-    micro-batches. micro-batch: the mean over micro-batches."""
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """The steps and the learning rate after its warmup, shared by train.py and rlhf.py."""
-
-    steps: AtLeast1 = 100
-    """Optimizer steps."""
-    lr_schedule: Annotated[str, one_of(LR_SCHEDULES)] = "cosine"
-    """Learning rate after the warmup. wsd: constant, then a linear decay in the last --lr-decay-steps."""
-    lr_final: Share = 0.1
-    """Learning rate of the last step, as a fraction of the peak."""
-    lr_decay_steps: Annotated[int, at_least(-1, "at least 0, or -1 for a tenth of --steps")] = -1
-    """Steps of the decay of --lr-schedule wsd. -1: a tenth of all steps."""
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """LoRA adapters, shared by train.py and rlhf.py."""
-
-    lora_rank: AtLeast0 = 0
-    """Rank of the LoRA adapters that are trained instead of the model's weights (requires peft). 0: no adapters."""
-    lora_alpha: AtLeast0 = 0
-    """Scale of the adapters: their output is multiplied by alpha / rank. 0: twice the rank."""
-    lora_targets: Annotated[str, arg(metavar="all-linear|NAME,NAME,...")] = ALL_LINEAR
-    """Linear layers that get adapters, such as q_proj,v_proj. all-linear: all except experts."""
-    lora_merge: bool = False
-    """Also export the model with the adapters merged into its weights."""
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    """The model and its tokenizer, shared by train.py and rlhf.py."""
-
-    model: Annotated[str, arg(metavar="PRESET|PATH", help=f"Model to train. {MODEL_HELP}")] = "tiny"
-    tokenizer: Annotated[str, arg(metavar="auto|bytes|PATH")] = "auto"
-    """Local transformers tokenizer directory. bytes: byte-level tokens, as in ByT5. auto: the model directory's own, or
-    bytes for a preset."""
-    chat_template: Annotated[str, arg(metavar="FILE", help_behavior_hint="(optional)")] = ""
-    """Chat template (Jinja) for messages, instead of the tokenizer's own; exported with the model."""
-
-
-@dataclass(frozen=True)
-class CommonConfig(RunConfig, MemoryConfig, RouterConfig, ScheduleConfig, LoraConfig, ParallelConfig, ModelFlags):
-    """The options that train.py and rlhf.py share."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ from usp.train.checkpoints import (
     CHECKPOINTS,
     MODEL,
     Start,
-    remember_folder,
     run_folder,
     settled,
     sound_start,
@@ -103,7 +102,6 @@ def train_rlhf(
             lambda damaged: find_rlhf_start(resolved, sft_steps, launch, damaged),
             lambda start: prepare(config, launch, start, planner),
         )
-        remember_folder(folder, launch)
         if prepared.sft_steps:
             prepared = _after_sft(prepared, launch, stop, watchdog, planner)
         trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)

@@ -1,4 +1,4 @@
 """Process lifecycle: launch, failures, signals, watchdog, profiling and metrics. Each file imports only earlier ones:
 
-launch, profiling, output, tables, failures, metrics, watchdog.
+launch, output, tables, failures, metrics, watchdog.
 """

@@ -1,8 +1,9 @@
-"""Metrics of a run: one record per step, printed and written to the run's directory.
+"""Metrics of a run, one record per step, printed and written to the run's directory; and traces of a few steps.
 
     RUN/metrics.jsonl   every step, one JSON object per line
     RUN/tensorboard/    the same numbers for TensorBoard
     RUN/wandb/          the same for Weights & Biases, if a project is set; RUN/wandb-id holds the run's id there
+    RUN/profile/        rank-N.json.gz of the steps to profile, for chrome://tracing or ui.perfetto.dev
 
 Only rank 0 has a `RunLog`. It prints a line every `log_every` steps, and a progress bar on a terminal. A run resumed
 after step N drops the later records, so that every step is logged once. A disk that is full does not end the run.
@@ -25,6 +26,7 @@ from typing import Any, Protocol, TextIO
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from .output import LineFile, warn
 
@@ -230,6 +232,56 @@ def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     return wandb.init(
         project=project, name=folder.name, id=name.read_text(), resume="allow", dir=str(folder), config=dict(config)
     )
+
+
+def parse_steps(text: str, steps: int) -> range:
+    """Parse the steps to profile: "3" is step 3, "5:8" is steps 5 to 8 inclusive, "" is none. Raises ValueError for any
+    other text, and for steps past `steps`, the last of the run."""
+    if not text:
+        return range(0)
+    parts = text.split(":")
+    if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
+        first, last = int(parts[0]), int(parts[-1])
+        if 1 <= first <= last:
+            if last > steps:
+                raise ValueError(f"profile={text} names step {last}, but the run ends at step {steps}")
+            return range(first, last + 1)
+    raise ValueError(f"profile={text!r} must be a step, such as 3, or a range of steps, such as 5:8, from 1")
+
+
+class StepProfiler:
+    """Profiler of `steps` on this rank; writes the trace below `folder` after the last of them.
+
+    Every rank writes one, to show which ranks wait for which. Ring steps, all-to-alls and collectives appear by name.
+    Shapes and memory are not recorded, to keep the overhead low.
+    """
+
+    def __init__(self, steps: range, folder: Path, rank: int, device: torch.device) -> None:
+        self._steps = steps
+        self._path = folder / "profile" / f"rank-{rank}.json.gz"
+        self._device = device
+        self._profile: profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile optimizer step `number` if it is one of `steps`; a run resumed among them traces the rest."""
+        if number not in self._steps:
+            yield
+            return
+        if self._profile is None:
+            self._profile = profile(
+                activities={ProfilerActivity.CPU, getattr(ProfilerActivity, self._device.type.upper())}
+            )
+            self._profile.start()
+        with record_function(f"step {number}"):
+            yield
+        if number == self._steps[-1]:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._profile.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,24 +30,20 @@ TICK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 
 
-class Whereabouts(NamedTuple):
-    """Location of a process. collective: the one it waits in, or empty. at: its innermost calls outside of torch."""
+def whereabouts(frames: Mapping[int, FrameType], main: int) -> tuple[str, str]:
+    """Return the collective in which a process waits, or an empty string, and its innermost calls outside of torch.
 
-    collective: str
-    at: str
-
-
-def whereabouts(frames: Mapping[int, FrameType], main: int) -> Whereabouts:
-    """Locate the process whose threads are at `frames` (sys._current_frames) and whose main thread is `main`. If the
-    main thread waits for another one, that one counts: a backward on CUDA runs in a separate thread."""
-    place = _of_thread(frames[main])
-    if not place.collective and _short(frames[main].f_code.co_filename).endswith(IDLE):
+    Its threads are at `frames` (sys._current_frames), its main thread is `main`. If that waits for another thread, the
+    other one counts: a backward on CUDA runs in a separate thread.
+    """
+    collective, at = _of_thread(frames[main])
+    if not collective and _short(frames[main].f_code.co_filename).endswith(IDLE):
         others = (_of_thread(frame) for thread, frame in frames.items() if thread != main)
-        place = next((other for other in others if other.collective), place)
-    if place.collective:
-        return place
+        collective, at = next((other for other in others if other[0]), (collective, at))
+    if collective:
+        return collective, at
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # of torch's flight recorder
-    return Whereabouts(unfinished_on_gpu(dump(True, False) if dump is not None else b""), place.at)
+    return unfinished_on_gpu(dump(True, False) if dump is not None else b""), at
 
 
 def unfinished_on_gpu(record: bytes) -> str:
@@ -60,7 +55,7 @@ def unfinished_on_gpu(record: bytes) -> str:
     return ""
 
 
-def _of_thread(frame: FrameType) -> Whereabouts:
+def _of_thread(frame: FrameType) -> tuple[str, str]:
     stack = traceback.walk_stack(frame)  # innermost first
     calls = [(_short(each.f_code.co_filename), line, each.f_code.co_name) for each, line in stack]
     collective = ""
@@ -74,7 +69,7 @@ def _of_thread(frame: FrameType) -> Whereabouts:
     if not collective and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         collective = "wait"  # torch.distributed's Work.wait has no Python frame
     callers = calls[outside : outside + CALLERS] or calls[:CALLERS]
-    return Whereabouts(collective, " < ".join(f"{file}:{line} {function}" for file, line, function in callers))
+    return collective, " < ".join(f"{file}:{line} {function}" for file, line, function in callers)
 
 
 def _short(file: str) -> str:
@@ -87,7 +82,7 @@ def _short(file: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Location of one rank: step, phase, and what `usp.run.watchdog` finds."""
+    """Location of one rank: step, phase, and what `whereabouts` returns."""
 
     step: int
     phase: str

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel import ParallelMesh, apply_fsdp, local_tensor, rank_stages, stage_layers, stages_per_rank
-from usp.config import RunConfig, TrainConfig
+from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
 from usp.hf.expert_parallel import RouterBalance, apply_ep, aux_loss_coefficient
 from usp.hf.experts import expert_modules
@@ -181,9 +181,7 @@ def moved_engine(engine: Fsdp2Engine, recipe: EngineRecipe, mesh: ParallelMesh, 
 
 
 def first_weights(stage: CausalLMStage, source: str, seed: int, new_head: bool = False) -> None:
-    """Fill a stage from a model folder, or for a preset with random weights that the seed determines.
-
-    The seed also determines the adapters.
+    """Fill a stage from a model folder, or for a preset with random weights; the seed determines these, and adapters.
 
     new_head: draw the scalar head of a folder's causal LM from the seed; see `load_weights`.
     """
@@ -202,7 +200,7 @@ def resumed_weights(stage: CausalLMStage, source: str) -> None:
         stage.model.generation_config = generation_config or stage.model.generation_config
 
 
-def export_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
+def export_dtype(config: CommonConfig, computed: torch.dtype) -> torch.dtype:
     """Return the dtype of the weights that a run which computes in `computed` exports."""
     return computed if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 

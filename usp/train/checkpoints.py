@@ -7,9 +7,6 @@ rank 0's, fits every layout.
 One run writes to a folder, all ranks see it, and the checkpoint to continue is whole:
 
     create and lock it (rank 0) -> every rank reads the lock -> find the start again (rank 0) -> verify its checkpoint
-
-What `prepare` found before the ranks communicated may have changed until the folder is locked; the start that is found
-under the lock counts.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import DamagedCheckpoint, latest, read_extra, set_aside, verify
-from usp.config import LoraConfig, RunConfig, TrainConfig
+from usp.config import CommonConfig, TrainConfig
 from usp.fields import flag
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch
@@ -43,7 +40,7 @@ from usp.run.output import LOCK, holder, locked, this_process, warn
 from usp.run.watchdog import named
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Any)  # a dataclass with the fields `start` and `saved`
+P = TypeVar("P", bound=Any)  # a dataclass with the fields `start`, `saved` and `launch`
 
 # Keys of a model's configuration that say who wrote it and how it runs, not what it computes.
 _NOT_THE_MODEL = {
@@ -63,8 +60,7 @@ SEEN_SECONDS = 5.0  # for a network file system to show on one host what another
 class TrainingState:
     """The state of a run after a step.
 
-    step: optimizer steps done.
-    tokens: tokens read so far, over all ranks.
+    tokens: read so far, over all ranks.
     stream: `BatchStream.state_dict()`.
     random: `random_state()`.
     config: the resolved configuration, from `asdict`.
@@ -98,8 +94,7 @@ def resume_violations(
 ) -> list[str]:
     """Return why a run of `config` with the model configuration `model` cannot continue `saved`, one message each.
 
-    finished_too: accept a checkpoint of the last step, after which only the model is left to write.
-
+    finished_too: as in `Start`.
     Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
     `BatchStream.load_state_dict` checks them.
     """
@@ -141,7 +136,7 @@ def read_state(
     return saved
 
 
-def lora_violations(saved: Mapping[str, Any], config: LoraConfig) -> list[str]:
+def lora_violations(saved: Mapping[str, Any], config: CommonConfig) -> list[str]:
     """Return why the adapters of `config` cannot continue a checkpoint of a run with the configuration `saved`."""
     lora = {name: getattr(config, name) for name in _LORA}
     trained = {name: saved.get(name, 0) for name in lora}
@@ -212,14 +207,8 @@ class Start:
     named: bool = False
 
 
-def remember_folder(folder: Path, launch: Launch) -> None:
-    """Remember the run's folder for restarts of the same launch; rank 0 does."""
-    if launch.rank == 0:
-        launch.remember(FOLDER_KEY, str(folder))
-
-
 def find_start(
-    config: RunConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
+    config: CommonConfig, launch: Launch, traces: Sequence[str] = (METRICS_FILE,), damaged: Collection[Path] = ()
 ) -> Start:
     """Find where the run of `config` begins: in its own folder after a restart, where `--resume` says, or anew.
 
@@ -236,7 +225,7 @@ def find_start(
     return start
 
 
-def _start(config: RunConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
+def _start(config: CommonConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
     remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
     # If there is a store and it has no folder, no earlier attempt got as far as writing to one.
@@ -303,17 +292,22 @@ def run_folder(folder: Path | None, name: str) -> Iterator[Path]:
 
 
 def settled(prepared: P, folder: Path, find: Callable[[Collection[Path]], Start], prepare: Callable[[Start], P]) -> P:
-    """Return `prepared` in its folder, which is locked, with a checkpoint that is whole. Collective.
+    """Return `prepared` in its folder, which is locked, with a checkpoint that is whole; restarts of the launch find
+    the folder again. Collective.
 
-    find, prepare: how `prepared` was made; it is made anew where the start is no longer the one that was found. find
-    takes the checkpoints that are damaged.
+    find, prepare: how `prepared` was made before the folder was locked; it is made anew where the start is no longer
+    the one that was found. find takes the checkpoints that are damaged.
 
     Raises ConfigurationError on every rank, as `sound_start` and `prepare` do.
     """
     start = sound_start(folder, find)
     if start == replace(prepared.start, folder=folder) and (prepared.saved is None) == (start.checkpoint is None):
-        return replace(prepared, start=start)
-    return prepare(start)
+        prepared = replace(prepared, start=start)
+    else:
+        prepared = prepare(start)
+    if prepared.launch.rank == 0:
+        prepared.launch.remember(FOLDER_KEY, str(folder))
+    return prepared
 
 
 def sound_start(folder: Path, find: Callable[[Collection[Path]], Start]) -> Start:
@@ -356,9 +350,9 @@ def from_first_rank(work: Callable[[], T]) -> T:
 def new_folder(name: str) -> Path:
     """Create a folder of RUNS that is named after the time and `name`, and numbered if there is one of that name."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    first = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    for folder in itertools.chain([first], numbered):
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    for number in itertools.count(1):
+        folder = RUNS / (stem if number == 1 else f"{stem}-{number}")
         with suppress(FileExistsError):
             folder.mkdir()
             return folder

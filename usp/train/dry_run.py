@@ -27,6 +27,7 @@ from usp.predict.fake_world import HostMemory, fake_world, kernel_for, stand_ins
 from usp.predict.job import ONE_DOCUMENT, Data
 from usp.predict.meter import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory, StepMeter, Work
 from usp.run.failures import ConfigurationError
+from usp.run.launch import computation_dtype
 from usp.run.metrics import count, peak_memory
 from usp.run.tables import GIB, Grid
 from usp.sp.sequence import shard_batch
@@ -42,11 +43,10 @@ from .validate import parallel_dims
 class GroupSent:
     """The bytes that one collective sent over one process group in the step.
 
-    Attributes:
-        axes: all mesh axes that this group spans.
-        ranks: of the group, global.
-        collective: the c10d name; see `parallel.wire`.
-        nbytes: payload bytes that left the rank.
+    axes: all mesh axes that this group spans.
+    ranks: of the group, global.
+    collective: the c10d name; see `parallel.wire`.
+    nbytes: payload bytes that left the rank.
     """
 
     axes: tuple[str, ...]
@@ -60,14 +60,13 @@ class GroupSent:
 class DryRun:
     """One optimizer step of one rank, after the first.
 
-    Attributes:
-        config: without any `auto` or -1.
-        peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimizer state.
-        by_category: the parts of the peak.
-        host_bytes: peak host memory of `--ac-offload` and `--optim-offload`; offloaded_bytes: that the former copies.
-        work, update: operators of forward and backward, recomputation included, and of the optimizer.
-        kernel: the attention kernel, and those refused before it.
-        seconds, process_bytes: wall clock of the dry run, and the peak memory of this process.
+    config: without any `auto` or -1.
+    peak_bytes: of all tensor storage on the device; start_bytes: before the step, parameters and optimizer state.
+    by_category: the parts of the peak.
+    host_bytes: peak host memory of `--ac-offload` and `--optim-offload`; offloaded_bytes: that the former copies.
+    work, update: operators of forward and backward, recomputation included, and of the optimizer.
+    kernel: the attention kernel, and those refused before it.
+    seconds, process_bytes: wall clock of the dry run, and the peak memory of this process.
     """
 
     config: TrainConfig
@@ -159,11 +158,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
 
 
 def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConfig, ModelConfig, str]:
-    """Return the configuration without `auto`, its model's, and the choice of the attention kernel.
-
-    Raises:
-        ConfigurationError: for what `dry_run` refuses.
-    """
+    """Return the configuration without `auto`, its model's, and the choice of the attention kernel. Raises
+    ConfigurationError for what `dry_run` refuses."""
     if world_size < 1:
         raise ConfigurationError(f"--world-size = {world_size} must be at least 1")
     problems = []
@@ -176,15 +172,15 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     resolved = resolve(config, world_size, weights=False)
     _, model_config, facts, _ = resolved.valid(problems)
     config, dims = resolved.largest.config, resolved.largest.dims
-    device = "cpu" if config.device == "cpu" else "cuda"
-    name = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    dtype = getattr(torch, name)
+    device = torch.device("cpu" if config.device == "cpu" else "cuda")
+    dtype = computation_dtype(config.dtype, device)
     try:
         head_dims = facts.head_dim, facts.value_dim
-        _, kernel = kernel_for(torch.device(device), config.attention_kernel, AttentionSpec(), dtype, *head_dims)
+        _, kernel = kernel_for(device, config.attention_kernel, AttentionSpec(), dtype, *head_dims)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    return replace(config, device=device, dtype=name, dp_shard=dims.dp_shard), model_config, kernel
+    name = str(dtype).removeprefix("torch.")
+    return replace(config, device=device.type, dtype=name, dp_shard=dims.dp_shard), model_config, kernel
 
 
 def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, meter: StepMeter) -> None:

@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor
 
 from parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, latest, verify
-from usp.config import RunConfig
+from usp.config import CommonConfig
 from usp.data.tokenizer import Tokenizer
 from usp.hf.export import save_weights
 from usp.hf.lora import Lora, MergedWeights, save_adapter
@@ -45,7 +45,7 @@ class TrainingLoop(ABC):
     """
 
     def __init__(
-        self, config: RunConfig, steps: int, folder: Path, device_type: str, stop: StopRequest, watchdog: Watchdog
+        self, config: CommonConfig, steps: int, folder: Path, device_type: str, stop: StopRequest, watchdog: Watchdog
     ) -> None:
         self.folder, self.stop, self.watchdog = folder, stop, watchdog
         self.is_writer = dist.get_rank() == 0

@@ -29,8 +29,7 @@ from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
 from usp.run.failures import Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
-from usp.run.metrics import wandb_problem
-from usp.run.profiling import parse_steps
+from usp.run.metrics import parse_steps, wandb_problem
 from usp.sp.kernel_choice import PACKED, choose_kernel
 
 from .checkpoints import Start, TrainingState, find_start, read_state, resume_violations
@@ -59,7 +58,6 @@ class PreparedRun:
 
     config: without any `auto`, and without a curriculum also without -1.
     reusable: `config` for other machines, with the device and dtype that were asked for.
-    stages: those of the curriculum, or one of all steps.
     start: the run's folder, and the checkpoint that it continues from; saved: what that holds besides tensors.
     """
 

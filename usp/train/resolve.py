@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from parallel import ParallelDims
-from usp.config import ROPE_SCALINGS, LoraConfig, TrainConfig, by_stage
+from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.lora import Lora, lora_targets
 from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context
@@ -22,7 +22,7 @@ from usp.run.failures import ConfigurationError, listed
 
 from .validate import parallel_dims, settle_batch, violations, with_flags
 
-C = TypeVar("C", bound=LoraConfig)
+C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ class Resolved:
         curriculum, its stages have their own batch sizes.
     stages: those of the curriculum, or one of all steps; empty where there are problems.
     model_config, facts: with the context of the run; None where the model was not found.
-    dims: of the first stage; None where there are problems.
     problems: what is wrong, one message each.
     """
 
     config: TrainConfig
     model_config: ModelConfig | None
     facts: ModelFacts | None
-    dims: ParallelDims | None
     problems: tuple[str, ...]
     stages: tuple[ResolvedStage, ...] = ()
 
@@ -76,12 +74,12 @@ class Resolved:
         return model_shape(self.facts, self.model_config)
 
     def valid(self, problems: Iterable[str] = ()) -> tuple[TrainConfig, ModelConfig, ModelFacts, ParallelDims]:
-        """Return the configuration, its model's configuration and facts, and the degrees. Raises ConfigurationError for
-        `problems` and the problems found here, all of them in one message."""
+        """Return the configuration, its model's configuration and facts, and the degrees of the first stage. Raises
+        ConfigurationError for `problems` and the problems found here, all of them in one message."""
         if problems := [*problems, *self.problems]:
             raise ConfigurationError(listed(problems))
-        assert self.model_config is not None and self.facts is not None and self.dims is not None
-        return self.config, self.model_config, self.facts, self.dims
+        assert self.model_config is not None and self.facts is not None
+        return self.config, self.model_config, self.facts, self.stages[0].dims
 
 
 def resolve(
@@ -107,13 +105,13 @@ def resolve(
         problems += lora_problems(config, model_config)
     problems += violations(config, world_size, facts)
     if problems:
-        return Resolved(config, model_config, facts, None, tuple(problems))
+        return Resolved(config, model_config, facts, tuple(problems))
     lasts = tuple(accumulate(stage.steps for stage in config.curriculum)) or (config.steps,)
     stages = tuple(
         ResolvedStage(settle_batch(stage, world_size), parallel_dims(stage).resolve(world_size), before + 1, last)
         for stage, (before, last) in zip(by_stage(config), pairwise((0, *lasts)), strict=True)
     )
-    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, stages[0].dims, (), stages)
+    return Resolved(replace(config, steps=lasts[-1]), model_config, facts, (), stages)
 
 
 def settled_lora(config: C) -> C:
@@ -121,7 +119,7 @@ def settled_lora(config: C) -> C:
     return replace(config, lora_alpha=2 * config.lora_rank) if config.lora_rank and not config.lora_alpha else config
 
 
-def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
+def lora_of(config: CommonConfig, model: ModelConfig) -> Lora | None:
     """Return the adapters that `config`, after `settled_lora`, trains on a model; None for all of its weights. Raises
     ValueError for targets that get no adapters."""
     if not config.lora_rank:
@@ -129,7 +127,7 @@ def lora_of(config: LoraConfig, model: ModelConfig) -> Lora | None:
     return Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
 
 
-def lora_problems(config: LoraConfig, model: ModelConfig) -> Iterator[str]:
+def lora_problems(config: CommonConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why a model cannot have the adapters of `config`."""
     if config.lora_rank > 0 and find_spec("peft") is None:
         yield "--lora-rank needs the package peft: pip install 'usp-toolkit[lora]'"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh
-from usp.config import ScheduleConfig, TrainConfig
+from usp.config import CommonConfig, TrainConfig
 from usp.data.batches import Part, one_epoch
 from usp.data.rows import PackedRows
 from usp.losses.output_heads import LastHidden, NextTokenLoss
@@ -84,7 +84,7 @@ class LearningRate:
     final: float
 
     @classmethod
-    def of(cls, config: ScheduleConfig, steps: int, warmup_steps: int) -> LearningRate:
+    def of(cls, config: CommonConfig, steps: int, warmup_steps: int) -> LearningRate:
         decay_steps = math.ceil(steps / 10) if config.lr_decay_steps < 0 else config.lr_decay_steps
         return cls(config.lr_schedule, steps, warmup_steps, decay_steps, config.lr_final)
 

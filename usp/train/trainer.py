@@ -42,8 +42,7 @@ from usp.model.facts import training_flops
 from usp.predict.traffic import fsdp_sent_bytes
 from usp.run.failures import ConfigurationError, TrainingDiverged
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
-from usp.run.metrics import StepRecord, count, peak_memory
-from usp.run.profiling import StepProfiler, parse_steps
+from usp.run.metrics import StepProfiler, StepRecord, count, parse_steps, peak_memory
 from usp.run.watchdog import Watchdog
 
 from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
@@ -55,7 +54,6 @@ from .checkpoints import (
     TrainingState,
     find_start,
     random_state,
-    remember_folder,
     restore_random_state,
     resume_changes,
     run_folder,
@@ -92,7 +90,6 @@ def train(
         run_folder(prepared.start.folder, Path(config.model).name) as folder,
     ):
         ready = settled(prepared, folder, lambda damaged: find_start(config, launch, damaged=damaged), again)
-        remember_folder(folder, launch)
         trainer = Trainer(ready, stop, watchdog)
         outlast(timeout)
         trainer.run()
@@ -198,7 +195,7 @@ class Trainer(TrainingLoop):
         return self.engine.state()
 
     def extra(self) -> dict[str, Any]:
-        state = TrainingState(
+        return TrainingState(
             step=self.done,
             tokens=self.tokens,
             stream=self.stage.batches.state_dict(),
@@ -206,8 +203,7 @@ class Trainer(TrainingLoop):
             config=asdict(self.prepared.config),
             model=self.prepared.model_config.to_dict(),
             evaluations=self._evaluations.to_extra(),
-        )
-        return state.to_extra()
+        ).to_extra()
 
     def export(self) -> None:
         for name in self._export(self.result, MODEL):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
-from usp.run.profiling import StepProfiler, parse_steps
+from usp.run.metrics import StepProfiler, parse_steps
 
 
 @pytest.mark.parametrize(

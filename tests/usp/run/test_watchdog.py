@@ -126,13 +126,13 @@ def test_a_thread_that_the_main_thread_waits_for_is_located() -> None:
         main = pool.submit(lambda: (idents.append(threading.get_ident()), waiting.result()))
         while True:
             seen = [whereabouts(sys._current_frames(), ident) for ident in (*idents[1:], threading.get_ident())]
-            if len(seen) == 2 and seen[0].collective:
+            if len(seen) == 2 and seen[0][0]:
                 break
             time.sleep(0.01)
         message.set_result(None)
         main.result()
-    assert seen[0].collective == "wait" and "backward" in seen[0].at  # the main thread waits for another one
-    assert seen[1].collective == ""  # it is busy itself
+    assert seen[0][0] == "wait" and "backward" in seen[0][1]  # the main thread waits for another one
+    assert seen[1][0] == ""  # it is busy itself
 
 
 def test_the_oldest_unfinished_gpu_collective_is_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from usp.config import LR_SCHEDULES, ScheduleConfig, TrainConfig
+from usp.config import LR_SCHEDULES, CommonConfig, TrainConfig
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.config import violations as rlhf_violations
 from usp.train.step import LearningRate
@@ -56,5 +56,5 @@ def test_the_ends_of_a_schedule() -> None:
         assert rates[:WARMUP] == [0.25, 0.5, 0.75, 1.0] and rates[-1] == (1.0 if kind == "constant" else 0.25)
         assert rates[STEPS - DECAY - 1] == 1.0 or kind in ("cosine", "linear")
     assert LearningRate("cosine", STEPS, 0, 0, final=0.1).at(1) < 1.0
-    assert LearningRate.of(ScheduleConfig(lr_schedule="wsd"), 25, 5).decay_steps == 3
+    assert LearningRate.of(CommonConfig(lr_schedule="wsd"), 25, 5).decay_steps == 3
     assert "constant until a linear decay to 10% in the last 3 steps" in str(LearningRate("wsd", 25, 5, 3, 0.1))

@@ -192,7 +192,7 @@ def _sendable(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @dataclass(eq=False)
 class PipelineRunner:
-    """Runner of the stages of this rank. Every rank calls it in the same order, with micro-batches of the same shapes.
+    """Runner of the stages of this rank: `Engine`'s forward_backward and evaluate, of micro-batches of the same shapes.
 
     stages: in the order of `parallel.rank_stages`, after `apply_fsdp` with `zero`.
     hidden_size, dtype: of the hidden states that a stage sends to the next.
@@ -214,7 +214,6 @@ class PipelineRunner:
         self._prepare = lru_cache(maxsize=4)(self._pipeline)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Accumulate gradients; return the loss share, float32, 0-dim, on the last stage's rank, zero elsewhere."""
         batch = joined(micro_batches)
         ids = batch.pop("input_ids")
         rows, tokens = micro_batches[0]["input_ids"].shape
@@ -222,7 +221,6 @@ class PipelineRunner:
         return self._prepare(len(micro_batches), rows, tokens).step(ids, **batch, head=head)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Return the loss share as `forward_backward`, without gradients and the load-balancing loss."""
         sent = self._sent(*micro_batches[0]["input_ids"].shape)
         return loss_share(self.stages, self.mesh, micro_batches, head, schedule=self.schedule, sent=sent)
 

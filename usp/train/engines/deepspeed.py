@@ -39,8 +39,6 @@ LARGEST_BUCKET = 50_000_000  # elements of gradients that are reduced together
 class DeepSpeedEngine:
     """An `Engine` over one stage with plain parameters, equal on every rank or at least set on rank 0.
 
-    stages: a single stage; pipeline parallelism is not supported.
-    zero: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters.
     param_dtype: dtype of forward and backward. Master weights and gradient reduction are fp32.
     offload: keep master weights and optimizer states in host memory, and update them there; not in stage 0.
 

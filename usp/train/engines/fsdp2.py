@@ -232,9 +232,8 @@ class Fsdp2Engine:
         self.parameters = {name: p for stage in stages for name, p in stage.model.named_parameters() if p.requires_grad}
         self.untrained: dict[str, Tensor] = {}
         if not any(is_adapter(name) for name in self.parameters):  # with adapters, a checkpoint holds nothing else
-            for model in (stage.model for stage in stages):
-                stored = stored_tensors(model).items()
-                self.untrained |= {name: x for name, x in stored if name not in self.parameters}
+            stored = {name: x for stage in stages for name, x in stored_tensors(stage.model).items()}
+            self.untrained = {name: x for name, x in stored.items() if name not in self.parameters}
         trained = self.parameters.values()
         self.optimizer: torch.optim.AdamW | MuonAdamW
         if isinstance(optimizer, Muon):
