@@ -25,7 +25,7 @@ from usp.rlhf.generation.decoding import stop_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
 from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, optimizer_of, staleness_violations
-from usp.rlhf.roles.role import RoleSpec
+from usp.rlhf.roles.role_model import RoleSpec
 from usp.rlhf.runtime.transfer import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch

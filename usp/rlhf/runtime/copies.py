@@ -12,8 +12,7 @@ from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Rea
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role import BuildRole, Role
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import BuildRole, Role, RoleModel
 
 from .timeline import Event
 

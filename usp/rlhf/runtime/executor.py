@@ -25,16 +25,14 @@ from usp.rlhf.graph import (
     DataflowGraph,
     Generate,
     Inference,
-    KeyKind,
     ModelCall,
     TrainStep,
     canonical,
-    key_kinds,
     tokens_key,
 )
 from usp.rlhf.plan.operations import Operation, copy_of, schedule
 from usp.rlhf.plan.plan import ExecutionPlan, staleness_violations, to_mapping
-from usp.rlhf.roles.role import BuildRole, Role
+from usp.rlhf.roles.role_model import BuildRole, Role
 from usp.rlhf.samples import Samples, derived_seed, fingerprint
 from usp.run.failures import UserCodeFailed
 
@@ -52,7 +50,6 @@ class RunContext:
 
     graph: DataflowGraph
     plan: ExecutionPlan
-    kinds: Mapping[str, KeyKind]
     groups: ProcessGroups
     copies: RoleCopies
     operations: tuple[Operation, ...]
@@ -335,7 +332,7 @@ class Executor:
         changing = {*stateful(graph), *(() if self._staleness else trains)}  # with it, of samples checked before
         changes = (operation.kind == "call" and operation.call in changing for operation in operations)
         self._first_change = next((place for place, change in enumerate(changes) if change), len(operations))
-        return RunContext(graph, plan, key_kinds(graph), groups, copies, operations, self.timeline, device)
+        return RunContext(graph, plan, groups, copies, operations, self.timeline, device)
 
     def another(
         self, graph: DataflowGraph, plan: ExecutionPlan, *, collect: tuple[str, ...], progress: Callable[[str], None]
@@ -412,13 +409,13 @@ class Executor:
 
     def saved_in_flight(self, extra: Mapping[str, Any]) -> InFlight:
         """Return samples in flight of a checkpoint, to be filled and then set as `in_flight`."""
-        step = StepData(self._context.graph, self._context.plan, self._context.kinds, extra["samples"])
+        step = StepData(self._context.graph, self._context.plan, extra["samples"])
         step.lengths.update(extra["lengths"])
         return InFlight(extra["step"], step, dict(extra["metrics"]))
 
     def _begin(self, asked: StepInput) -> StepRunner:
         context = self._context
-        step = StepData.of(context.graph, context.plan, context.kinds, asked.given)
+        step = StepData.of(context.graph, context.plan, asked.given)
         if violations := batch_violations(context.graph, step.samples):
             raise ValueError("; ".join(violations))
         value = {"step": asked.number, "seed": asked.seed, "samples": step.samples, "lengths": step.lengths}
