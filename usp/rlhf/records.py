@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ class SampleFiles:
 
     def keep_lengths(self, number: int, lengths: Mapping[str, Sequence[int]]) -> None:
         """Write the lengths of all samples of a step."""
-        self._lengths.append(number, [StepLengths.of(self._graph, lengths).line(number)])
+        line = {"step": number, **asdict(StepLengths.of(self._graph, lengths))}
+        self._lengths.append(number, [json.dumps(line)])
 
     def check_rewards(self, number: int) -> dict[str, float]:
         """Write the samples of a step that the reward function failed for, and return their number as a metric.

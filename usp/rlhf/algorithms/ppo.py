@@ -172,13 +172,9 @@ class PPOAdvantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if self.options.kl_target:  # a fixed weight comes from the options, which may change on resume
             self.kl = state["kl_coefficient"]
-
-        def of(sums: list[float]) -> RunningMoments:
-            weight, total, total_square = sums
-            return replace(self.returns, weight=weight, total=total, total_square=total_square)
-
-        self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])  # saved only with staleness
-        self.returns = of([state[key] for key in SUMS])
+        before = {key: state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS}  # saved only with staleness
+        self.before = replace(self.returns, **before)
+        self.returns = replace(self.returns, **{key: state[key] for key in SUMS})
 
 
 def _calls(options: PPO) -> tuple[ModelCall, ...]:
