@@ -104,7 +104,7 @@ class PolicyOptions(Options):
 
     def objective(self) -> ClippedPolicy:
         """Return the actor's objective."""
-        different = {"kl": 0.0, "temperature": self.generate.temperature}
+        different: dict[str, Any] = {"kl": 0.0, "temperature": self.generate.temperature}
         different |= {"old": self.old_key, "rollout_is": self.correction}
         return self.objective_type(**shared_values(self, ClippedPolicy) | different)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -172,9 +172,9 @@ class PPOAdvantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if self.options.kl_target:  # a fixed weight comes from the options, which may change on resume
             self.kl = state["kl_coefficient"]
-        before = {key: state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS}  # saved only with staleness
-        self.before = replace(self.returns, **before)
-        self.returns = replace(self.returns, **{key: state[key] for key in SUMS})
+        after: dict[str, Any] = {key: state[key] for key in SUMS}
+        before = {key: state.get(f"{_BEFORE}{key}", after[key]) for key in SUMS}  # saved only with staleness
+        self.before, self.returns = replace(self.returns, **before), replace(self.returns, **after)
 
 
 def _calls(options: PPO) -> tuple[ModelCall, ...]:

@@ -24,7 +24,7 @@ from usp.hf.lora import Lora, adapters_off
 from usp.hf.models import ModelConfig, is_scalar, materialise
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
-from usp.losses.output_heads import Head
+from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
 from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
@@ -35,7 +35,7 @@ from usp.train.build import EngineRecipe, build_stages, first_weights, fsdp2_eng
 from usp.train.engines.base import AdamW, MicroBatch, forward_only
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
-from .rows import ObjectiveLoss, TokenOutputs, micro_batches, plan_rows, unpack
+from .rows import micro_batches, plan_rows, sequences_of, unpack
 from .weight_memory import WeightMemory, alias_buffers, alias_parameters
 
 
@@ -228,14 +228,18 @@ class RoleModel:
 
         Raises ValueError if the model does not have the head that the work names.
         """
-        head = TokenOutputs("logprobs" if work.head == "logprobs" else "values", work.temperature)
-        self._check_head(head.head)
+        logprobs = work.head == "logprobs"
+        self._check_head("logprobs" if logprobs else "values")
+
+        def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+            return last.logprobs(inputs["shift_labels"], work.temperature)[0] if logprobs else last.values()
+
         layout = layout or self.layout
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         plan = plan_rows(samples, layout, self.mesh)
         values: list[Tensor] = []
         if plan is not None:
-            counts = "mask" if "mask" in samples.values and head.head == "logprobs" else ""
+            counts = "mask" if "mask" in samples.values and logprobs else ""
             batches = micro_batches(samples, plan, layout, self.mesh, counts=counts)
             with nullcontext() if work.adapters else adapters_off(self.stage):
                 outputs = self.forward(batches, head)
@@ -364,12 +368,24 @@ class RoleModel:
         if plan is None:
             raise ValueError(f"{place} has no samples on any rank: use fewer mini-batches or more samples")
         batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys, objective.counts)
-        head = ObjectiveLoss(objective, self.mesh.group("sp"))
+        seen: list[dict[str, Tensor]] = []
+
+        def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+            """Return this rank's share of the objective's loss."""
+            if objective.head == "values":
+                output, entropy = last.values(), None
+            else:
+                output, entropy = last.logprobs(inputs["shift_labels"], objective.temperature, objective.entropy)
+            per_token = {key: inputs[key] for key in objective.keys}
+            loss, metrics = objective(output, entropy, per_token, sequences_of(inputs, self.mesh.group("sp")))
+            seen.append({**metrics, "loss": loss.detach()})
+            return loss
+
         balance = self.stage.balance
         if balance is not None and balance.by_micro_batch:
             balance.coefficient = self.spec.balance / len(batches)
         engine.forward_backward(batches, head)
-        metrics = self._sums(head.metrics)
+        metrics = self._sums(seen)
         broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         if broken:
             engine.optimizer.zero_grad()
