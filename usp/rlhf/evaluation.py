@@ -47,7 +47,10 @@ class Evaluator:
         self._progress = progress
         evaluated = self.change_plan(plan)
         self._given = prompt_samples(prompts, range(len(prompts)), evaluated.given)
-        self.past = Evaluations(identity(config, evaluated, prompts), name="scores")
+        # Scores can be compared if they have this in common.
+        sampling = [asdict(call.work) for call in evaluated.calls if isinstance(call.work, Generate)]
+        known = [config.seed, sampling, [(example.prompt.tolist(), example.answer) for example in prompts]]
+        self.past = Evaluations(fingerprint(known), name="scores")
 
     def change_plan(self, plan: ExecutionPlan) -> DataflowGraph:
         """Evaluate under the plan that the executor now runs, and return the graph of an evaluation. Collective."""
@@ -106,12 +109,6 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         scored = replace(work.function, answer=lambda index: prompts[index].answer)
         return replace(call, work=replace(work, function=scored))
     return call
-
-
-def identity(config: RlhfConfig, graph: DataflowGraph, prompts: Sequence[Example]) -> str:
-    """Return what scores that can be compared have in common: prompts, sampling and its seed."""
-    work = [asdict(call.work) for call in graph.calls if isinstance(call.work, Generate)]
-    return fingerprint([config.seed, work, [(example.prompt.tolist(), example.answer) for example in prompts]])
 
 
 def evaluation_metrics(samples: Samples, per_prompt: int, pass_score: float) -> dict[str, float]:

@@ -141,8 +141,7 @@ def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[s
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:
     """Yield which flags name a model that no call of the graph uses."""
     for name, role in (("critic", "critic"), ("ref", "ref"), ("reward_model", "reward")):
-        if getattr(config, name) and (role not in graph.roles or role == algorithm.model_role):
-            value = getattr(config, name)
+        if (value := getattr(config, name)) and (role not in graph.roles or role == algorithm.model_role):
             yield f"{flag(name)} = {value} is not used by {config.algorithm} with these options: remove it"
     for role in other_models(config.models):
         if role not in graph.roles:

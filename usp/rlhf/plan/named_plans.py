@@ -63,9 +63,8 @@ class Facts:
         experts: whether a model has experts, which tp ranks share in training from ZeRO stage 1 on.
         dims: degrees of every call; dp_shard is resolved for the ranks of a call.
         rollout_dims: degrees of generation and inference under `separation`; None: same as `dims`.
-        zero, tp_sequence_parallel: of train and inference calls.
+        zero, tp_sequence_parallel, micro_batch_tokens: of train and inference calls.
         sp_layout, mlp_tile: of every call of a model.
-        micro_batch_tokens: of train and inference calls.
         ac, ac_offload: of train calls.
     """
 

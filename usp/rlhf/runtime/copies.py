@@ -69,12 +69,11 @@ class RoleCopies:
                         self._models[copy].fill()
             if before:
                 self._take_over(role, new, before, staying)
-        filled = [copy for copy in self._uses if not self._holds_values(copy)]
         copies = [*self._trained.values(), *(copy for copy in self._uses if copy not in self._trained.values())]
         self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
         shared = before.aliases & staying if before else frozenset()
-        unsure = [copy for copy in filled if copy not in staying]
+        unsure = [copy for copy in self._uses if copy not in staying and not self._holds_values(copy)]
         self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, frozen))
 
     @property

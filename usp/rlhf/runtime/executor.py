@@ -401,7 +401,8 @@ class Executor:
             rollout_metrics = merge([summaries[self._staleness] for summaries in told], step.lengths) | self._checked
             if not self._staleness:
                 return StepResult(rollout_metrics, self._take_collected(), self.timeline.take(), step.lengths)
-            self.in_flight = InFlight.of(asked.number, step, rollout_metrics)
+            step.store = {key: step.store[key] for key in step.readers() if key in step.store}
+            self.in_flight = InFlight(asked.number, step, rollout_metrics)
         if due is None:
             return None
         metrics = due.metrics | merge([summaries[0] for summaries in told], {})

@@ -228,19 +228,13 @@ class InFlight:
 
     Attributes:
         number: of the step that trains on them.
-        step: what this rank has of them.
+        step: what this rank has of them, without the values that only their rollouts needed.
         metrics: of their rollouts, the same on every rank.
     """
 
     number: int
     step: StepData
     metrics: dict[str, float]
-
-    @staticmethod
-    def of(number: int, step: StepData, metrics: dict[str, float]) -> InFlight:
-        """Return the samples of a step whose rollouts are done, without the values that only these needed."""
-        step.store = {key: values for key, values in step.store.items() if key in step.readers()}
-        return InFlight(number, step, metrics)
 
     def to_extra(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides `whole`, as JSON values."""
