@@ -173,10 +173,7 @@ class RoleModel:
         return {name: weight for name, weight in self._stored() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights uninitialized, if they have no memory. Buffers keep theirs.
-
-        With adapters, the first call also loads the frozen weights, which are never freed.
-        """
+        """Allocate the weights, if they have no memory. Buffers keep theirs."""
         if self._allocated:
             self._memory.allocate()
             return
