@@ -42,8 +42,7 @@ from usp.predict.rounds import Rounds
 from usp.rlhf.algorithms.ppo import PPO, PPO_ALGORITHM
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.runtime.timeline import Event, activities
 from usp.rlhf.samples import Samples

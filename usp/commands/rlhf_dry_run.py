@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from rich.console import Console
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         )
     if asked.ranks_per_host < 1:
         raise ConfigurationError(f"--ranks-per-host = {asked.ranks_per_host} must be at least 1")
-    from usp.rlhf.dry_run import calls_json, dry_run_calls, render_calls
+    from usp.rlhf.dry_run import dry_run_calls, render_calls
     from usp.rlhf.prepare import prepare
 
     device = "cpu" if asked.device == "cpu" else "cuda"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
     roles = {role: replace(spec, kernel=asked.attention_kernel) for role, spec in run.roles.items()}
     calls = dry_run_calls(replace(run, roles=roles), torch.device(device))
     if asked.json:
-        print(json.dumps(calls_json(calls), indent=2))
+        print(json.dumps([asdict(call) | {"peak_bytes": call.peak_bytes} for call in calls], indent=2))
     else:
         console = Console()
         console.print(f"rank {asked.rank} of {asked.world_size}: {asked.algorithm}, {dtype} on {device}")

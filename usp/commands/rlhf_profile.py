@@ -134,7 +134,7 @@ def _calls(asked: RlhfProfileConfig, dtype, samples: int, zero: Sequence[int], l
     from usp.planning.measuring import Asked
     from usp.planning.rlhf_question import described_graph, model_shapes, role_config
     from usp.planning.rlhf_search import OptionSpace, options
-    from usp.rlhf.roles.role import RoleSpec
+    from usp.rlhf.roles.role_model import RoleSpec
     from usp.train.engines.base import AdamW
 
     graph = described_graph(

@@ -38,8 +38,7 @@ from usp.presets import PRESETS
 from usp.rlhf.generation.generate import Generator, generation_problems
 from usp.rlhf.graph import Generate, Inference
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 from usp.run.failures import ConfigurationError, Problems
 from usp.run.launch import Launch, choose_device, computation_dtype

@@ -22,8 +22,7 @@ from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS
 from usp.rlhf.graph import DataflowGraph, Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
 

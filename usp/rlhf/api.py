@@ -13,7 +13,6 @@ from .algorithms.objectives import (
     ClippedValue,
     ClippedWeights,
     NextToken,
-    ObjectiveDefaults,
     PolicyTokens,
     kl_estimate,
 )
@@ -23,3 +22,5 @@ from .algorithms.response_rows import Responses, discounted_sums, per_sample, sc
 from .algorithms.rewards import RewardShape, ScoreWith
 from .graph import Compute, Generate, Inference, ModelCall, Objective, Reduce, Sequences, TrainStep
 from .samples import Samples
+
+ObjectiveDefaults = Objective  # its earlier name

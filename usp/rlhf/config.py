@@ -36,8 +36,6 @@ from .algorithms.algorithm import Algorithm
 from .algorithms.registry import ALGORITHMS
 
 DEFAULT_SFT_STEPS = 100
-REWARD_FAILURES = ("stop", "zero", "drop")
-LONG_PROMPTS = ("refuse", "drop")
 SEARCH = "search"  # --plan
 # As `usp.config.UNPREDICTED`; prompts and answers have lengths, which the data and the tokenizer determine.
 RLHF_UNPREDICTED = (UNPREDICTED - {"data", "tokenizer", "chat_template", "plan"}) | {
@@ -129,7 +127,7 @@ class RewardConfig:
     """Function reward(prompt, response, answer) -> float. match: 1 if the response equals the answer, else 0."""
     reward_retries: AtLeast0 = 2
     """Retries of the reward function for a sample that it fails for, after 1, 2, 4, ... seconds."""
-    reward_failure: Annotated[str, one_of(REWARD_FAILURES)] = "stop"
+    reward_failure: Annotated[str, one_of(("stop", "zero", "drop"))] = "stop"
     """If every retry fails. stop: end the run with a checkpoint. zero: the score is 0. drop: leave the sample out."""
 
 
@@ -157,7 +155,7 @@ class _Training:
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
     """JSONL file of prompts with answers, or of preference pairs. stdlib: built-in task over Python's own sources."""
-    long_prompts: Annotated[str, one_of(LONG_PROMPTS)] = "refuse"
+    long_prompts: Annotated[str, one_of(("refuse", "drop"))] = "refuse"
     """Lines of --data that do not fit the model's context. refuse: an error. drop: left out, and counted."""
     prompt_tokens: AtLeast1 = 1024
     """Maximum length of the built-in prompts in tokens; the minimum is 1/16 of it, at least 64."""
@@ -245,7 +243,12 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
     yield from common_violations(config)
     algorithm = algorithms.get(config.algorithm)
     samples = algorithm is None or algorithm.data == "prompts"
-    yield from _data_violations(config, algorithms)
+    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
+    if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
+        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
+        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
+    if config.data == STDLIB and config.long_prompts != RlhfConfig.long_prompts:
+        yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
     yield from _search_violations(config)
     yield from _evaluation_violations(config, samples)
     yield from _replan_violations(config, samples)
@@ -258,15 +261,6 @@ def violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Itera
             f"--lora-rank = {config.lora_rank} is not supported by --algorithm {config.algorithm}, which trains a "
             f"scalar head, and heads get no adapters: remove it"
         )
-
-
-def _data_violations(config: RlhfConfig, algorithms: Mapping[str, Algorithm]) -> Iterator[str]:
-    supervised = [name for name, algorithm in algorithms.items() if algorithm.data == "answers"]
-    if config.wrong_answers and (config.algorithm not in supervised or config.data != STDLIB):
-        needed = f"--data {STDLIB} and --algorithm {' or '.join(supervised)}"
-        yield f"--wrong-answers = {config.wrong_answers} requires {needed}: remove it"
-    if config.data == STDLIB and config.long_prompts != RlhfConfig.long_prompts:
-        yield f"--long-prompts = {config.long_prompts} requires a --data file: built-in prompts fit, remove it"
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:

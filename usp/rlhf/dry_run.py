@@ -6,8 +6,7 @@ generate call, the layers' forward over a group of prompts runs; its KV cache is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Group
@@ -247,11 +246,6 @@ def _shares(copy: RoleModel, source: RoleModel) -> bool:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_tensor(x).nbytes for x in tensors)
-
-
-def calls_json(calls: Sequence[CallRun]) -> list[dict[str, Any]]:
-    """Return all results as JSON values, sizes in bytes."""
-    return [asdict(call) | {"peak_bytes": call.peak_bytes} for call in calls]
 
 
 def render_calls(calls: Sequence[CallRun]) -> Group:

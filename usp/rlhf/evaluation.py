@@ -7,10 +7,9 @@ Every evaluation has the same prompts and noise, so evaluations differ only by t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from math import comb
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,11 +47,14 @@ class Evaluator:
         self._progress = progress
         evaluated = self.change_plan(plan)
         self._given = prompt_samples(prompts, range(len(prompts)), evaluated.given)
-        self.past = Evaluations(identity(config, evaluated, prompts), name="scores")
+        # Scores can be compared if they have this in common.
+        sampling = [asdict(call.work) for call in evaluated.calls if isinstance(call.work, Generate)]
+        known = [config.seed, sampling, [(example.prompt.tolist(), example.answer) for example in prompts]]
+        self.past = Evaluations(fingerprint(known), name="scores")
 
     def change_plan(self, plan: ExecutionPlan) -> DataflowGraph:
         """Evaluate under the plan that the executor now runs, and return the graph of an evaluation. Collective."""
-        graph, plan = evaluation_step(self._graph, plan, self._prompts, sampling(self._config))
+        graph, plan = evaluation_step(self._graph, plan, self._prompts, self._config)
         self._executor = self._training.another(graph, plan, collect=COLLECTED, progress=self._progress)
         return graph
 
@@ -76,28 +78,18 @@ class Evaluator:
         return metrics[0], samples
 
 
-def sampling(config: RlhfConfig) -> dict[str, Any]:
-    """Return the fields of `Generate` in which evaluations differ from training."""
-    temperature = config.eval_temperature
-    if temperature < 0:
-        temperature = config.temperature if config.eval_samples > 1 else 0.0
-    return {"group_size": config.eval_samples, "temperature": temperature}
-
-
 def evaluation_step(
-    graph: DataflowGraph, plan: ExecutionPlan, prompts: Sequence[Example], changed: Mapping[str, Any]
+    graph: DataflowGraph, plan: ExecutionPlan, prompts: Sequence[Example], config: RlhfConfig
 ) -> tuple[DataflowGraph, ExecutionPlan]:
     """Return the graph and the plan of an evaluation: the calls of training that lead to the score, where they are.
 
-    Args:
-        prompts: whose answers a reward function gets.
-        changed: fields of `Generate`, from `sampling`.
+    prompts: whose answers a reward function gets.
     """
     needed = {graph.producers[SCORE]}
     for call in reversed(graph.order):
         if call.name in needed:
             needed.update(graph.before(call.name))
-    calls = tuple(_evaluated(call, prompts, changed) for call in graph.calls if call.name in needed)
+    calls = tuple(_evaluated(call, prompts, config) for call in graph.calls if call.name in needed)
     roles = {call.role for call in calls}
     elsewhere = tuple(train for role in graph.trained_roles if role in roles and (train := graph.train_call(role)))
     read = tuple(key for key in graph.given if any(key in call.inputs for call in calls))
@@ -106,20 +98,17 @@ def evaluation_step(
     return DataflowGraph(calls, read, elsewhere), ExecutionPlan(name, layouts, plan.offload & roles)
 
 
-def _evaluated(call: ModelCall, prompts: Sequence[Example], changed: Mapping[str, Any]) -> ModelCall:
+def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) -> ModelCall:
     work = call.work
     if isinstance(work, Generate):
-        return replace(call, work=replace(work, **changed))
+        temperature = config.eval_temperature
+        if temperature < 0:
+            temperature = config.temperature if config.eval_samples > 1 else 0.0
+        return replace(call, work=replace(work, group_size=config.eval_samples, temperature=temperature))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
         scored = replace(work.function, answer=lambda index: prompts[index].answer)
         return replace(call, work=replace(work, function=scored))
     return call
-
-
-def identity(config: RlhfConfig, graph: DataflowGraph, prompts: Sequence[Example]) -> str:
-    """Return what scores that can be compared have in common: prompts, sampling and its seed."""
-    work = [asdict(call.work) for call in graph.calls if isinstance(call.work, Generate)]
-    return fingerprint([config.seed, work, [(example.prompt.tolist(), example.answer) for example in prompts]])
 
 
 def evaluation_metrics(samples: Samples, per_prompt: int, pass_score: float) -> dict[str, float]:

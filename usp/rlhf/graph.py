@@ -38,7 +38,7 @@ class Sequences:
         Every sequence-parallel rank gets the same sums.
         """
         local = x_BS.new_zeros(self.count + 1).index_add(0, self.sequence_BS.flatten(), x_BS.flatten())
-        return _SumOverRanks.apply(local[:-1], self.group)
+        return _SumOverRanks.apply(local[:-1], self.group) if self.group.size() > 1 else local[:-1]
 
     def spread(self, x_N: Tensor) -> Tensor:
         """Give each of this rank's tokens the number of its sequence, (B, S); 0 in padding."""
@@ -55,18 +55,13 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup):
         ctx.group = group
-        return _all_reduced(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _all_reduced(grad, ctx.group), None
-
-
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    return total
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
 class Objective(Protocol):
@@ -81,18 +76,14 @@ class Objective(Protocol):
         unit: number of samples with consecutive ids that must share a micro-batch (2 for pairs).
     """
 
-    @property
-    def head(self) -> Literal["logprobs", "values"]: ...
-    @property
-    def entropy(self) -> bool: ...
+    head: Literal["logprobs", "values"] = "logprobs"
+    entropy: bool = False
+    counts: str = ""
+    unit: int = 1
+    temperature: float = 1.0
+
     @property
     def keys(self) -> tuple[str, ...]: ...
-    @property
-    def counts(self) -> str: ...
-    @property
-    def unit(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
 
     def __call__(
         self, output_BS: Tensor, entropy_BS: Tensor | None, given: Mapping[str, Tensor], sequences: Sequences

@@ -25,7 +25,7 @@ from usp.rlhf.generation.decoding import stop_problems
 from usp.rlhf.generation.generate import generation_problems
 from usp.rlhf.plan.named_plans import NAMED_PLANS, Facts, named_plan, policy_as_reference
 from usp.rlhf.plan.plan import ExecutionPlan, from_mapping, optimizer_of, staleness_violations
-from usp.rlhf.roles.role import RoleSpec
+from usp.rlhf.roles.role_model import RoleSpec
 from usp.rlhf.runtime.transfer import batch_violations
 from usp.run.failures import Problems, listed, nearest
 from usp.run.launch import Launch
@@ -293,15 +293,9 @@ def _algorithm_options(
     kind = algorithm.options
     values = parse_options(config.options, kind, "--options", without=("generate", "reward", "staleness"))
     if algorithm.data == "prompts":
-        generate = Generate(
-            group_size=config.group_size or vars(kind())["generate"].group_size,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            **_stops(config, tokenizer, actor.config.vocab_size),
-        )
-        values |= {"generate": generate, "reward": reward, "staleness": config.staleness}
+        sampling = shared_values(config, Generate) | _stops(config, tokenizer, actor.config.vocab_size)
+        sampling["group_size"] = config.group_size or vars(kind())["generate"].group_size
+        values |= {"generate": Generate(**sampling), "reward": reward, "staleness": config.staleness}
     return kind(**values)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,9 @@ class SampleFiles:
     ) -> None:
         self._graph, self._decode, self._device = graph, decode, device
         self._bad, self._reward_failure, self._warn = folder / BAD_SAMPLES_FILE, reward_failure, warn
-        self._samples, self._lengths = LineFile(folder / SAMPLES_FILE), LineFile(folder / LENGTHS_FILE)
+        self.files = self._samples, self._lengths = LineFile(folder / SAMPLES_FILE), LineFile(folder / LENGTHS_FILE)
         works = (call.work for call in graph.calls)
         self._scorers = [w.function for w in works if isinstance(w, Compute) and isinstance(w.function, ScoreWith)]
-
-    def files(self) -> Iterator[LineFile]:
-        yield self._samples
-        yield self._lengths
 
     def keep(self, number: int, samples: Samples, evaluation: bool = False) -> None:
         """Write some samples of a step, or of the evaluation after it."""
@@ -108,7 +104,8 @@ class SampleFiles:
 
     def keep_lengths(self, number: int, lengths: Mapping[str, Sequence[int]]) -> None:
         """Write the lengths of all samples of a step."""
-        self._lengths.append(number, [StepLengths.of(self._graph, lengths).line(number)])
+        line = {"step": number, **asdict(StepLengths.of(self._graph, lengths))}
+        self._lengths.append(number, [json.dumps(line)])
 
     def check_rewards(self, number: int) -> dict[str, float]:
         """Write the samples of a step that the reward function failed for, and return their number as a metric.

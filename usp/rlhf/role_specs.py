@@ -14,7 +14,7 @@ from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ep_violations, pp_violations
 from usp.presets import PRESETS
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.roles.role import RoleSpec
+from usp.rlhf.roles.role_model import RoleSpec
 from usp.train.engines.base import AdamW
 from usp.train.resolve import lora_of, lora_problems
 from usp.train.validate import balance_violations, with_flags
@@ -141,8 +141,7 @@ def router_violations(config: RlhfConfig, graph: DataflowGraph, specs: Mapping[s
 def unused_models(config: RlhfConfig, algorithm: Algorithm, graph: DataflowGraph) -> Iterator[str]:
     """Yield which flags name a model that no call of the graph uses."""
     for name, role in (("critic", "critic"), ("ref", "ref"), ("reward_model", "reward")):
-        if getattr(config, name) and (role not in graph.roles or role == algorithm.model_role):
-            value = getattr(config, name)
+        if (value := getattr(config, name)) and (role not in graph.roles or role == algorithm.model_role):
             yield f"{flag(name)} = {value} is not used by {config.algorithm} with these options: remove it"
     for role in other_models(config.models):
         if role not in graph.roles:

@@ -373,7 +373,7 @@ class RlhfTrainer(TrainingLoop):
 
     def logs(self) -> Iterator[LineFile]:
         others = self.executor.timeline.file, self.replanning.file if self.replanning else None
-        yield from (*self.samples.files(), *(file for file in others if file))
+        yield from (*self.samples.files, *(file for file in others if file))
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {**super().files(), PLAN_FILE: to_mapping(self.prepared.plan)}

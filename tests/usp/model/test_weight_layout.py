@@ -17,8 +17,7 @@ from usp.hf.models import load_model_config, model_facts, scalar_config
 from usp.hf.shapes import model_shape
 from usp.model.facts import ModelShape, weight_layout
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.train.engines.base import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32

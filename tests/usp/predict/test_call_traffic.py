@@ -24,8 +24,7 @@ from usp.predict.traffic import FLOAT32, INT64, Sent, all_reduce, merged, pass_t
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate, Inference
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.samples import Samples
 
 TOKENS, SAMPLES, SLOTS = 64, 8, 32

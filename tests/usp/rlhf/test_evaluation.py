@@ -18,7 +18,7 @@ from tests.usp.rlhf.runtime.test_executor import executor, plans
 from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.datasets import Example, FileExamples, hold_out
-from usp.rlhf.evaluation import Evaluator, evaluation_metrics, pass_at_k, sampling
+from usp.rlhf.evaluation import Evaluator, evaluation_metrics, evaluation_step, pass_at_k
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.samples import Samples, derived_seed
 from usp.train.step import Evaluations
@@ -62,11 +62,19 @@ def run_plans(first: int) -> list[tuple[list[dict[str, float]], list[dict[str, f
     return found
 
 
+def sampling(config: RlhfConfig) -> Generate:
+    """Return how an evaluation samples."""
+    evaluated, _ = evaluation_step(graph(), plans(graph())[0], HELD_OUT, config)
+    work = evaluated["actor_generate"].work
+    assert isinstance(work, Generate)
+    return work
+
+
 def alone() -> Iterator[dict[str, float]]:
     """Yield the metrics of evaluations in one process."""
     model = Alone()
-    work = replace(graph()["actor_generate"].work, **sampling(CONFIG))  # type: ignore[type-var]
-    assert isinstance(work, Generate) and (work.group_size, work.temperature) == (4, 0.7)
+    work = sampling(CONFIG)
+    assert (work.group_size, work.temperature) == (4, 0.7)
     seed = derived_seed(derived_seed(CONFIG.seed, "evaluation"), "actor_generate")
     for number in range(1, STEPS + 1):
         model.step(graph(), prompts(5, number), derived_seed(number, "actor_generate"))
@@ -124,10 +132,11 @@ def test_metrics_group_responses_by_prompt() -> None:
 
 
 def test_greedy_is_the_default_of_one_response() -> None:
-    config = RlhfConfig(temperature=0.8)
-    assert sampling(config) == {"group_size": 1, "temperature": 0.0}
-    assert sampling(replace(config, eval_samples=8)) == {"group_size": 8, "temperature": 0.8}
-    assert sampling(replace(config, eval_temperature=0.3))["temperature"] == 0.3
+    config, trained = RlhfConfig(temperature=0.8), graph()["actor_generate"].work
+    assert isinstance(trained, Generate)
+    assert sampling(config) == replace(trained, group_size=1, temperature=0.0)
+    assert sampling(replace(config, eval_samples=8)) == replace(trained, group_size=8, temperature=0.8)
+    assert sampling(replace(config, eval_temperature=0.3)).temperature == 0.3
 
 
 def test_held_out_examples_are_not_trained_on() -> None:

@@ -45,8 +45,7 @@ from usp.rlhf.graph import DataflowGraph, ModelCall
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, policy_as_reference, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.prepare import prepare
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.trainer import RlhfTrainer
 from usp.run.failures import ConfigurationError

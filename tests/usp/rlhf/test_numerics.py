@@ -29,8 +29,7 @@ from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
 from usp.rlhf.plan.named_plans import Facts, flattening, heuristic, interleaving, separation
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.runtime.executor import Executor
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import shard_batch, shard_sequence

@@ -41,8 +41,7 @@ from usp.hf.export import save_weights
 from usp.hf.models import load_model_config
 from usp.hf.prune import tied_ends
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.train.build import EngineRecipe, build_engine, first_weights, resumed_weights
 from usp.train.engines import fsdp2
 from usp.train.engines.base import Engine

@@ -58,7 +58,7 @@ class GRPO(PolicyOptions):
         return False
 
     def objective(self) -> ClippedPolicy:
-        return replace(super().objective(), kl=self.kl, kl_estimator=self.kl_estimator)
+        return replace(super().objective(), kl=self.kl)
 
     def shape(self) -> RewardShape:
         buffer, penalty, longest = self.overlong_buffer, self.overlong_penalty, self.generate.max_new_tokens

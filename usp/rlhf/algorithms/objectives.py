@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from usp.rlhf.graph import Reduce, Sequences
+from usp.rlhf.graph import Objective, Reduce, Sequences
 from usp.rlhf.samples import mini_batch_ids
 
 from .response_rows import Responses
@@ -74,18 +74,8 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator, max_log_ratio: float = 
     return (-log_ratio).expm1() + log_ratio  # for close policies exp - 1 would lose all digits
 
 
-class ObjectiveDefaults:
-    """Attributes that most objectives share, see `usp.rlhf.graph.Objective`."""
-
-    head: Literal["logprobs", "values"] = "logprobs"
-    entropy: bool = False
-    counts: str = ""
-    unit: int = 1
-    temperature: float = 1.0
-
-
 @dataclass(frozen=True)
-class NextToken(ObjectiveDefaults):
+class NextToken(Objective):
     """-sum weights * logprobs: cross-entropy with the next tokens."""
 
     keys: ClassVar[tuple[str, ...]] = ("weights",)
@@ -114,7 +104,7 @@ class PolicyTokens:
 
 
 @dataclass(frozen=True)
-class ClippedPolicy(ObjectiveDefaults):
+class ClippedPolicy(Objective):
     """sum weights * (rollout_is * surrogate + kl * KL(policy || ref) - entropy_bonus * entropy).
 
     surrogate = max(-A ratio, -A clip(ratio)), and at most -A dual_clip where A < 0; ratio = exp(logprobs -
@@ -273,7 +263,7 @@ class ClippedWeights(ClippedPolicy):
 
 
 @dataclass(frozen=True)
-class ClippedValue(ObjectiveDefaults):
+class ClippedValue(Objective):
     """sum weights / 2 * max((v - returns)^2, (clip(v, values - eps, values + eps) - returns)^2).
 
     PPO's second trust region (Engstrom et al., "Implementation Matters in Deep RL", arXiv 2005.12729, section 3).

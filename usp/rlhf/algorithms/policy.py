@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from usp.fields import shared_values
 from usp.rlhf.graph import GENERATED, Compute, Generate, Inference, ModelCall, Reduce
 from usp.rlhf.samples import Samples
 
@@ -103,17 +104,9 @@ class PolicyOptions(Options):
 
     def objective(self) -> ClippedPolicy:
         """Return the actor's objective."""
-        return self.objective_type(
-            self.eps_low,
-            self.eps_high,
-            entropy_bonus=self.entropy_bonus,
-            temperature=self.generate.temperature,
-            dual_clip=self.dual_clip,
-            max_log_ratio=self.max_log_ratio,
-            old=self.old_key,
-            rollout_is=self.correction,
-            rollout_is_threshold=self.rollout_is_threshold,
-        )
+        different: dict[str, Any] = {"kl": 0.0, "temperature": self.generate.temperature}
+        different |= {"old": self.old_key, "rollout_is": self.correction}
+        return self.objective_type(**shared_values(self, ClippedPolicy) | different)
 
     def violations(self) -> Iterator[str]:
         yield from super().violations()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -130,10 +130,6 @@ class PPOAdvantages:
         self.returns = RunningMoments(options.value_norm, options.value_norm_beta, options.value_norm_eps)
         self.before = self.returns
 
-    @property
-    def _of_critic(self) -> RunningMoments:
-        return self.before if self.options.staleness else self.returns
-
     def __call__(self, samples: Samples, reduce: Reduce) -> Samples:
         options, coefficient = self.options, self.kl
         batch = rewarded = Batch.of(samples, options)
@@ -142,10 +138,11 @@ class PPOAdvantages:
             rewarded = replace(batch, rewards_N=whitened(batch.rewards_N, of_rewards))
         responses = batch.responses
         inside_NR = responses.inside_NR
-        values_NR = self._of_critic.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
+        of_critic = self.before if options.staleness else self.returns
+        values_NR = of_critic.denormalise(responses.rows(samples["values"])).where(inside_NR, 0)
         rewards_NR = rewarded.token_rewards(coefficient)
         # The value after the last token is 0 for finished responses, the critic's for truncated ones.
-        last_N = self._of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
+        last_N = of_critic.denormalise(scalars([values[-1] for values in samples["values"]]))
         last_N = last_N.where(scalars(samples["finished"]) == 0, 0)
         advantages_NR = gae(rewards_NR, values_NR, inside_NR, last_N, gamma=options.gamma, lam=options.lam)
         returns_NR = advantages_NR + values_NR
@@ -172,13 +169,9 @@ class PPOAdvantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if self.options.kl_target:  # a fixed weight comes from the options, which may change on resume
             self.kl = state["kl_coefficient"]
-
-        def of(sums: list[float]) -> RunningMoments:
-            weight, total, total_square = sums
-            return replace(self.returns, weight=weight, total=total, total_square=total_square)
-
-        self.before = of([state.get(f"{_BEFORE}{key}", state[key]) for key in SUMS])  # saved only with staleness
-        self.returns = of([state[key] for key in SUMS])
+        after: dict[str, Any] = {key: state[key] for key in SUMS}
+        before = {key: state.get(f"{_BEFORE}{key}", after[key]) for key in SUMS}  # saved only with staleness
+        self.before, self.returns = replace(self.returns, **before), replace(self.returns, **after)
 
 
 def _calls(options: PPO) -> tuple[ModelCall, ...]:

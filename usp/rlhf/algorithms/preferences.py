@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from usp.presets import PRETRAINED_RATE
-from usp.rlhf.graph import Compute, ModelCall, Reduce, Sequences
+from usp.rlhf.graph import Compute, ModelCall, Objective, Reduce, Sequences
 from usp.rlhf.samples import Samples
 
 from .algorithm import Algorithm, Options, logprobs, train
-from .objectives import Metrics, NextToken, ObjectiveDefaults, Weighting, mini_batch_numbers
+from .objectives import Metrics, NextToken, Weighting, mini_batch_numbers
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DPO(Options):
 
 
 @dataclass(frozen=True)
-class PreferredScore(ObjectiveDefaults):
+class PreferredScore(Objective):
     """Mean over pairs of -log sigmoid(chosen score - rejected score) (Bradley-Terry; Ouyang et al., arXiv 2203.02155,
     equation 1); a score is the value at the last token.
 
@@ -57,7 +57,7 @@ class PreferredScore(ObjectiveDefaults):
 
 
 @dataclass(frozen=True)
-class DirectPreference(ObjectiveDefaults):
+class DirectPreference(Objective):
     """Mean over pairs of -log sigmoid(beta * (chosen - rejected)), each the sum of log(policy / ref) over a response.
 
     DPO (Rafailov et al., arXiv 2305.18290, equation 7). `label_smoothing` e assumes that a preference is wrong with

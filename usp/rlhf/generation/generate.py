@@ -149,10 +149,20 @@ class Generator:
             RanksDisagree: on every rank, if their arguments differ.
             RuntimeError: on every rank, if the model's logits are not finite.
         """
-        violations = _prompt_violations(prompts, self._context)
-        if not violations:
-            limits = [min(work.max_new_tokens, self._context - len(prompt)) for prompt in prompts]
-            violations = _switch_violations(prompts, limits, self._switch)
+        context, switch = self._context, self._switch
+        limits = [min(work.max_new_tokens, context - len(prompt)) for prompt in prompts]
+        violations = [
+            f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
+            f"model's context of {context}"
+            for index, prompt in enumerate(prompts)
+            if not 0 < len(prompt) < context
+        ] or [
+            f"prompt {index} has {len(prompt)} tokens and its response up to {limit}: beyond {switch} tokens "
+            f"rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: use fewer new "
+            f"tokens"
+            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            if switch is not None and len(prompt) <= switch < len(prompt) + limit
+        ]
         if self._most(bool(violations)):
             raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
         rollouts = [
@@ -302,25 +312,6 @@ def _sample(prompt: Tensor, response: GeneratedResponse) -> dict[str, Tensor]:
         "finished": torch.tensor(response.finished),
         "prompt_length": torch.tensor(len(prompt)),
     }
-
-
-def _prompt_violations(prompts: Sequence[Tensor], context: int) -> list[str]:
-    return [
-        f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
-        f"model's context of {context}"
-        for index, prompt in enumerate(prompts)
-        if not 0 < len(prompt) < context
-    ]
-
-
-def _switch_violations(prompts: Sequence[Tensor], limits: Sequence[int], switch: int | None) -> list[str]:
-    """Return which sequences would grow past a length at which cached keys become wrong."""
-    return [
-        f"prompt {index} has {len(prompt)} tokens and its response up to {limit}: beyond {switch} tokens "
-        f"rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: use fewer new tokens"
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-        if switch is not None and len(prompt) <= switch < len(prompt) + limit
-    ]
 
 
 def _model_violations(model: nn.Module, mesh: ParallelMesh) -> list[str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from parallel import ParallelDims, divisors
+from usp.fields import shared_values
 from usp.rlhf.graph import DataflowGraph, Inference, ModelCall
 
 from .plan import CallLayout, ExecutionPlan
@@ -62,9 +63,8 @@ class Facts:
         experts: whether a model has experts, which tp ranks share in training from ZeRO stage 1 on.
         dims: degrees of every call; dp_shard is resolved for the ranks of a call.
         rollout_dims: degrees of generation and inference under `separation`; None: same as `dims`.
-        zero, tp_sequence_parallel: of train and inference calls.
+        zero, tp_sequence_parallel, micro_batch_tokens: of train and inference calls.
         sp_layout, mlp_tile: of every call of a model.
-        micro_batch_tokens: of train and inference calls.
         ac, ac_offload: of train calls.
     """
 
@@ -167,15 +167,9 @@ def _layout(call: ModelCall, facts: Facts, ranks: tuple[int, ...], dims: Paralle
     """Return the layout of a call with the degrees and options that its kind supports."""
     if call.kind == "compute":
         return CallLayout(ranks, ParallelDims(dp_replicate=len(ranks), dp_shard=1))
-    generates, trains = call.kind == "generate", call.kind == "train_step"
-    return CallLayout(
-        ranks,
-        dims.resolve(len(ranks)),
-        zero=0 if generates else facts.zero,
-        micro_batch_tokens=-1 if generates else facts.micro_batch_tokens,
-        tp_sequence_parallel=facts.tp_sequence_parallel and not generates,
-        sp_layout=facts.sp_layout,
-        ac=facts.ac if trains else "none",
-        ac_offload=facts.ac_offload and trains,
-        mlp_tile=facts.mlp_tile,
-    )
+    options = shared_values(facts, CallLayout) | {"ranks": ranks, "dims": dims.resolve(len(ranks))}
+    if call.kind == "generate":
+        del options["zero"], options["micro_batch_tokens"], options["tp_sequence_parallel"]
+    if call.kind != "train_step":
+        del options["ac"], options["ac_offload"]
+    return CallLayout(**options)

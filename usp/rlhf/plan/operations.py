@@ -156,25 +156,23 @@ def schedule(
         staleness: 1: return an iteration in the middle of a run. The first one has only what is ahead, the last nothing
             of it. The plan must have no `staleness_violations`.
     """
-    scheduler = _Scheduler(graph, plan, world_size, aliases, weights or StepWeights())
+    scheduler = _Scheduler(graph, plan, tuple(range(world_size)), aliases, weights or StepWeights())
     return tuple(scheduler.operations(staleness))
 
 
+@dataclass(eq=False)
 class _Scheduler:
-    def __init__(
-        self,
-        graph: DataflowGraph,
-        plan: ExecutionPlan,
-        world_size: int,
-        aliases: frozenset[WeightCopy],
-        weights: StepWeights,
-    ) -> None:
-        self._step = weights
-        self._graph, self._plan, self._world, self._aliases = graph, plan, tuple(range(world_size)), aliases
-        self._uses = weight_copies(graph, plan)
-        self._kinds = key_kinds(graph)
+    _graph: DataflowGraph
+    _plan: ExecutionPlan
+    _world: tuple[int, ...]
+    _aliases: frozenset[WeightCopy]
+    _step: StepWeights
+
+    def __post_init__(self) -> None:
+        self._uses = weight_copies(self._graph, self._plan)
+        self._kinds = key_kinds(self._graph)
         self._done: list[str] = []
-        self._known = set(graph.given)  # keys of sequences whose lengths every rank knows
+        self._known = set(self._graph.given)  # keys of sequences whose lengths every rank knows
         self._served: dict[str, tuple[str, ...]] = {}
 
     def operations(self, staleness: int) -> Iterator[Operation]:

@@ -1,4 +1,4 @@
-"""A role's model in the layout of one call, on one rank.
+"""A role's model without a layout, and in the layout of one call, on one rank.
 
 samples  --rows-->  micro-batches  --stages, with a head on the last-->  per-token outputs, or gradients and metrics
 """
@@ -6,35 +6,121 @@ samples  --rows-->  micro-batches  --stages, with a head on the last-->  per-tok
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import product
 from statistics import fmean as mean
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ParallelMesh
+from usp.fields import shared_values
 from usp.hf.disk import is_adapter, persistent_buffers
-from usp.hf.lora import adapters_off
-from usp.hf.models import is_scalar, materialise
+from usp.hf.lora import Lora, adapters_off
+from usp.hf.models import ModelConfig, is_scalar, materialise
 from usp.hf.prune import tied_ends
 from usp.hf.weights import fill_buffers
-from usp.losses.output_heads import Head
+from usp.losses.output_heads import Head, LastHidden
 from usp.rlhf.generation.decoding import Decode
 from usp.rlhf.generation.generate import Generator, generate_samples
-from usp.rlhf.graph import Generate, Inference, TrainStep
+from usp.rlhf.graph import Generate, Inference, ModelCall, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.run.failures import TrainingDiverged
-from usp.train.build import build_stages, first_weights, fsdp2_engine
-from usp.train.engines.base import MicroBatch, forward_only
+from usp.train.build import EngineRecipe, build_stages, first_weights, fsdp2_engine
+from usp.train.engines.base import AdamW, MicroBatch, forward_only
 from usp.train.engines.fsdp2 import Fsdp2Engine
 
-from .role import RoleSpec
-from .rows import ObjectiveLoss, TokenOutputs, micro_batches, plan_rows, unpack
+from .rows import micro_batches, plan_rows, sequences_of, unpack
 from .weight_memory import WeightMemory, alias_buffers, alias_parameters
+
+
+@dataclass(frozen=True, eq=False)
+class RoleSpec:
+    """A role's model and training options, without ranks and degrees.
+
+    Attributes:
+        source: preset, or folder to load the weights from.
+        config: from `load_model_config(source, head, new_head)`.
+        new_head: `source` is a causal LM without a scalar head; initialize one from the seed.
+        seed: for random weights.
+        dtype: of forward and backward, and of weights that this copy does not train. Trained weights are float32.
+        optimizer, learning_rate, max_grad_norm: for a trained role; `RoleModel.learning_rate` may change between steps.
+        loss_chunk: tokens whose logits exist at a time in calls whose layout says nothing.
+        balance, router_balance: weight and scope of the routers' load-balancing loss where the role is trained; see
+            `EngineRecipe`. A step is a mini-batch.
+        lora: adapters, which are trained instead of the weights of `source`.
+    """
+
+    role: str
+    source: str
+    config: ModelConfig
+    new_head: bool = False
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    optimizer: AdamW | None = None
+    learning_rate: float = 1e-6
+    max_grad_norm: float = 1.0
+    kernel: str = "auto"
+    loss_chunk: int = 2048
+    balance: float = 0.0
+    router_balance: str = "step"
+    lora: Lora | None = None
+
+    def recipe(self, layout: CallLayout, trained: bool) -> EngineRecipe:
+        """Return how to build the model's stages and engine in a layout."""
+        different = {
+            "model": self.config,
+            "zero": layout.zero if trained or layout.zero else None,
+            "optimizer": self.optimizer if trained else None,
+            "loss_chunk": layout.loss_chunk or self.loss_chunk,
+            "balance": self.balance if trained else 0.0,
+            "weights_dtype": torch.float32 if trained and self.lora is None else self.dtype,
+        }
+        return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
+
+
+class Role(Protocol):
+    """One copy of a role's weights in the layout of a call, without memory at first.
+
+    Every rank of the mesh makes the same calls. Only the ranks in `CallLayout.leaders` return samples.
+    """
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return parameters and persistent buffers by global names, without those that training leaves as they are."""
+
+    def fill(self) -> None:
+        """Allocate and initialize the weights."""
+
+    def allocate(self) -> None:
+        """Allocate the weights without initializing them. Frozen ones are initialized the first time, and stay."""
+
+    def release(self) -> None:
+        """Free the memory of the weights."""
+
+    def offload(self) -> None:
+        """Move the weights to the host."""
+
+    def load(self) -> None:
+        """Move the weights back to the device."""
+
+    def generate(self, prompts: Samples, work: Generate, seed: int) -> Samples:
+        """Respond to prompts, by prompt id: samples p * group_size + k, with the keys of `GENERATED`."""
+
+    def inference(self, samples: Samples, work: Inference, output: str, layout: CallLayout | None = None) -> Samples:
+        """Return the samples with only the key `output`; see `RoleModel.inference`."""
+
+    def train_step(self, mini_batches: Sequence[Samples], work: TrainStep) -> Mapping[str, float]:
+        """Train on this data-parallel rank's part of each mini-batch; return the same metrics on every rank."""
+
+
+# The call, with its layout, is the role's train step for the copy that the optimizer updates, else the first call that
+# uses the copy.
+BuildRole: TypeAlias = Callable[[ModelCall, CallLayout, ParallelMesh], Role]
 
 
 class RoleModel:
@@ -87,10 +173,7 @@ class RoleModel:
         return {name: weight for name, weight in self._stored() if adapted and not is_adapter(name)}
 
     def allocate(self) -> None:
-        """Allocate the weights uninitialized, if they have no memory. Buffers keep theirs.
-
-        With adapters, the first call also loads the frozen weights, which are never freed.
-        """
+        """Allocate the weights, if they have no memory. Buffers keep theirs."""
         if self._allocated:
             self._memory.allocate()
             return
@@ -142,14 +225,18 @@ class RoleModel:
 
         Raises ValueError if the model does not have the head that the work names.
         """
-        head = TokenOutputs("logprobs" if work.head == "logprobs" else "values", work.temperature)
-        self._check_head(head.head)
+        logprobs = work.head == "logprobs"
+        self._check_head("logprobs" if logprobs else "values")
+
+        def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+            return last.logprobs(inputs["shift_labels"], work.temperature)[0] if logprobs else last.values()
+
         layout = layout or self.layout
         self.stage.loss_chunk = layout.loss_chunk or self.spec.loss_chunk
         plan = plan_rows(samples, layout, self.mesh)
         values: list[Tensor] = []
         if plan is not None:
-            counts = "mask" if "mask" in samples.values and head.head == "logprobs" else ""
+            counts = "mask" if "mask" in samples.values and logprobs else ""
             batches = micro_batches(samples, plan, layout, self.mesh, counts=counts)
             with nullcontext() if work.adapters else adapters_off(self.stage):
                 outputs = self.forward(batches, head)
@@ -278,12 +365,24 @@ class RoleModel:
         if plan is None:
             raise ValueError(f"{place} has no samples on any rank: use fewer mini-batches or more samples")
         batches = micro_batches(samples, plan, self.layout, self.mesh, objective.keys, objective.counts)
-        head = ObjectiveLoss(objective, self.mesh.group("sp"))
+        seen: list[dict[str, Tensor]] = []
+
+        def head(last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
+            """Return this rank's share of the objective's loss."""
+            if objective.head == "values":
+                output, entropy = last.values(), None
+            else:
+                output, entropy = last.logprobs(inputs["shift_labels"], objective.temperature, objective.entropy)
+            per_token = {key: inputs[key] for key in objective.keys}
+            loss, metrics = objective(output, entropy, per_token, sequences_of(inputs, self.mesh.group("sp")))
+            seen.append({**metrics, "loss": loss.detach()})
+            return loss
+
         balance = self.stage.balance
         if balance is not None and balance.by_micro_batch:
             balance.coefficient = self.spec.balance / len(batches)
         engine.forward_backward(batches, head)
-        metrics = self._sums(head.metrics)
+        metrics = self._sums(seen)
         broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         if broken:
             engine.optimizer.zero_grad()

@@ -3,15 +3,13 @@
     samples  --plan_rows-->  RowPlan  --micro_batches-->  this rank's tokens of each row
     the model's output for this rank's tokens  --unpack-->  one tensor per sample, on the CPU
 
-A micro-batch is one row. Padding follows the last boundary of `cu_seqlens`, and neither attends nor is attended to. On
-the last pipeline stage a head reads the outputs: per token for inference, an objective's loss for training.
+A micro-batch is one row. Padding follows the last boundary of `cu_seqlens`, and neither attends nor is attended to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from attention import SequenceLayout
 from parallel import ParallelMesh
-from usp.losses.output_heads import LastHidden
-from usp.rlhf.graph import Objective, Sequences
+from usp.rlhf.graph import Sequences
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.sp.sequence import IGNORED_LABEL, shard_batch, shard_sequence, unshard_sequence
@@ -158,39 +155,6 @@ def unpack(
         cut = content.split([*lengths, plan.row_len - sum(lengths)])
         values.update(zip(row, (part.clone() for part in cut), strict=False))
     return [values[index] for index in range(len(samples))]
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """A head that returns (B, S) log-probabilities of the next tokens at `temperature`, or values."""
-
-    head: Literal["logprobs", "values"]
-    temperature: float = 1.0
-
-    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
-        if self.head == "values":
-            return last.values()
-        return last.logprobs(inputs["shift_labels"], self.temperature)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class ObjectiveLoss:
-    """A head that returns this rank's share of an objective's loss. metrics: of each micro-batch so far."""
-
-    objective: Objective
-    sp_group: dist.ProcessGroup
-    metrics: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def __call__(self, last: LastHidden, inputs: Mapping[str, Tensor]) -> Tensor:
-        objective, entropy = self.objective, None
-        if objective.head == "values":
-            output = last.values()
-        else:
-            output, entropy = last.logprobs(inputs["shift_labels"], objective.temperature, objective.entropy)
-        per_token = {key: inputs[key] for key in objective.keys}
-        loss, metrics = objective(output, entropy, per_token, sequences_of(inputs, self.sp_group))
-        self.metrics.append({**metrics, "loss": loss.detach()})
-        return loss
 
 
 def sequences_of(inputs: Mapping[str, Tensor], group: dist.ProcessGroup) -> Sequences:

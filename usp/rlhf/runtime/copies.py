@@ -12,8 +12,7 @@ from parallel import ParallelDims, ParallelMesh, ParamLayout, ProcessGroups, Rea
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import StepWeights, WeightCopy, kept_copies, plan_weights, trained_copy, weight_copies
 from usp.rlhf.plan.plan import ExecutionPlan
-from usp.rlhf.roles.role import BuildRole, Role
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import BuildRole, Role, RoleModel
 
 from .timeline import Event
 
@@ -70,12 +69,11 @@ class RoleCopies:
                         self._models[copy].fill()
             if before:
                 self._take_over(role, new, before, staying)
-        filled = [copy for copy in self._uses if not self._holds_values(copy)]
         copies = [*self._trained.values(), *(copy for copy in self._uses if copy not in self._trained.values())]
         self._layouts = {copy: gather_layout(self._weights(copy)) for copy in copies}
         frozen = {copy: gather_layout(self._frozen(copy)) for copy in copies}
         shared = before.aliases & staying if before else frozenset()
-        unsure = [copy for copy in filled if copy not in staying]
+        unsure = [copy for copy in self._uses if copy not in staying and not self._holds_values(copy)]
         self.aliases: frozenset[WeightCopy] = shared.union(c for c in unsure if self._share(c, frozen))
 
     @property

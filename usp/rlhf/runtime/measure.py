@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -127,10 +126,6 @@ class StepLengths:
         prompts = lengths[PROMPTS]
         responses = (whole - prompt for whole, prompt in zip(lengths[tokens_key(call)], prompts, strict=True))
         return StepLengths(tuple(prompts), tuple(responses), graph.group_size)
-
-    def line(self, step: int) -> str:
-        """Return the line of a step."""
-        return json.dumps({"step": step, **asdict(self)})
 
 
 def read_lengths(run: Path) -> StepLengths:

@@ -61,6 +61,10 @@ class Event:
     crossed: int = 0
     host_minimum: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
 
 def clock_offset(device: torch.device | str = "cpu") -> float:
     """Return what to subtract from `time.perf_counter()` to get seconds since this call on rank 0. Collective.
@@ -222,21 +226,6 @@ class RankTime:
         return 1 - self.work / self.whole if self.whole else 0.0
 
 
-@dataclass(frozen=True)
-class PathPart:
-    """A part of the critical path: work of a rank, its wait for a rank that is not known, or `BETWEEN` operations."""
-
-    rank: int
-    kind: str
-    name: str
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
 def activities(events: Iterable[Event]) -> list[Activity]:
     """Return the activities of all ranks, in order of their starts.
 
@@ -303,31 +292,32 @@ def rank_times(step: Sequence[Activity]) -> list[RankTime]:
     ]
 
 
-def critical_path(step: Sequence[Activity]) -> list[PathPart]:
+def critical_path(step: Sequence[Activity]) -> list[Event]:
     """Return the chain of operations that determined the length of a step, from its first start to its last end.
 
     Walks back from the last end: from work that began when another rank arrived to what that rank did before, and
-    otherwise to what the same rank did before. The parts follow each other without a gap.
+    otherwise to what the same rank did before. The parts follow each other without a gap: work of a rank, its wait for
+    a rank that is not known, or `BETWEEN` operations.
     """
     of_rank: dict[int, list[Activity]] = defaultdict(list)
     for activity in step:
         of_rank[activity.event.rank].append(activity)
     begin, at = bounds(step)
-    rank = max(step, key=lambda activity: activity.end).event.rank
-    path: list[PathPart] = []
+    number, rank = step[0].event.step, max(step, key=lambda activity: activity.end).event.rank
+    path: list[Event] = []
     while at > begin:
         of_this_rank = of_rank[rank]
         before = bisect_left(of_this_rank, at, key=lambda activity: activity.start)
         ended = of_this_rank[before - 1].end if before else begin
         if ended < at:
-            path.append(PathPart(rank, "", BETWEEN, ended, at))
+            path.append(Event(number, rank, "", BETWEEN, ended, at))
         if not before:
             break
         activity, at = of_this_rank[before - 1], min(ended, at)
         handed_over = activity.last != rank and activity.begin < at
         start = activity.begin if handed_over else activity.start
         if start < at:
-            path.append(PathPart(rank, activity.event.kind, activity.event.name, start, at))
+            path.append(Event(number, rank, activity.event.kind, activity.event.name, start, at))
         rank, at = activity.last if handed_over else rank, start
     return path[::-1]
 

@@ -69,12 +69,8 @@ def shown(events: Sequence[Event]) -> list[Event]:
         if event.sent:
             key = (event.step, event.name)
             first[key] = min(event.start, first.get(key, event.start))
-
-    def clipped(event: Event) -> Event:
-        sent = first.get((event.step, event.name), event.start)
-        return replace(event, start=min(max(event.start, sent), event.end))
-
-    return [clipped(event) for event in transfers]
+    begins = [max(event.start, first.get((event.step, event.name), event.start)) for event in transfers]
+    return [replace(event, start=min(begin, event.end)) for event, begin in zip(transfers, begins, strict=True)]
 
 
 def totals(events: Sequence[Event]) -> list[Total]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from usp.rlhf.graph import DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, unit
+from usp.rlhf.graph import DataflowGraph, Generate, KeyKind, ModelCall, TrainStep, canonical, key_kinds, unit
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 from usp.rlhf.samples import Partition, Samples, batch_violation, partition
 
@@ -90,17 +90,17 @@ class StepData:
         store: values on this rank, including the given ones.
     """
 
-    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], samples: int) -> None:
-        self.graph, self.plan, self.kinds, self.samples = graph, plan, kinds, samples
+    def __init__(self, graph: DataflowGraph, plan: ExecutionPlan, samples: int) -> None:
+        self.graph, self.plan, self.kinds, self.samples = graph, plan, key_kinds(graph), samples
         self._partitions: dict[str, Partition] = {}
         self.store: Store = {}
         self.lengths: dict[str, Sequence[int]] = {}
 
     @staticmethod
-    def of(graph: DataflowGraph, plan: ExecutionPlan, kinds: Mapping[str, KeyKind], given: Samples) -> StepData:
+    def of(graph: DataflowGraph, plan: ExecutionPlan, given: Samples) -> StepData:
         """Begin a step with the given samples, or prompts."""
         group = graph.group_size
-        step = StepData(graph, plan, kinds, len(given) * group)
+        step = StepData(graph, plan, len(given) * group)
         for key, values in given.values.items():
             step.store[key] = {i: values[i // group] for i in range(step.samples)}
             if key == PROMPTS or canonical(key) == "tokens":
@@ -228,19 +228,13 @@ class InFlight:
 
     Attributes:
         number: of the step that trains on them.
-        step: what this rank has of them.
+        step: what this rank has of them, without the values that only their rollouts needed.
         metrics: of their rollouts, the same on every rank.
     """
 
     number: int
     step: StepData
     metrics: dict[str, float]
-
-    @staticmethod
-    def of(number: int, step: StepData, metrics: dict[str, float]) -> InFlight:
-        """Return the samples of a step whose rollouts are done, without the values that only these needed."""
-        step.store = {key: values for key, values in step.store.items() if key in step.readers()}
-        return InFlight(number, step, metrics)
 
     def to_extra(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides `whole`, as JSON values."""

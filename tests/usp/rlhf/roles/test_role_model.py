@@ -25,8 +25,7 @@ from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.generate import generate_samples
 from usp.rlhf.graph import Generate, Inference, TrainStep
 from usp.rlhf.plan.plan import CallLayout
-from usp.rlhf.roles.role import RoleSpec
-from usp.rlhf.roles.role_model import RoleModel
+from usp.rlhf.roles.role_model import RoleModel, RoleSpec
 from usp.rlhf.roles.rows import pack_lengths
 from usp.rlhf.samples import Samples, derived_seed
 from usp.run.failures import TrainingDiverged
