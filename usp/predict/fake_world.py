@@ -69,11 +69,8 @@ class KnownValues:
             return value.tolist()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors, and record the values of its results if they can be known.
-
-        Raises:
-            NotImplementedError: if control flow depends on unknown values.
-        """
+        """Run an operator on fake tensors, and record the values of its results if they can be known; raise
+        NotImplementedError if control flow depends on unknown values."""
         packet = func.overloadpacket
         if packet is aten._local_scalar_dense:
             return self._number(args[0])
@@ -162,11 +159,8 @@ _SHAPES = "_propagate_tensor_meta_non_cached"
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Act as `rank` of a default process group of `world_size` ranks whose collectives return at once and move nothing.
-
-    Raises:
-        RuntimeError: if the process already has a default process group.
-    """
+    """Act as `rank` of a default process group of `world_size` ranks whose collectives return at once and move nothing;
+    raise RuntimeError if the process already has a default process group."""
     if dist.is_initialized():
         raise RuntimeError("a dry run creates its own process group, but this process already has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
@@ -181,11 +175,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 class HostMemory:
-    """What `--ac-offload` and `--optim-offload` keep in host memory.
-
-    Attributes:
-        peak_bytes: the most at any time. copied_bytes: that `to_host` copied.
-    """
+    """What `--ac-offload` and `--optim-offload` keep in host memory; `copied_bytes` are those that `to_host` copied."""
 
     def __init__(self) -> None:
         self.current_bytes = self.peak_bytes = self.copied_bytes = 0
@@ -213,11 +203,8 @@ class HostMemory:
 def kernel_for(
     device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[Kernel, str]:
-    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own.
-
-    Raises:
-        ValueError: as `select_kernel`.
-    """
+    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own;
+    raise ValueError as `select_kernel`."""
     check_kernel_name(name)
     name = "sdpa" if name == "auto" or name.startswith("flash") else name
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
