@@ -12,7 +12,6 @@ while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -27,29 +26,12 @@ from .estimates import Estimates
 
 
 @dataclass(frozen=True)
-class Span:
-    """An operation of a simulated step: seconds since the first step began."""
-
-    step: int
-    kind: str
-    name: str
-    ranks: tuple[int, ...]
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Simulation:
     """The result of simulated steps."""
 
     seconds: float  # of a step, the mean of all
     peak_bytes: float  # the most memory that a rank needs
-    spans: tuple[Span, ...]  # in the order of the schedule
-
-    def events(self) -> Iterator[Event]:
-        """Yield the events of a timeline, as the executor writes them: `usp.rlhf.runtime.trace` shows both alike."""
-        for s in self.spans:
-            yield from (Event(s.step, rank, s.kind, s.name, s.start, s.end) for rank in s.ranks)
+    events: tuple[Event, ...]  # as the executor writes them, in the order of the schedule
 
 
 @dataclass(frozen=True)
@@ -71,8 +53,8 @@ class Simulator:
     def run(self, plan: ExecutionPlan) -> Simulation:
         """Simulate a plan, with everything that happens."""
         clock = self._clock(plan)
-        spans = tuple(Span(step, kind, op.name, ranks, *times) for step, kind, op, ranks, times in clock.ran)
-        return Simulation(*self._totals(clock), spans)
+        events = (Event(step, rank, kind, op.name, *at) for step, kind, op, ranks, at in clock.ran for rank in ranks)
+        return Simulation(*self._totals(clock), tuple(events))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         """Return the seconds of a step, and the most bytes that a rank holds."""
