@@ -166,6 +166,10 @@ def _row_multiple(layout: CallLayout) -> int:
     return SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
+def _prefill_multiple(layout: CallLayout) -> int:
+    return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
+
+
 def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
     """Return (the first, how many) of the pipeline stages that are alike: in layers, ends, links and gathers."""
     size, stages = job.world_size // job.dims.pp, dict[object, list[int]]()
@@ -219,10 +223,7 @@ def _rows(lengths: tuple[int, ...], parts: int, unit: int, budget: int, at_least
 
 def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
     """Return the different continuous batchings of data-parallel ranks that have samples."""
-    multiple = _row_multiple(layout)
-    return _batchings(
-        workload, layout.dims.batch, options.slots, layout.dims.sp, multiple * -(-ROW_MULTIPLE // multiple)
-    )
+    return _batchings(workload, layout.dims.batch, options.slots, layout.dims.sp, _prefill_multiple(layout))
 
 
 @lru_cache(maxsize=256)
@@ -266,7 +267,7 @@ class _Calls:
         runs = batchings(self.layout, self.workload, self.options)
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self._prefill(*shape) for shape in shapes}
-        job = self._job("cache", _row_multiple(self.layout) * -(-ROW_MULTIPLE // _row_multiple(self.layout)), 1)
+        job = self._job("cache", _prefill_multiple(self.layout), 1)
         step = cache(partial(self._decode_step, job))
 
         def seconds(run: Batching) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -104,21 +104,19 @@ def _values(panel: Panel) -> list[float]:
     return [value for line in panel.lines.values() for value in line.values() if value > 0]
 
 
+def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
+    """Return where a value lies between `begin` and `end`, whose logarithms to base 2 are `low` and `high`."""
+    return lambda value: round(begin + (math.log2(value) - low) / (high - low) * (end - begin), 1)
+
+
 def chart(panel: Panel) -> dict[str, Any]:
     """Return a panel in units of a `WIDTH` x `HEIGHT` drawing, for the template."""
     values = [*_values(panel), *([panel.limit] if panel.limit else [])] or [1.0]
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     high = max(high, low + 1)
     first, last = math.log2(min(panel.places)), math.log2(max(panel.places))
-    last = max(last, first + 1)
-
-    def x(place: float) -> float:
-        return round(LEFT + (math.log2(place) - first) / (last - first) * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (math.log2(value) - low) / (high - low) * (BOTTOM - TOP), 1)
-
-    lines = {name: {at: value for at, value in line.items() if value > 0} for name, line in panel.lines.items()}
+    x, y = _scale(first, max(last, first + 1), LEFT, RIGHT), _scale(low, high, BOTTOM, TOP)
+    lines = {name: [(at, value) for at, value in line.items() if value > 0] for name, line in panel.lines.items()}
     return {
         "title": panel.title,
         "below": panel.below,
@@ -127,8 +125,8 @@ def chart(panel: Panel) -> dict[str, Any]:
         "lines": [
             (
                 name,
-                [(x(at), y(value)) for at, value in line.items()],
-                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line.items()),
+                [(x(at), y(value)) for at, value in line],
+                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line),
             )
             for name, line in lines.items()
         ],

@@ -3,8 +3,7 @@
 An operation begins when all of its ranks have ended what they did before, and occupies them until it ends; so calls on
 common ranks run one after another, and calls on other ranks at once. A call waits until the calls that make its inputs
 have ended; sending samples takes no time, for they are small beside weights. At the end of a step all ranks exchange
-metrics, so the next one begins everywhere at once; ReaL's runtime has no such barrier, and `barrier=False` simulates
-that.
+metrics, so the next one begins everywhere at once.
 
 Memory is counted as the executor holds it: trained copies with their optimizer states always, copies that are filled
 from the first operation that needs them to their release, offloaded ones while they are loaded, and what a call takes
@@ -45,7 +44,7 @@ class Simulator:
     estimates: Estimates
     world_size: int
     steps: int = 1
-    barrier: bool = True  # every rank waits for all others at the end of a step
+    barrier: bool = True  # every rank waits for all others at the end of a step; in ReaL's runtime none does
     staleness: int = 0
     step_seconds: float = 0.0  # beside the calls and the movement of weights
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)

@@ -159,7 +159,7 @@ def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
     return job.config.micro_batches * operators
 
 
-Attention = tuple[float, TransferSeconds]
+Attention = tuple[float, TransferSeconds]  # (seconds of the kernels, the ring's messages)
 
 
 class AttentionKernels(NamedTuple):
@@ -196,8 +196,7 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> A
 
 
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
-    """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation, each as
-    (seconds of the kernels, the ring's messages)."""
+    """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
     per_byte, per_message = _link_seconds(job, hardware, "ring", rank, "send")
@@ -248,10 +247,8 @@ class PassSeconds:
 
 
 def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
-    """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included.
-
-    prefetches: whether compute hides the traffic of parameters, as in the implementation.
-    """
+    """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
+    if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
     micro_batch, hides = _micro_batch(job, hardware, rank), dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.compute.total for kind, each in micro_batch.items()}
@@ -308,9 +305,7 @@ def sent_by_axis(
     """Return the communication of a pass, without the ring's.
 
     ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
-    every backward, the others in the last.
-
-    compute: seconds of the pass for one micro-batch, which hide gathers of parameters and reductions of gradients.
+    every backward, the others in the last. The seconds of `compute` of one micro-batch hide both.
     """
     zero, number = job.config.zero, job.config.micro_batches
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
