@@ -78,17 +78,13 @@ def _expert_parts(job: Job, slots: int) -> Iterator[Sent]:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a run sets for all calls of a role.
-
-    If `pipelined`, generation splits its slots into a micro-batch for each pipeline stage, all of which work at once,
-    as ReaL's does; in rlhf.py's they decode one after another.
-    """
+    """What a run sets for all calls of a role."""
 
     dtype: torch.dtype = torch.bfloat16  # of forward and backward, and of weights that a call does not train
     slots: int = 64  # sequences that a data-parallel rank decodes at a time
     loss_chunk: int = 2048  # tokens whose logits exist at a time, where the layout says nothing
     kernel: str = "auto"  # --attention-kernel
-    pipelined: bool = False
+    pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
 
 

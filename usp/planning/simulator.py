@@ -35,17 +35,14 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Simulator:
-    """Simulates plans of one graph on one cluster.
-
-    With `staleness` 1, a step is an iteration in the middle of a run: it trains on what the one before rolled out.
-    """
+    """Simulates plans of one graph on one cluster."""
 
     graph: DataflowGraph
     estimates: Estimates
     world_size: int
     steps: int = 1
     barrier: bool = True  # every rank waits for all others at the end of a step; in ReaL's runtime none does
-    staleness: int = 0
+    staleness: int = 0  # 1: a step in the middle of a run, which trains on what the one before rolled out
     step_seconds: float = 0.0  # beside the calls and the movement of weights
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
 
