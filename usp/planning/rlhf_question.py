@@ -127,7 +127,7 @@ class RlhfChoice:
     found: Found  # with at least one plan that fits
     simulation: Simulation  # of the best plan
     named: tuple[Baseline, ...]  # at their best
-    # (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees, if it can have any
+    # (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees, if any fits
     next_best: Mapping[str, tuple[float, CallLayout]]
 
     @property
