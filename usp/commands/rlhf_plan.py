@@ -122,7 +122,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> N
         out.write_text(yaml.safe_dump(to_mapping(plan), sort_keys=False))
         print(f"written: {out} (torchrun ... rlhf.py --plan {out})")
     if plot:
-        draw(list(choice.simulation.events()), plot)
+        draw(list(choice.simulation.events), plot)
         print(f"written: {plot}")
 
 

@@ -78,17 +78,13 @@ def _expert_parts(job: Job, slots: int) -> Iterator[Sent]:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a run sets for all calls of a role.
-
-    If `pipelined`, generation splits its slots into a micro-batch for each pipeline stage, all of which work at once,
-    as ReaL's does; in rlhf.py's they decode one after another.
-    """
+    """What a run sets for all calls of a role."""
 
     dtype: torch.dtype = torch.bfloat16  # of forward and backward, and of weights that a call does not train
     slots: int = 64  # sequences that a data-parallel rank decodes at a time
     loss_chunk: int = 2048  # tokens whose logits exist at a time, where the layout says nothing
     kernel: str = "auto"  # --attention-kernel
-    pipelined: bool = False
+    pipelined: bool = False  # stages decode a micro-batch each at once, as in ReaL; in rlhf.py one after another
     collective_launches: float = 2.0  # of the host for a collective, in operators: DTensor's launches it and a wait
 
 
@@ -166,6 +162,10 @@ def _row_multiple(layout: CallLayout) -> int:
     return SequenceLayout.multiple_of(layout.sp_layout, layout.dims.ring, layout.dims.ulysses)
 
 
+def _prefill_multiple(layout: CallLayout) -> int:
+    return _row_multiple(layout) * -(-ROW_MULTIPLE // _row_multiple(layout))
+
+
 def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
     """Return (the first, how many) of the pipeline stages that are alike: in layers, ends, links and gathers."""
     size, stages = job.world_size // job.dims.pp, dict[object, list[int]]()
@@ -219,10 +219,7 @@ def _rows(lengths: tuple[int, ...], parts: int, unit: int, budget: int, at_least
 
 def batchings(layout: CallLayout, workload: Workload, options: CallOptions) -> tuple[Batching, ...]:
     """Return the different continuous batchings of data-parallel ranks that have samples."""
-    multiple = _row_multiple(layout)
-    return _batchings(
-        workload, layout.dims.batch, options.slots, layout.dims.sp, multiple * -(-ROW_MULTIPLE // multiple)
-    )
+    return _batchings(workload, layout.dims.batch, options.slots, layout.dims.sp, _prefill_multiple(layout))
 
 
 @lru_cache(maxsize=256)
@@ -266,7 +263,7 @@ class _Calls:
         runs = batchings(self.layout, self.workload, self.options)
         shapes = {prefill for run in runs for stretch in run.stretches for prefill in stretch.prefills}
         prefills = {shape: self._prefill(*shape) for shape in shapes}
-        job = self._job("cache", _row_multiple(self.layout) * -(-ROW_MULTIPLE // _row_multiple(self.layout)), 1)
+        job = self._job("cache", _prefill_multiple(self.layout), 1)
         step = cache(partial(self._decode_step, job))
 
         def seconds(run: Batching) -> tuple[float, float]:

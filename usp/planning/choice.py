@@ -1,10 +1,5 @@
 """The choice of the fastest configuration for a run, and the reasons: what bounds it, why other layouts are slower, and
-which published tips it contradicts.
-
-choose          search the configurations of a run on given hardware
-suppose         search again with other memory or links
-contradicted    search again among those that follow a tip which the choice contradicts
-planned         apply --plan auto to the configuration that training starts with: rank 0 plans for all ranks"""
+which published tips it contradicts."""
 
 from __future__ import annotations
 
@@ -178,16 +173,16 @@ def suppose(choice: Choice) -> list[tuple[str, Candidate | None]]:
 
 def contradicted(choice: Choice) -> Iterator[str]:
     """Yield the tips of the USP paper that the choice contradicts, each with the fastest configuration that follows."""
-    for tip in broken_tips(choice.best.config, choice.question.facts):
-        following = [layout for layout in choice.search.every if tip.followed(layout)]
+    for tip, followed in broken_tips(choice.best.config, choice.question.facts):
+        following = list(filter(followed, choice.search.every))
         if other := Search(choice.question, choice.search.predictor, following).fastest():
             yield (
-                f"{tip.words}. The fastest that follows it, {candidate_text(other)}, takes "
+                f"{tip}. The fastest that follows it, {candidate_text(other)}, takes "
                 f"{seconds(other.time.total)} (slower by: {why_slower(other, choice.best)})"
             )
         else:
             reason = f"None of the {len(following)} layouts that follow it fits into memory"
-            yield f"{tip.words}. {reason if following else 'No layout of these devices and this batch follows it'}"
+            yield f"{tip}. {reason if following else 'No layout of these devices and this batch follows it'}"
 
 
 def planned(config: TrainConfig, launch: Launch) -> TrainConfig:
@@ -267,42 +262,35 @@ def candidate_text(candidate: Candidate) -> str:
     return f"{degrees(candidate.config)} ({memory_options(candidate.config)})"
 
 
-@dataclass(frozen=True)
-class BrokenTip:
-    """A tip that a configuration contradicts; `followed` tells whether another one follows it."""
-
-    words: str
-    followed: Callable[[TrainConfig], bool]
-
-
-def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[BrokenTip]:
-    """Yield the tips of the USP paper (arXiv 2405.07719, section 4) that a configuration contradicts."""
+def broken_tips(config: TrainConfig, facts: ModelFacts) -> Iterator[tuple[str, Callable[[TrainConfig], bool]]]:
+    """Yield the tips of the USP paper (arXiv 2405.07719, section 4) that a configuration contradicts, each with whether
+    another one follows it."""
     sp = config.sp_ring * config.sp_ulysses
     left = facts.num_heads // config.tp
     if config.sp_ring > 1 and config.sp_ulysses == 1 and left > 1:
-        yield BrokenTip(
+        yield (
             f"tip 1: pure ring attention (ring {config.sp_ring}), although {left} heads per rank would allow Ulysses",
             lambda other: other.sp_ring == 1 or other.sp_ulysses > 1,
         )
     if sp > 1 and config.batch_size > 1 and config.pp == 1:
-        yield BrokenTip(
+        yield (
             f"tip 2: each sequence is sharded over {sp} ranks and each rank processes {config.batch_size} of them; "
             f"data parallelism would communicate less",
             lambda other: other.sp_ring * other.sp_ulysses == 1,
         )
     if sp > 1 and config.zero == 0:
-        yield BrokenTip(
+        yield (
             "tip 3: sequence parallelism without ZeRO replicates the optimizer states on every rank",
             lambda other: other.zero > 0,
         )
     if config.tp > 1 and config.tp > config.sp_ulysses and left > 1:
-        yield BrokenTip(
+        yield (
             f"tip 4: tp {config.tp} communicates more activations per layer than sequence parallelism; it pays off "
             f"only where it saves memory",
             lambda other: other.tp == 1 or other.tp <= other.sp_ulysses,
         )
     if config.sp_order != "ring-outer" and config.sp_ring > 1 and config.sp_ulysses > 1:
-        yield BrokenTip(
+        yield (
             f"tip 7: with the ring inside, Ulysses communicates over the slow links, and it is {exposure('ulysses')}; "
             f"the planner keeps --sp-order",
             lambda other: other.sp_ring == 1 or other.sp_ulysses == 1,

@@ -81,11 +81,8 @@ class Compared:
         if self.step.fits:
             return ""
         words = " ".join(self._excesses())
-        if self.remedy is None:
-            return (
-                f"{words} ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice."
-            )
-        return f"{words} It fits {self.short}."
+        none = "ZeRO-3, recomputation, MLP tiles, and activations and optimizer on the host do not suffice"
+        return f"{words} It fits {self.short}." if self.remedy else f"{words} {none}."
 
     def _excesses(self) -> Iterator[str]:
         """Yield what exceeds the device's memory, and the host's."""
@@ -219,20 +216,12 @@ def _sent(sent: Sequence[Sent]) -> str:
 
 def verdict_table(judged: Iterable[Compared], hardware: str) -> Grid:
     """Return the methods with their step and peak memory, in the order of `judge`."""
-    rows = tuple(
-        (
-            each.method,
-            seconds(step.time.total),
-            f"{step.tokens_per_second:,.0f}",
-            f"{step.time.mfu:.2f}",
-            size(step.memory.peak.total),
-            each.short,
-        )
-        for each in judged
-        for step in (each.step,)
-    )
+    rows = []
+    for step, each in ((each.step, each) for each in judged):
+        speed = seconds(step.time.total), f"{step.tokens_per_second:,.0f}", f"{step.time.mfu:.2f}"
+        rows.append((each.method, *speed, size(step.memory.peak.total), each.short))
     columns = ("method", "step", "tokens/s per device", "MFU", "memory", "fits")
-    return Grid(f"A step on {hardware}, the fastest that fits first", columns, rows)
+    return Grid(f"A step on {hardware}, the fastest that fits first", columns, tuple(rows))
 
 
 def comparison_json(

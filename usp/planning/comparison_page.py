@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +55,16 @@ def sweep(methods: Sequence[Method], setting: Setting) -> list[Panel]:
     to 8 times the setting's)."""
     numbers = [2**power for power in range(1, setting.world_size.bit_length())]
     lengths = [max(1, setting.base.seq_len // 8) * 2**power for power in range(7)]
-    by_number = {number: compare(methods, replace(setting, world_size=number))[0] for number in numbers}
-    by_length = {
-        length: compare(methods, replace(setting, base=replace(setting.base, seq_len=length)))[0] for length in lengths
-    }
+    by_number = {number: replace(setting, world_size=number) for number in numbers}
+    by_length = {length: replace(setting, base=replace(setting.base, seq_len=length)) for length in lengths}
     panels = []
-    for cases, below in ((by_number, "devices"), (by_length, "tokens of a sequence")):
-        sent: dict[str, dict[int, float]] = {}
-        memory: dict[str, dict[int, float]] = {}
-        for place, compared in cases.items():
-            for each in compared:
-                sent.setdefault(each.method, {})[place] = each.sent_bytes / GIB
-                memory.setdefault(each.method, {})[place] = each.step.memory.peak.total / GIB
-        places, limit = tuple(cases), setting.usable.device / GIB
+    for settings, below in ((by_number, "devices"), (by_length, "tokens of a sequence")):
+        sent = defaultdict[str, dict[int, float]](dict)
+        memory = defaultdict[str, dict[int, float]](dict)
+        for place, each in ((place, each) for place, at in settings.items() for each in compare(methods, at)[0]):
+            sent[each.method][place] = each.sent_bytes / GIB
+            memory[each.method][place] = each.step.memory.peak.total / GIB
+        places, limit = tuple(settings), setting.usable.device / GIB
         panels += [
             Panel("GiB that the busiest rank sends in a step", below, places, sent),
             Panel("GiB of memory of the rank that needs most", below, places, memory, limit),
@@ -105,21 +104,19 @@ def _values(panel: Panel) -> list[float]:
     return [value for line in panel.lines.values() for value in line.values() if value > 0]
 
 
+def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
+    """Return where a value lies between `begin` and `end`, whose logarithms to base 2 are `low` and `high`."""
+    return lambda value: round(begin + (math.log2(value) - low) / (high - low) * (end - begin), 1)
+
+
 def chart(panel: Panel) -> dict[str, Any]:
     """Return a panel in units of a `WIDTH` x `HEIGHT` drawing, for the template."""
     values = [*_values(panel), *([panel.limit] if panel.limit else [])] or [1.0]
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     high = max(high, low + 1)
     first, last = math.log2(min(panel.places)), math.log2(max(panel.places))
-    last = max(last, first + 1)
-
-    def x(place: float) -> float:
-        return round(LEFT + (math.log2(place) - first) / (last - first) * (RIGHT - LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(BOTTOM - (math.log2(value) - low) / (high - low) * (BOTTOM - TOP), 1)
-
-    lines = {name: {at: value for at, value in line.items() if value > 0} for name, line in panel.lines.items()}
+    x, y = _scale(first, max(last, first + 1), LEFT, RIGHT), _scale(low, high, BOTTOM, TOP)
+    lines = {name: [(at, value) for at, value in line.items() if value > 0] for name, line in panel.lines.items()}
     return {
         "title": panel.title,
         "below": panel.below,
@@ -128,8 +125,8 @@ def chart(panel: Panel) -> dict[str, Any]:
         "lines": [
             (
                 name,
-                [(x(at), y(value)) for at, value in line.items()],
-                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line.items()),
+                [(x(at), y(value)) for at, value in line],
+                ", ".join(f"{short(at)}: {value:.3g}" for at, value in line),
             )
             for name, line in lines.items()
         ],
@@ -188,24 +185,23 @@ def _method(method: Compared) -> dict[str, Any]:
 
 def _headline(judged: Sequence[Compared]) -> str:
     """Return the decision in a sentence or two."""
-    fitting = [each for each in judged if each.step.fits]
-    if fitting:
-        step = fitting[0].step
-        words = (
-            f"{fitting[0].method} is the fastest that fits: {seconds(step.time.total)} per step, "
-            f"{step.time.mfu:.0%} MFU, {size(step.memory.peak.total)} of {size(step.limits.device)}."
-        )
-        if len(fitting) > 1:
-            second = fitting[1]
-            words += f" {second.method} takes {second.step.time.total / step.time.total - 1:.0%} longer."
-        return words
     if not judged:
         return "None of the methods can run as asked; the reasons are below."
-    if (remedy := judged[0].remedy) is None:
+    first, *others = judged
+    if first.step.fits:
+        step = first.step
+        words = (
+            f"{first.method} is the fastest that fits: {seconds(step.time.total)} per step, "
+            f"{step.time.mfu:.0%} MFU, {size(step.memory.peak.total)} of {size(step.limits.device)}."
+        )
+        if others and others[0].step.fits:
+            words += f" {others[0].method} takes {others[0].step.time.total / step.time.total - 1:.0%} longer."
+        return words
+    if first.remedy is None:
         return "None of the methods fits, whatever saves memory: use more devices or shorter sequences."
-    flags, step = remedy
+    flags, step = first.remedy
     return (
-        f"None of the methods fits as asked. {judged[0].method} does with {flags}: "
+        f"None of the methods fits as asked. {first.method} does with {flags}: "
         f"{size(step.memory.peak.total)} of {size(step.limits.device)}, {seconds(step.time.total)} per step."
     )
 
@@ -223,14 +219,11 @@ def _bar(values: Mapping[str, float], text: Any) -> Bar:
 
 def _legend(bars: Iterable[Bar]) -> list[tuple[str, str]]:
     """Return (class, name) of what the bars show; classes with several parts by what these have in common."""
-    names: dict[str, set[str]] = {}
-    for name, _, _, kind in (each for bar in bars for each in bar):
-        names.setdefault(kind, set()).add(name)
-    return [
-        (kind, next(iter(names[kind])) if len(names[kind]) == 1 else f"{kind} communication")
-        for kind in KINDS
-        if kind in names
-    ]
+    names = defaultdict[str, set[str]](set)
+    for name, _, _, kind in chain(*bars):
+        names[kind].add(name)
+    legend = ((kind, names[kind]) for kind in KINDS if kind in names)
+    return [(kind, " ".join(of) if len(of) == 1 else f"{kind} communication") for kind, of in legend]
 
 
 def document() -> str:

@@ -92,19 +92,17 @@ class _Run:
     model: RoleModel | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = self._model() if self.mesh.member else None
+        self.model = None
+        if self.mesh.member:
+            spec, trained = self.asked.spec, isinstance(self.asked.call.work, TrainStep)
+            random = replace(spec, source=next(iter(PRESETS)), config=with_layers(spec.config, self.layers), lora=None)
+            slots = max(self.sizes.samples)
+            self.model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
+            self.model.fill()
 
     def timings(self) -> Timings:
         """Time calls, and yield what they took."""
         raise NotImplementedError
-
-    def _model(self) -> RoleModel:
-        spec, slots = self.asked.spec, max(self.sizes.samples)
-        random = replace(spec, source=next(iter(PRESETS)), config=with_layers(spec.config, self.layers), lora=None)
-        trained = isinstance(self.asked.call.work, TrainStep)
-        model = RoleModel(random, self.asked.layout, self.mesh, trained=trained, slots=slots)
-        model.fill()
-        return model
 
     def seconds(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
         """Return the seconds of calls that are timed in turns. Collective over the world."""

@@ -147,15 +147,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Row:
-    """A method of the table, with the collectives of one block.
-
-    Split are dims of attention and MLP: heads hc, tokens L, hidden size d, batch bs, layers l, experts E.
-    """
+    """A method of the table, with the collectives of one block."""
 
     method: str
     parameters: tuple[Collective, ...]
     activations: tuple[Collective, ...]
-    split: str
+    split: str  # dims of attention and MLP: heads hc, tokens L, hidden size d, batch bs, layers l, experts E
     states: tuple[str, str, str]  # bytes of parameters and gradients, of optimizer states, and of activations
     bound: bool = False  # the activation cost is the maximum over all splits of N into Ulysses and ring
 

@@ -76,15 +76,14 @@ def render_choice(
 
 
 def _calls(choice: RlhfChoice) -> Grid:
-    spans = {span.name: span for span in choice.simulation.spans if span.step == 0}
+    took = {event.name: event.seconds for event in choice.simulation.events}
     rows = []
     for call in choice.problem.simulator.graph.order:
         layout, slower = choice.plan[call.name], ""
-        took = spans[call.name].end - spans[call.name].start
         if call.name in choice.next_best:
             longer, other = choice.next_best[call.name]
             slower = f"{layout_text(other)}: +{longer / choice.simulation.seconds - 1:.1%}"
-        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took), slower))
+        rows.append((call.name, format_ranks(layout.ranks), degrees_text(layout), seconds(took[call.name]), slower))
     headings = ("call", "ranks", "layout", "time", "next best, and how much longer a step takes then")
     return Grid(f"Plan: {seconds(choice.simulation.seconds)} a step", headings, tuple(rows))
 

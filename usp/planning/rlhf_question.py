@@ -121,16 +121,13 @@ class Question(Devices):
 
 @dataclass(frozen=True)
 class RlhfChoice:
-    """A chosen plan.
-
-    `next_best` is (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees;
-    calls with a single layout are missing.
-    """
+    """A chosen plan."""
 
     problem: Problem
     found: Found  # with at least one plan that fits
     simulation: Simulation  # of the best plan
     named: tuple[Baseline, ...]  # at their best
+    # (seconds of a step, layout) of the best plan in which only this call has other ranks or degrees, if any fits
     next_best: Mapping[str, tuple[float, CallLayout]]
 
     @property

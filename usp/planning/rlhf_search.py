@@ -5,9 +5,8 @@ that divides the host and at a multiple of that size, or whole consecutive hosts
 has whole hosts. Ring and Ulysses degrees, ZeRO stages and activation checkpointing are beyond it.
 
 The search descends from the named plans, from every call's fastest layout, and again from the best plan with all or
-half of its calls changed by chance: each call in turn takes its best layout, and what helps is offloaded, until no
-change helps. A plan that needs more memory than a rank has is worse than any that fits, the more so the more it
-needs."""
+half of its calls changed by chance. A plan that needs more memory than a rank has is worse than any that fits, the
+more so the more it needs."""
 
 from __future__ import annotations
 

@@ -142,14 +142,11 @@ def _workload(run: PreparedRlhf) -> Workload:
 
 
 def learned(factors: Factors, plan: ExecutionPlan, steps: Sequence[tuple[Mapping[str, float], Estimates]]) -> Factors:
-    """Return the factors of calls after further steps under a plan.
+    """Return the factors of calls after further steps (seconds by call, and the estimates for its lengths) of a plan.
 
     Of each call the median over the steps counts half, the factor before half (geometrically), so that one slow step
     changes nothing for long. Steps tell only the sum of computation and communication: of the factors that explain it,
-    to first order, those are taken that change least in the logarithm. So what a call takes on one rank says nothing
-    about links, and the larger part of a call explains most.
-
-    A step is the measured seconds by call, and the estimates for its lengths.
+    to first order, those are taken that change least in the logarithm, so the larger part of a call explains most.
     """
     found = {call: dict(of_call) for call, of_call in factors.items()}
     for call, layout in plan.calls.items():
@@ -275,7 +272,6 @@ def _completed(plan: ExecutionPlan, prepared: PreparedRlhf) -> ExecutionPlan:
         offload |= set(graph.roles) - set(graph.trained_roles)
     if config.offload_optimizer:
         offload |= set(map(optimizer_of, graph.trained_roles))
-    calls = {}
-    for call, layout in plan.calls.items():
-        calls[call] = replace(layout, **{name: getattr(prepared.plan[call], name) for name in names})
+    of_run = {call: {name: getattr(prepared.plan[call], name) for name in names} for call in plan.calls}
+    calls = {call: replace(layout, **of_run[call]) for call, layout in plan.calls.items()}
     return ExecutionPlan(plan.name, calls, frozenset(offload))

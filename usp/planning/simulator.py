@@ -3,8 +3,7 @@
 An operation begins when all of its ranks have ended what they did before, and occupies them until it ends; so calls on
 common ranks run one after another, and calls on other ranks at once. A call waits until the calls that make its inputs
 have ended; sending samples takes no time, for they are small beside weights. At the end of a step all ranks exchange
-metrics, so the next one begins everywhere at once; ReaL's runtime has no such barrier, and `barrier=False` simulates
-that.
+metrics, so the next one begins everywhere at once.
 
 Memory is counted as the executor holds it: trained copies with their optimizer states always, copies that are filled
 from the first operation that needs them to their release, offloaded ones while they are loaded, and what a call takes
@@ -12,7 +11,6 @@ while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -27,52 +25,32 @@ from .estimates import Estimates
 
 
 @dataclass(frozen=True)
-class Span:
-    """An operation of a simulated step: seconds since the first step began."""
-
-    step: int
-    kind: str
-    name: str
-    ranks: tuple[int, ...]
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Simulation:
     """The result of simulated steps."""
 
     seconds: float  # of a step, the mean of all
     peak_bytes: float  # the most memory that a rank needs
-    spans: tuple[Span, ...]  # in the order of the schedule
-
-    def events(self) -> Iterator[Event]:
-        """Yield the events of a timeline, as the executor writes them: `usp.rlhf.runtime.trace` shows both alike."""
-        for s in self.spans:
-            yield from (Event(s.step, rank, s.kind, s.name, s.start, s.end) for rank in s.ranks)
+    events: tuple[Event, ...]  # as the executor writes them, in the order of the schedule
 
 
 @dataclass(frozen=True)
 class Simulator:
-    """Simulates plans of one graph on one cluster.
-
-    With `staleness` 1, a step is an iteration in the middle of a run: it trains on what the one before rolled out.
-    """
+    """Simulates plans of one graph on one cluster."""
 
     graph: DataflowGraph
     estimates: Estimates
     world_size: int
     steps: int = 1
-    barrier: bool = True  # every rank waits for all others at the end of a step
-    staleness: int = 0
+    barrier: bool = True  # every rank waits for all others at the end of a step; in ReaL's runtime none does
+    staleness: int = 0  # 1: a step in the middle of a run, which trains on what the one before rolled out
     step_seconds: float = 0.0  # beside the calls and the movement of weights
     _schedules: dict[object, tuple[Operation, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, plan: ExecutionPlan) -> Simulation:
         """Simulate a plan, with everything that happens."""
         clock = self._clock(plan)
-        spans = tuple(Span(step, kind, op.name, ranks, *times) for step, kind, op, ranks, times in clock.ran)
-        return Simulation(*self._totals(clock), spans)
+        events = (Event(step, rank, kind, op.name, *at) for step, kind, op, ranks, at in clock.ran for rank in ranks)
+        return Simulation(*self._totals(clock), tuple(events))
 
     def measure(self, plan: ExecutionPlan) -> tuple[float, float]:
         """Return the seconds of a step, and the most bytes that a rank holds."""

@@ -44,20 +44,14 @@ MASKS = {"": True, "_full": False}  # suffix of a curve's name: causal
 
 @dataclass(frozen=True)
 class LinkTier:
-    """The ranks that one tier of links connects.
-
-    Attributes:
-        devices: of the tier in a hardware file; 0 for any number.
-        group: of this rank; ranks: its size.
-        shared: whether the ranks of a host share the link. One of them is then measured by itself, too.
-    """
+    """The ranks that one tier of links connects."""
 
     name: str
-    devices: int
-    group: dist.ProcessGroup
-    ranks: int
+    devices: int  # of the tier in a hardware file; 0 for any number
+    group: dist.ProcessGroup  # of this rank
+    ranks: int  # of the group
     host_size: int
-    shared: bool = False
+    shared: bool = False  # whether the ranks of a host share the link; then one of them is measured by itself, too
 
     @staticmethod
     def all(ranks: int, host_size: int) -> list[LinkTier]:
@@ -110,12 +104,8 @@ class LinkTier:
     def overlapping(
         self, device: torch.device, product: Callable[[], object], seconds: float, times: Mapping[str, float]
     ) -> list[Timed]:
-        """Return a message, matrix products that take about as long, and both at once.
-
-        Args:
-            seconds: of one product.
-            times: of what `timed` returned.
-        """
+        """Return a message, matrix products that take about as long, and both at once, by the `seconds` of one product
+        and the `times` of what `timed` returned."""
         number = max(1, round(times[self._name(TOGETHER if self.shared else "send", LARGE)] / seconds))
         begin = self._message(device, LARGE)
 
@@ -160,26 +150,18 @@ def _finish(works: list[dist.Work]) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes to measure.
-
-    Attributes:
-        host_size: ranks per host; the ranks of a host are neighbours.
-        heads, head_dim: of attention. sizes: of square matrices. lengths: tokens of a sequence in attention.
-        stream_bytes: size of each operand in the memory bandwidth measurement.
-        rounds, seconds: turns of each measurement, and their duration without communication.
-        crowded: whether ranks share processors.
-    """
+    """The sizes to measure."""
 
     device: torch.device
-    host_size: int
-    heads: int
+    host_size: int  # ranks per host, which are neighbours
+    heads: int  # of attention
     head_dim: int
-    sizes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    stream_bytes: int
-    rounds: int = 64
-    seconds: float = 0.005
-    crowded: bool = False
+    sizes: tuple[int, ...]  # of square matrices
+    lengths: tuple[int, ...]  # tokens of a sequence in attention
+    stream_bytes: int  # of each operand in the memory bandwidth measurement
+    rounds: int = 64  # turns of each measurement
+    seconds: float = 0.005  # of a turn, without communication
+    crowded: bool = False  # whether ranks share processors
 
     @staticmethod
     def of(device: torch.device, host_size: int, heads: int, head_dim: int) -> Plan:
@@ -205,19 +187,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds of every call, of these kernels and tiers.
+    """The seconds of every call, of these kernels and tiers."""
 
-    Attributes:
-        turns: of this rank, each of which is nan where another rank was measured. times: over all ranks.
-        kernels: the --attention-kernel of each by the name that has its rates.
-        other_load: the fraction of the processors' time that other programs used; None if unknown.
-    """
-
-    turns: Mapping[str, Sequence[float]]
-    times: Mapping[str, Estimate]
-    kernels: Mapping[str, str]
+    turns: Mapping[str, Sequence[float]]  # of this rank, each of which is nan where another rank was measured
+    times: Mapping[str, Estimate]  # over all ranks
+    kernels: Mapping[str, str]  # the --attention-kernel of each by the name that has its rates
     tiers: list[LinkTier]
-    other_load: float | None
+    other_load: float | None  # the fraction of the processors' time that other programs used; None if unknown
 
 
 def calibrate(plan: Plan, name: str) -> dict[str, Any]:
@@ -239,12 +215,8 @@ def measure(plan: Plan) -> Measured:
 
 
 def contents(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
-    """Return the contents of a hardware file.
-
-    Raises:
-        ValueError: if the times that a rate follows from differ too much between turns, or a rate is above what is
-            possible.
-    """
+    """Return the contents of a hardware file; raise ValueError if the times that a rate follows from differ too much
+    between turns, or a rate is above what is possible."""
     times = measured.times
     # Latencies of ranks that share processors depend on who runs first: they are warned of, like any wide spread.
     rates = {name: time for name, time in times.items() if not name.endswith(f" of {SMALL} bytes")}

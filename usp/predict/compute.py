@@ -63,10 +63,8 @@ ATTENTION: Mapping[Any, tuple[int, int, int]] = {
 
 
 def attention_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Read) -> int:
-    """Return the FLOPs of an attention kernel, 0 for any other operator.
-
-    read: `Tensor.tolist` for `cu_seqlens`, whose values a fake tensor does not have.
-    """
+    """Return the FLOPs of an attention kernel, 0 for any other operator; `read` is `Tensor.tolist` for `cu_seqlens`,
+    whose values a fake tensor does not have."""
     if func.overloadpacket not in ATTENTION:
         return 0
     products, first, mask = ATTENTION[func.overloadpacket]
@@ -289,11 +287,8 @@ def _casts(itemsize: int) -> int:
 
 
 def attention_kernel(job: Job, hardware: Hardware, spec: AttentionSpec) -> str:
-    """Return the name of the attention kernel that would run, as a file with its rates has it.
-
-    Raises:
-        ValueError: if the kernel that --attention-kernel asks for cannot compute the job's attention.
-    """
+    """Return the name of the attention kernel that would run, as a file with its rates has it; raise ValueError if the
+    one that --attention-kernel asks for cannot compute the job's attention."""
     facts = job.model.facts
     kernel = kernel_on(
         hardware, job.config.attention_kernel, spec, job.dtype, facts.head_dim, facts.value_dim, job.layout
@@ -360,10 +355,8 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
 
 
 def model_flops(job: Job, *, masked: bool = False) -> int:
-    """Return the model FLOPs of forward and backward of the global batch, recomputation not counted.
-
-    masked: count what the causal mask and windows hide as work, too.
-    """
+    """Return the model FLOPs of forward and backward of the global batch, recomputation not counted; `masked` counts
+    what the causal mask and windows hide as work, too."""
     facts, tokens = job.model.facts, job.config.seq_len
     flops, weights = _sequence_flops(job)
     if masked:

@@ -30,11 +30,7 @@ def usable(hardware: Hardware) -> Memory:
 
 def hardware_here(name: str, device: torch.device, launch: Launch) -> Hardware:
     """Load --hardware; `auto` is the node of this GPU, with this GPU's and this host's memory and this run's ranks
-    per host.
-
-    Raises:
-        ValueError: for unknown hardware.
-    """
+    per host. Raise ValueError for unknown hardware."""
     if name != "auto":
         return load_hardware(name)
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

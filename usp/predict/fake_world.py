@@ -69,11 +69,8 @@ class KnownValues:
             return value.tolist()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors, and record the values of its results if they can be known.
-
-        Raises:
-            NotImplementedError: if control flow depends on unknown values.
-        """
+        """Run an operator on fake tensors, and record the values of its results if they can be known; raise
+        NotImplementedError if control flow depends on unknown values."""
         packet = func.overloadpacket
         if packet is aten._local_scalar_dense:
             return self._number(args[0])
@@ -162,11 +159,8 @@ _SHAPES = "_propagate_tensor_meta_non_cached"
 
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Act as `rank` of a default process group of `world_size` ranks whose collectives return at once and move nothing.
-
-    Raises:
-        RuntimeError: if the process already has a default process group.
-    """
+    """Act as `rank` of a default process group of `world_size` ranks whose collectives return at once and move nothing;
+    raise RuntimeError if the process already has a default process group."""
     if dist.is_initialized():
         raise RuntimeError("a dry run creates its own process group, but this process already has one")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
@@ -181,11 +175,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 class HostMemory:
-    """What `--ac-offload` and `--optim-offload` keep in host memory.
-
-    Attributes:
-        peak_bytes: the most at any time. copied_bytes: that `to_host` copied.
-    """
+    """What `--ac-offload` and `--optim-offload` keep in host memory; `copied_bytes` are those that `to_host` copied."""
 
     def __init__(self) -> None:
         self.current_bytes = self.peak_bytes = self.copied_bytes = 0
@@ -211,13 +201,10 @@ class HostMemory:
 
 
 def kernel_for(
-    device: torch.device, name: str, spec: AttentionSpec, dtype: torch.dtype, head_dim: int, v_head_dim: int
+    name: str, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> tuple[Kernel, str]:
-    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own.
-
-    Raises:
-        ValueError: as `select_kernel`.
-    """
+    """Select among the kernels that ship with torch: flash-attn's makes the same launches and tensors as torch's own;
+    raise ValueError as `select_kernel`."""
     check_kernel_name(name)
     name = "sdpa" if name == "auto" or name.startswith("flash") else name
     return select_kernel(name, spec, device, dtype, head_dim, v_head_dim)
@@ -230,16 +217,16 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
     The agreements that ranks make once, in the first step of a run, are skipped.
     """
 
-    def choose(
-        name: str, spec: AttentionSpec, _: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *__: Any
-    ) -> tuple[Kernel, str]:
-        return kernel_for(device, name, spec, dtype, head_dim, v_head_dim)
+    def choose(name: str, spec: AttentionSpec, _: torch.device, *dtype_and_sizes: Any) -> tuple[Kernel, str]:
+        return kernel_for(name, spec, device, *dtype_and_sizes[:3])
 
+    # DTensor's shape propagation runs outside of the modes: its fake tensors of the global size would be counted.
+    propagate = _disable_current_modes()(getattr(ShardingPropagator, _SHAPES))
     with ExitStack() as stack:
         stack.enter_context(patch.object(usp.sp.sp_attention, "choose_kernel", choose))
         stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _give_shapes))
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
-        stack.enter_context(patch.object(ShardingPropagator, _SHAPES, _aside(getattr(ShardingPropagator, _SHAPES))))
+        stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":
             stack.enter_context(patch.object(usp.model.offload, "copier_for", lambda device: host))
             stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
@@ -255,16 +242,6 @@ def _copied_to_device(self: FSDPParam) -> list[Tensor]:
         return _ALL_GATHER_INPUTS(self)
     with patch.object(self, "_sharded_param_data", self._sharded_param_data.clone()):
         return _ALL_GATHER_INPUTS(self)
-
-
-def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run DTensor's shape propagation outside of the modes: its fake tensors of the global size would be counted."""
-
-    def run(*args: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args)
-
-    return run
 
 
 def _give_shapes(_: Any, stages: list[Any], *__: Any) -> None:

@@ -27,15 +27,10 @@ Output = Literal["loss", "logprobs", "values", "cache"]
 
 @dataclass(frozen=True)
 class Data:
-    """What a prediction assumes of the data, where bytes and time depend on it.
+    """What a prediction assumes of the data, where bytes and time depend on it."""
 
-    Attributes:
-        documents: tokens of the documents of every sequence, repeated until it is full; empty: one document.
-        router_imbalance: tokens that the busiest expert-parallel rank computes, relative to the mean.
-    """
-
-    documents: tuple[int, ...] = ()
-    router_imbalance: float = 1.0
+    documents: tuple[int, ...] = ()  # tokens of each, repeated until a sequence is full; empty: one document
+    router_imbalance: float = 1.0  # tokens that the busiest expert-parallel rank computes, relative to the mean
 
     def __post_init__(self) -> None:
         problems = [f"documents={each} must be at least 1" for each in self.documents if each < 1]
@@ -59,31 +54,21 @@ ONE_DOCUMENT = Data()  # in each sequence, and routers that choose experts evenl
 class Job:
     """One optimizer step of `Fsdp2Engine`, or the forwards of one.
 
-    Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks.
-
-    Attributes:
-        config: with the batch size of a rank.
-        dims: resolved.
-        balance: whether routers have a load-balancing loss.
-        trained: False for forwards alone, without gradients and optimizer.
-        output: of the last stage: the loss of train.py; of each token the log-probability or the value, and a loss of
-            these if the job is trained; or a KV cache alone (`usp.rlhf.generation`).
-        weights: the dtype in which ranks store their shards of the weights.
-        placed: the global rank of each rank of the mesh; None: the same.
-        data: the documents of every sequence, and how unevenly routers choose experts.
-        approximate: why predictions are approximate, to be proved by a dry run; empty if they are not.
+    Its ranks are those of its mesh, from 0; only links between devices depend on the global ranks. The output of the
+    last stage is the loss of train.py; of each token the log-probability or the value, and a loss of these if the job
+    is trained; or a KV cache alone (`usp.rlhf.generation`).
     """
 
-    config: TrainConfig
+    config: TrainConfig  # with the batch size of a rank
     model: ModelShape
-    dims: ParallelDims
-    balance: bool = False
-    trained: bool = True
+    dims: ParallelDims  # resolved
+    balance: bool = False  # whether routers have a load-balancing loss
+    trained: bool = True  # False for forwards alone, without gradients and optimizer
     output: Output = "loss"
-    weights: torch.dtype = torch.float32
-    placed: tuple[int, ...] | None = None
+    weights: torch.dtype = torch.float32  # in which ranks store their shards of the weights
+    placed: tuple[int, ...] | None = None  # the global rank of each rank of the mesh; None: the same
     data: Data = ONE_DOCUMENT
-    approximate: str = ""
+    approximate: str = ""  # why predictions are approximate, to be proved by a dry run; empty if they are not
 
     def __post_init__(self) -> None:
         violations = []

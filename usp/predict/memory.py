@@ -40,17 +40,11 @@ NORM_BYTES = 4 * FLOAT32  # per element of a norm's backward: its gradient, that
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of the activations of a layer for one micro-batch.
+    """Bytes of the activations of a layer for one micro-batch."""
 
-    Attributes:
-        saved: from the forward until the backward.
-        backward: added at the backward's peak: what is recomputed, and gradients.
-        left: added from the input half of a split backward until its weight half: gradients of products' results.
-    """
-
-    saved: int
-    backward: int
-    left: int
+    saved: int  # from the forward until the backward
+    backward: int  # added at the backward's peak: what is recomputed, and gradients
+    left: int  # added from the input half of a split backward until its weight half: gradients of products' results
 
 
 def _attention(job: Job) -> tuple[int, int, int]:
@@ -143,20 +137,15 @@ def layer_memory(job: Job, index: int) -> LayerMemory:
 
 
 class Moment(NamedTuple):
-    """Bytes alive at one peak of a step.
-
-    Attributes:
-        gradients: reduced shards; whole: unsharded parameters and gradients, and their communication buffers;
-            activations: saved for backwards; transient: the rest.
-    """
+    """Bytes alive at one peak of a step."""
 
     name: str
     parameters: int = 0
     optimizer: int = 0
-    gradients: int = 0
-    whole: int = 0
-    activations: int = 0
-    transient: int = 0
+    gradients: int = 0  # reduced shards
+    whole: int = 0  # unsharded parameters and gradients, and their communication buffers
+    activations: int = 0  # saved for backwards
+    transient: int = 0  # the rest
 
     @property
     def total(self) -> int:
@@ -164,13 +153,11 @@ class Moment(NamedTuple):
 
 
 class _Stage:
-    """One pipeline stage.
+    """One pipeline stage, in bytes.
 
-    Attributes:
-        saved: bytes that one micro-batch's forward saves on the device; at_last, at_first: saved
-            by layers at the backward of the last and of the first layer.
-        left: bytes that the input half of a split backward leaves for the weight half.
-        handed, buffers: hidden states from one neighbour, and those that torch's pipeline keeps for all micro-batches.
+    `at_last` and `at_first` are saved by layers at the backward of the last and of the first layer, `left` is what the
+    input half of a split backward leaves for the weight half, `handed` are hidden states from one neighbour and
+    `buffers` those that torch's pipeline keeps for all micro-batches.
     """
 
     def __init__(self, job: Job, stage: int) -> None:
@@ -200,10 +187,7 @@ class _Stage:
             self.at_last = min(2, len(layers)) * max(layer.saved for layer in memory.values())
 
     def idle(self, later: bool) -> int:
-        """Return the bytes of unsharded parameters and gradients while other stages run.
-
-        later: whether an earlier backward has run.
-        """
+        """Return the bytes of unsharded parameters and gradients while other stages run; `later`: after a backward."""
         size, config = self.job.dtype.itemsize, self.job.config
         sums = FLOAT32 if later and config.zero < 2 and config.micro_batches > 1 else 0
         if self.job.splits_backwards:
@@ -211,10 +195,8 @@ class _Stage:
         return self.units.numel * (0 if config.zero == 3 else size) + self.units.trained_numel * sums
 
     def moments(self, later: bool) -> Iterator[Moment]:
-        """Yield the peaks of one backward, without optimizer states and other micro-batches' activations.
-
-        later: whether another micro-batch's backward has run before.
-        """
+        """Yield the peaks of one backward, without optimizer states and other micro-batches' activations; `later`:
+        another micro-batch's backward has run before."""
         job, size, zero = self.job, self.job.dtype.itemsize, self.job.config.zero
         accumulates = zero < 2 and job.config.micro_batches > 1  # unsharded gradients
         reduces = (later or not accumulates) and not job.splits_backwards
@@ -246,22 +228,14 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A rank's memory in one step, in bytes.
+    """A rank's memory in one step, in bytes. With `--optim-offload` shards and moments are on the host."""
 
-    Attributes:
-        parameters, gradients, optimizer: float32 shards of weights and gradients, and AdamW's two moments, on the
-            device, or with `--optim-offload` on the host.
-        activations: saved between forward and backward on the device, over all micro-batches in flight.
-        host: the peak of host memory.
-        peak: the highest moment of the step on the device.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    host: int
-    peak: Moment
+    parameters: int  # float32 shards of the weights
+    gradients: int  # likewise
+    optimizer: int  # AdamW's two moments
+    activations: int  # saved between forward and backward on the device, over all micro-batches in flight
+    host: int  # the peak of host memory
+    peak: Moment  # the highest of the step on the device
 
 
 def footprint(job: Job, rank: int) -> Footprint:

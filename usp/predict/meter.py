@@ -42,15 +42,10 @@ class _Storage:
 
 
 class LiveMemory:
-    """The storages that are alive, and those that were alive at the peak.
+    """The storages that are alive, and those that were alive at the peak; `host` counts those that `offload` moves.
 
-    Args:
-        host: counts the storages that `offload` moves.
-
-    Attributes:
-        peak_bytes: the maximum since `restart`.
-        at_peak: the peak by category; a storage counts under its last label, even if that came after the peak.
-        now: a clock, the number of `see` calls so far.
+    `peak_bytes` is the maximum since `restart`, `at_peak` the peak by category: a storage counts under its last label,
+    even if that came after the peak. `now` is a clock, the number of `see` calls so far.
     """
 
     def __init__(self, host: HostMemory) -> None:
@@ -148,19 +143,14 @@ _WRITES_ROWS = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_co
 
 @dataclass
 class Work:
-    """The operators of a rank that take time on a device, and what determines how much.
+    """The operators of a rank that take time on a device, and what determines how much."""
 
-    Attributes:
-        products: (FLOPs, elements read and written, bytes of one) of each matrix product.
-        attention: (FLOPs, tokens of the shorter side, backward, without a mask) of each attention kernel.
-        nbytes: read and written by all other operators.
-        launches: number of operators.
-    """
-
+    # (FLOPs, elements read and written, bytes of one) of each matrix product
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    # (FLOPs, tokens of the shorter side, backward, without a mask) of each attention kernel
     attention: Counter[tuple[int, int, bool, bool]] = field(default_factory=Counter)
-    nbytes: int = 0
-    launches: int = 0
+    nbytes: int = 0  # read and written by all other operators
+    launches: int = 0  # number of operators
 
     @property
     def attention_flops(self) -> int:
@@ -214,11 +204,8 @@ FSDP_COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_")
 class StepMeter(TorchDispatchMode):
     """A mode inside `FakeTensorMode` that runs operators and counts them; `host` counts what is offloaded.
 
-    Attributes:
-        known: the known values of fake tensors.
-        memory: the storages of all results; FSDP2's buffers are labelled.
-        wire: the bytes of collectives.
-        work, update: the operators of forward and backward, and of the optimizer once `counting` is `update`.
+    `memory` has the storages of all results, in which FSDP2's buffers are labelled; `wire` the bytes of collectives;
+    `work` the operators of forward and backward, and `update` the optimizer's once `counting` is that.
     """
 
     def __init__(self, host: HostMemory) -> None:

@@ -31,16 +31,11 @@ PARTS = 3
 
 @dataclass(frozen=True)
 class Timed:
-    """A call to time.
-
-    Attributes:
-        call: what to time; None on a rank that waits for the others.
-        calls: calls in a turn; 0 for as many as fit.
-    """
+    """A call to time."""
 
     name: str
-    call: Callable[[], object] | None
-    calls: int = 0
+    call: Callable[[], object] | None  # None on a rank that waits for the others
+    calls: int = 0  # in a turn; 0 for as many as fit
 
     def turn(self, calls: int) -> float:
         """Return the mean seconds of `calls` calls, or nan on a rank without the call. Collective over all ranks."""
@@ -58,14 +53,8 @@ class Estimate:
 
     @staticmethod
     def of(turns: Sequence[float], *, typical: bool = False) -> Estimate:
-        """Estimate from the mean seconds of a call in each turn.
-
-        Args:
-            typical: take the median instead of the fastest turns.
-
-        Raises:
-            ValueError: for fewer turns than PARTS.
-        """
+        """Estimate from the mean seconds of a call in each turn, by the median if `typical`, else by the fastest turns;
+        raise ValueError for fewer turns than PARTS."""
         if len(turns) < PARTS:
             raise ValueError(f"{len(turns)} turns are fewer than {PARTS}")
 
@@ -79,23 +68,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks.
-
-    Attributes:
-        crowded: whether ranks share processors.
-    """
+    """Turns of `seconds` in `rounds` rounds; slow calls take turns in fewer rounds. The same on all ranks."""
 
     device: torch.device
     rounds: int
     seconds: float
-    crowded: bool = False
+    crowded: bool = False  # whether ranks share processors
 
     def turns(self, timed: Sequence[Timed]) -> dict[str, list[float]]:
-        """Return the seconds of each call by turn on this rank, nan where it has no call. Collective over all ranks.
-
-        Raises:
-            ValueError: if two calls have the same name.
-        """
+        """Return the seconds of each call by turn on this rank, nan where it has no call; raise ValueError if two calls
+        have the same name. Collective over all ranks."""
         turns: dict[str, list[float]] = {each.name: [] for each in timed}
         if len(turns) < len(timed):
             raise ValueError(f"names repeat: {', '.join(each.name for each in timed)}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
@@ -93,28 +93,22 @@ def overlapped_in_pieces(transfer: float, compute: float, pieces: int) -> Transf
 
 
 def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
-    """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send.
-
-    Raises:
-        KeyError: for a collective that `parallel.wire` does not know either.
-    """
+    """Return the time of an axis' collectives of one kind, one after another, while all groups of the axis send; raise
+    KeyError for a collective that `parallel.wire` does not know either."""
     kind, rounds = _KINDS[sent.collective]
     per_byte, per_step = _link_seconds(job, hardware, sent.axis, rank, kind)
     steps = sent.calls * (rounds * (job.degree(sent.axis) - 1) if rounds else 1)
     return sent.nbytes * per_byte + steps * per_step
 
 
-def _link(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> Hashable:
-    return id(hardware), job.ranks(axis, rank), job.placed or job.world_size, kind
-
-
-@shared(_link)
+@shared(
+    lambda job, hardware, axis, rank, kind: (id(hardware), job.ranks(axis, rank), job.placed or job.world_size, kind)
+)
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
-    each = ((1.0, 0.0), (0.0, 1.0))
-    per_byte, per_step = (transfer_seconds(hardware, ranks, kind, *one, job.global_ranks) for one in each)
-    return per_byte, per_step
+    seconds = partial(transfer_seconds, hardware, ranks, kind, active=job.global_ranks)
+    return seconds(1.0, 0.0), seconds(0.0, 1.0)
 
 
 def sharing(job: Job, hardware: Hardware) -> int:
@@ -130,10 +124,8 @@ def host_copies(
     ZeRO-3 copies the weights of each gather, the other stages once; stages 2 and 3 copy the gradients of each backward,
     and those that are added to earlier ones are exposed, because the host adds them.
 
-    Args:
-        forward, backward: seconds of compute of a micro-batch, recomputation included, of which that of layers hides
-            copies.
-        saved: bytes that --ac-offload copies in a micro-batch's forward, and back in its backward; None: by formula.
+    Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
+    copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
     """
     if saved is None:
         saved = sum(stage_saved(job, stage) for stage in job.stages(rank)) if job.config.ac_offload else 0
@@ -167,7 +159,7 @@ def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
     return job.config.micro_batches * operators
 
 
-Attention = tuple[float, TransferSeconds]
+Attention = tuple[float, TransferSeconds]  # (seconds of the kernels, the ring's messages)
 
 
 class AttentionKernels(NamedTuple):
@@ -204,8 +196,7 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> A
 
 
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
-    """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation, each as
-    (seconds of the kernels, the ring's messages)."""
+    """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
     forward, backward = kernels.forward, kernels.backward if job.trained else ()
     per_byte, per_message = _link_seconds(job, hardware, "ring", rank, "send")
@@ -256,10 +247,8 @@ class PassSeconds:
 
 
 def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
-    """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included.
-
-    prefetches: whether compute hides the traffic of parameters, as in the implementation.
-    """
+    """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
+    if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
     micro_batch, hides = _micro_batch(job, hardware, rank), dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
         hides = {kind: each.compute.total for kind, each in micro_batch.items()}
@@ -316,9 +305,7 @@ def sent_by_axis(
     """Return the communication of a pass, without the ring's.
 
     ZeRO-3 gathers in both passes of every micro-batch, the other stages in the first forward; stages 2 and 3 reduce in
-    every backward, the others in the last.
-
-    compute: seconds of the pass for one micro-batch, which hide gathers of parameters and reductions of gradients.
+    every backward, the others in the last. The seconds of `compute` of one micro-batch hide both.
     """
     zero, number = job.config.zero, job.config.micro_batches
     by_axis: defaultdict[str, TransferSeconds] = defaultdict(TransferSeconds)
@@ -342,20 +329,13 @@ def sent_by_axis(
 
 @dataclass(frozen=True)
 class StepTime(PassSeconds):
-    """The seconds of one optimizer step of the slowest rank, by component.
+    """The seconds of one optimizer step of the slowest rank, by component."""
 
-    Attributes:
-        bubble: waiting for other pipeline stages.
-        causal_flops: model FLOPs per device, without recomputation and without the masked half of attention.
-        peak: FLOP/s of a device.
-        kernels: from `kernel_names`.
-    """
-
-    bubble: float = 0.0
+    bubble: float = 0.0  # waiting for other pipeline stages
     optimizer: float = 0.0
-    causal_flops: float = 0.0
-    peak: float = 1.0
-    kernels: tuple[str, ...] = ()
+    causal_flops: float = 0.0  # of the model per device, without recomputation and the masked half of attention
+    peak: float = 1.0  # FLOP/s of a device
+    kernels: tuple[str, ...] = ()  # from `kernel_names`
 
     @property
     def total(self) -> float:
@@ -369,20 +349,14 @@ class StepTime(PassSeconds):
     @property
     def bound(self) -> str:
         """The component that takes most of the step."""
-        parts = {
-            "compute": self.compute.total + self.optimizer,
-            "pipeline bubble": self.bubble,
-            **{f"communication over {axis}": transfers.exposed for axis, transfers in self.communication.items()},
-        }
+        parts = {"compute": self.compute.total + self.optimizer, "pipeline bubble": self.bubble}
+        parts |= {f"communication over {axis}": each.exposed for axis, each in self.communication.items()}
         return max(parts, key=lambda part: parts[part])
 
 
 def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepTime:
-    """Predict the time of a step.
-
-    Raises:
-        ValueError: if the hardware has no peak for the job's dtype, or connects too few devices.
-    """
+    """Predict the time of a step; raise ValueError if the hardware has no peak for the job's dtype, or connects too few
+    devices."""
     ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
     slowest, _ = max(ranks, key=lambda pair: pair[0].total)
     compute, fraction = slowest.compute, _bubble(job)

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import compress, pairwise
 from typing import NamedTuple
 
-from attention import AttentionSpec, HeadPlan, RingSchedule, SequenceLayout, UnifiedPlan, ring_schedule
+from attention import AttentionSpec, HeadPlan, SequenceLayout, UnifiedPlan, ring_schedule
 from usp.model.facts import NO_ATTENTION, ParameterShape
 
 from .job import ADAPTER, PASSES, Job, Pass, shared
@@ -18,22 +18,17 @@ from .order import Schedule, actions
 
 BFLOAT16, FLOAT32 = 2, 4  # bytes: FLOAT32 of sharded parameters and of gradient reductions
 FLOAT64 = INT64 = 8
+_ring = lru_cache(maxsize=256)(ring_schedule)  # which does not depend on the Ulysses degree
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Payload bytes that leave one rank.
+    """Payload bytes that leave one rank."""
 
-    Attributes:
-        axis: of the mesh.
-        collective: the name of torch's c10d operator.
-        calls: messages or collectives, including those in which this rank sends nothing.
-    """
-
-    axis: str
-    collective: str
+    axis: str  # of the mesh
+    collective: str  # the name of torch's c10d operator
     nbytes: int
-    calls: int = 1
+    calls: int = 1  # messages or collectives, including those in which this rank sends nothing
 
     def times(self, number: int) -> Sent:
         return Sent(self.axis, self.collective, number * self.nbytes, number * self.calls)
@@ -56,23 +51,15 @@ def merged(parts: Iterable[Sent]) -> tuple[Sent, ...]:
 
 
 class Unit(NamedTuple):
-    """Parameters that are gathered together over one axis, after tensor or expert parallelism.
-
-    Attributes:
-        ranks: number of shards.
-        numel: gathered elements, without padding.
-        shard: elements that a rank stores and sends to each other rank in a gather, with padding.
-        trained_numel, trained_shard: of these, the elements with gradients: with LoRA, those of adapters.
-        summed_over_tp: elements of each gradient that is summed over tp first.
-    """
+    """Parameters that are gathered together over one axis, after tensor or expert parallelism."""
 
     axis: str
-    ranks: int
-    numel: int
-    shard: int
-    trained_numel: int
-    trained_shard: int
-    summed_over_tp: tuple[int, ...]
+    ranks: int  # number of shards
+    numel: int  # gathered elements, without padding
+    shard: int  # elements that a rank stores and sends to each other rank in a gather, with padding
+    trained_numel: int  # of `numel`, the elements with gradients: with LoRA, those of adapters
+    trained_shard: int  # of `shard`, likewise
+    summed_over_tp: tuple[int, ...]  # elements of each gradient that is summed over tp first
 
     @property
     def reduced(self) -> int:
@@ -94,11 +81,7 @@ class StageUnits:
 
     @cached_property
     def all(self) -> tuple[Unit, ...]:
-        return (
-            *self.root,
-            *(units[0] for units in self.layers),
-            *(unit for _, *experts in self.layers for unit in experts),
-        )
+        return tuple(unit for units in (self.root, *self.layers) for unit in units)
 
     numel = _sum_of("numel")
     shard = _sum_of("shard")
@@ -306,14 +289,8 @@ def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
     layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
-    ring = _ring(layout, spec, job.place("ring", rank))
+    ring = _ring(layout, spec, 1, job.place("ring", rank))
     return UnifiedPlan(job.layout, spec, heads, 1, job.place("ulysses", rank), ring)
-
-
-@lru_cache(maxsize=256)
-def _ring(layout: SequenceLayout, spec: AttentionSpec, rank: int) -> RingSchedule:
-    """Return a ring's schedule for one sequence: cached, because it does not depend on the Ulysses degree."""
-    return ring_schedule(layout, spec, 1, rank)
 
 
 @shared(lambda job, rank, window: (job.micro_batch, job.place("ring", rank), job.place("ulysses", rank), window))

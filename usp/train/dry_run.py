@@ -176,7 +176,7 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     dtype = computation_dtype(config.dtype, device)
     try:
         head_dims = facts.head_dim, facts.value_dim
-        _, kernel = kernel_for(device, config.attention_kernel, AttentionSpec(), dtype, *head_dims)
+        _, kernel = kernel_for(config.attention_kernel, AttentionSpec(), device, dtype, *head_dims)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     name = str(dtype).removeprefix("torch.")

@@ -263,11 +263,9 @@ class Tip:
     ids=lambda tip: f"tip {tip.number}",
 )
 def test_tips_that_a_plan_contradicts_are_named(tip: Tip) -> None:
-    (broken,) = broken_tips(tip.config, DENSE)
+    ((words, followed),) = broken_tips(tip.config, DENSE)
     follows = TrainConfig(dp_shard=4, sp_ulysses=1)
-    assert (
-        broken.words.startswith(f"tip {tip.number}:") and not broken.followed(tip.config) and broken.followed(follows)
-    )
+    assert words.startswith(f"tip {tip.number}:") and not followed(tip.config) and followed(follows)
     assert not list(broken_tips(TrainConfig(sp_ulysses=4, sp_ring=2), DENSE))
 
 
