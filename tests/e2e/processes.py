@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -90,20 +91,39 @@ class Run:
 
 def run_here(program: str, args: list[str], folder: Path) -> Ended:
     """Run train.py ("train") or rlhf.py ("rlhf") on a rank of a pool, which need not start first; it must end well."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
-    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
-    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
     with (
-        patch.dict(os.environ, place),
+        _as_torchrun(folder),
         patch(f"usp.{program}.trainer.process_group", lambda *_: nullcontext()),  # the pool has one
         redirect_stdout(out),
         redirect_stderr(err),
     ):
         exit_code = import_module(f"usp.commands.{program}").main(["--device", "cpu", *args], os.environ)
-    os.chdir(before)
     assert exit_code == 0, err.getvalue()
     return Ended(exit_code, out.getvalue(), err.getvalue())
+
+
+def run_script(script: Path, args: list[str], folder: Path) -> str:
+    """Run a script on a rank of a pool, whose process group it takes for its own, and return what it prints."""
+    out = io.StringIO()
+    with (
+        _as_torchrun(folder),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        patch.object(sys, "argv", [str(script), *args]),
+        redirect_stdout(out),
+    ):
+        runpy.run_path(str(script))["main"]()
+    return out.getvalue()
+
+
+@contextmanager
+def _as_torchrun(folder: Path) -> Iterator[None]:
+    """Set what torchrun tells a rank, and work in `folder`."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    with patch.dict(os.environ, place), chdir(folder):
+        yield
 
 
 def _default_sigint() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import ROOT
+from tests.e2e.processes import ROOT, run_script
+from tests.harness.ranks import RankPool
 
 EXAMPLES = [  # ulysses, ring
     ("training_loop.py", (2, 1), (), None),
@@ -24,28 +25,48 @@ EXAMPLES = [  # ulysses, ring
 
 @pytest.mark.parametrize(("name", "grid", "args", "needs"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
 def test_an_example_runs_and_learns(
-    tmp_path: Path, name: str, grid: tuple[int, int], args: tuple[str, ...], needs: str | None
+    ranks: RankPool,
+    tmp_path: Path,
+    exhaustive: bool,
+    name: str,
+    grid: tuple[int, int],
+    args: tuple[str, ...],
+    needs: str | None,
 ) -> None:
+    """With --exhaustive by its own command, else on ranks that need not start."""
     if needs and find_spec(needs) is None:
         pytest.skip(f"the package {needs} is not installed")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script, size = ROOT / "examples" / name, math.prod(grid)
     flags = ["--ulysses", str(grid[0]), "--ring", str(grid[1]), "--seq-len", "512", *args]
-    ended = subprocess.run(
-        [*torchrun, str(math.prod(grid)), str(ROOT / "examples" / name), *flags],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ended.returncode == 0, ended.stderr
-    losses = [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", ended.stdout)]
-    assert len(losses) >= 2 and losses[-1] < losses[0], ended.stdout
+    if exhaustive:
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        ended = subprocess.run(
+            [sys.executable, "-m", *torchrun, str(script), *flags],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert ended.returncode == 0, ended.stderr
+        out = ended.stdout
+    else:
+        out = ranks.run(run_script, size, script, flags, tmp_path)[0]
+    losses = [float(loss) for loss in re.findall(r"loss'?:? '?(\d+\.\d+)", out)]
+    assert len(losses) >= 2 and losses[-1] < losses[0], out
 
 
 def test_each_run_of_the_rlhf_chain_saves_a_model(tmp_path: Path, exhaustive: bool) -> None:
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    ranks = "2" if exhaustive else "1"
+    """On one rank, and without torchrun, which takes longer to start than a run; with --exhaustive on two."""
+    ranks, bin_folder = "1", tmp_path / "bin"
+    bin_folder.mkdir()
+    if exhaustive:
+        ranks, bin_folder = "2", Path(sys.executable).parent
+    else:
+        torchrun = bin_folder / "torchrun"
+        torchrun.write_text(f'#!/bin/sh\nshift 3  # --standalone --nproc-per-node 1\nexec "{sys.executable}" "$@"\n')
+        torchrun.chmod(0o755)
+    path = os.pathsep.join((str(bin_folder), os.environ["PATH"]))
     small = {"NPROC": ranks, "SFT_STEPS": "1", "REWARD_STEPS": "1", "PPO_STEPS": "1", "PATH": path}
     flags = ("--prompts", "4", "--prompt-tokens", "64", "--sp-ring", ranks)
     ended = subprocess.run(

@@ -112,11 +112,11 @@ def fewest(before: list[Tensor], after: list[Tensor]) -> tuple[int, int]:
 
 
 def test_all_pairs_are_planned_with_the_fewest_bytes_of_each_tier(exhaustive: bool) -> None:
-    """Without --exhaustive every fifth pair, so each layout still meets a fifth of the others; few are executed."""
+    """Without --exhaustive every ninth pair, so each layout still meets a ninth of the others; few are executed."""
     assert len(GRIDS) % 5, "every fifth pair would leave layouts out"
     layouts = {name: grid.layout() for name, grid in GRIDS.items()}
     masks = {name: held_bytes(layout) for name, layout in layouts.items()}
-    pairs = list(itertools.product(GRIDS, GRIDS))[:: 1 if exhaustive else 5]
+    pairs = list(itertools.product(GRIDS, GRIDS))[:: 1 if exhaustive else 9]
     for number, (src, dst) in enumerate(pairs):
         plan = plan_realloc(layouts[src], layouts[dst], bucket_bytes=BUCKET, ranks_per_host=4)
         total, between = fewest(masks[src], masks[dst])

@@ -392,6 +392,7 @@ def run_others(folder: Path, chosen: tuple[tuple[str, str, str], ...]) -> list[d
     return found
 
 
+@pytest.mark.exhaustive  # each part: test_numerics.py, and the adapters of PPO above
 def test_other_algorithms_and_models_train_the_adapters_of_one_process(
     ranks: RankPool, tmp_path: Path, exhaustive: bool
 ) -> None:

@@ -334,6 +334,7 @@ def test_variants_of_grpo_are_those_of_one_process(ranks: RankPool, exhaustive: 
             assert 0 < skipped[key] == pytest.approx(recomputed[key], rel=0.2, abs=1e-6), key
 
 
+@pytest.mark.exhaustive  # the roles' models alone: roles/test_role_model.py
 def test_steps_of_other_families_are_those_of_one_process(ranks: RankPool, exhaustive: bool) -> None:
     plans = FAMILIES | (MORE_FAMILIES if exhaustive else {})
     results = ranks.run(run_families, 8 if exhaustive else 4, plans, timeout=1200)

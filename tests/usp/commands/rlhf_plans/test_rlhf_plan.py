@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
 
     file = tmp_path / LENGTHS_FILE
     file.parent.mkdir()
-    steps = [StepLengths((64,) * 16, (tokens,) * 16, 1).line(step) for step, tokens in ((1, 32), (2, 256))]
+    lengths = {step: StepLengths((64,) * 16, (tokens,) * 16, 1) for step, tokens in ((1, 32), (2, 256))}
+    steps = [json.dumps({"step": step, **asdict(of_step)}) for step, of_step in lengths.items()]
     file.write_text("\n".join([*steps, '{"step": 3, "pro']))  # killed while it wrote step 3
     flags = ("--prompts", "16", "--prompt-tokens", "64", "--response-tokens")
     assert planned("--workload", str(tmp_path)) == planned(*flags, "256") != planned(*flags, "32")

@@ -196,11 +196,11 @@ CASES = [
     Case(ParallelDims(tp=2, pp=2, ring=2), head="values", shared=True),
     Case(ParallelDims(ulysses=2, dp_shard=4), zero=3, budget=24, family="mixtral", balance=0.5, ac="full"),
     Case(ParallelDims(pp=2, tp=2, ring=2), zero=1, shared=True, budget=30, family="mixtral", balance=0.5),
+]
+MORE = [
     Case(
         ParallelDims(ulysses=4, ring=2), zero=2, budget=40, family="mixtral", balance=0.5, router_balance="micro-batch"
     ),
-]
-MORE = [
     Case(ParallelDims(ulysses=2, ring=2, tp=2), budget=50),
     Case(ParallelDims(dp_replicate=2, dp_shard=1, ulysses=2, tp=2), zero=3, shared=True, budget=32),
     Case(ParallelDims(tp=2, pp=2, dp_shard=2), offload=True),
