@@ -13,8 +13,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +22,14 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
-from usp.sp.axes import SpAxes
-from usp.sp.sequence import document_starts
-from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
+from usp.sp.sequence import document_starts, documents_of
+from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
 from .probe import NEUTRAL, MaskKind, structure
 from .prune import OtherStagesLayer, backbone, model_parts
 
 NAME = "unified_sp"
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
-    attend within their chunk, counted from the document's first token."""
-
-    kind: MaskKind
-    width: int = 0
 
 
 def apply_unified_sp(
@@ -57,7 +46,7 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    masks = _check_model(model, attention.axes)
+    masks = _check_model(model, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
     model.set_attn_implementation(NAME)
@@ -77,8 +66,8 @@ def apply_unified_sp(
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     base.register_forward_hook(guard.after)
-    # Others are in parts that text does not reach, such as an audio tower: the probe would have refused the model.
-    if any(not mixer.refusal for mixer in sharded_mixers(model).values()):
+    # Without any, convolutions are in parts that text does not reach, such as an audio tower: see the probe.
+    if sharded_mixers(model):
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
 
@@ -118,9 +107,10 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copied  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
-    """Return the mask of each attention module by its name in the backbone."""
-    config, ulysses = model.config, axes.ulysses
+def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, tuple[MaskKind, int]]:
+    """Return the mask of each attention module by its name in the backbone: its kind, and the tokens of a sliding
+    window, the query included, or of a chunk, which are counted from the document's first token; 0 for other kinds."""
+    config = model.config
     known = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
     if known.masks:
@@ -133,7 +123,7 @@ def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
     if violations:
         raise ValueError("; ".join(violations))
     text = config.get_text_config()
-    return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
+    return {name: (mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
 
 
 def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
@@ -288,18 +278,18 @@ def _attention_forward(
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
-    attention, mask = module.unified_sp, module.unified_sp_mask
-    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
-    causal = mask.kind != "bidirectional"
+    attention: Any = module.unified_sp
+    kind, width = cast("tuple[MaskKind, int]", module.unified_sp_mask)
+    causal = kind != "bidirectional"
     if kv_cache is not None and not causal:
-        violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
+        violations.append(f"kv_cache supports only causal masks, not {kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
+    window, chunk = (width if kind == wanted else None for wanted in ("sliding", "chunked"))
     options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if isinstance(kv_cache, DecodeStep):
         return kv_cache.attend(module.layer_idx, q, k, v, window=window, **options), None  # type: ignore[arg-type]

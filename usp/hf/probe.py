@@ -89,36 +89,32 @@ _KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the co
 
 
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
-    """Return `probe(kind, config)`, found once for equal configurations."""
+    """Find the structure of the models of class `kind` with `config`, once for equal configurations; all layers run, so
+    the masks are theirs. Raises ValueError if a tiny copy cannot be built or run, so that nothing is known."""
     config = copy.copy(config)
     config.use_cache = False  # as `apply_unified_sp` sets it
     content = config.to_json_string(use_diff=False)
-    if (kind, content) not in _KNOWN:
-        _KNOWN[kind, content] = probe(kind, config)
-    return _KNOWN[kind, content]
-
-
-def probe(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
-    """Find the structure of the models of class `kind` with `config`; all layers run, so the masks are theirs. Raises
-    ValueError if a tiny copy cannot be built or run, so that nothing is known."""
+    if (kind, content) in _KNOWN:
+        return _KNOWN[kind, content]
     AttentionInterface.register(PROBE, _unprepared)
     AttentionMaskInterface.register(PROBE, _mask)
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             model = kind._from_config(shrink(config), attn_implementation=PROBE, experts_implementation="eager").eval()
-        return _structure_of(model)
+        found = _structure_of(model)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        if isinstance(error, KeyError) and error.args == (PROBE,):  # from a table of attention classes
-            return Structure({}, (NOT_REGISTERED,))
-        why = f"its tiny copy fails with {type(error).__name__}: {error}"
-        raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
+        if not isinstance(error, KeyError) or error.args != (PROBE,):
+            why = f"its tiny copy fails with {type(error).__name__}: {error}"
+            raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
+        found = Structure({}, (NOT_REGISTERED,))  # no attention of this name in a table of attention classes
+    return _KNOWN.setdefault((kind, content), found)
 
 
 def _structure_of(model: PreTrainedModel) -> Structure:
     base = backbone(model)
     names = {module: name for name, module in base.named_modules()}
-    mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
+    mixers = sharded_mixers(base)
     calls, mixing, different = _run_twice(base, [base.get_submodule(name) for name in mixers])
     problems: list[str] = []
     if mixing:
@@ -142,9 +138,8 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
     in_stages, outputs = _in_stages(model)
-    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, kinds, outputs)
+    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, tuple(dict.fromkeys(mixers.values())), outputs)
 
 
 @torch.no_grad()

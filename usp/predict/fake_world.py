@@ -38,7 +38,7 @@ import usp.model.offload
 import usp.sp.sp_attention
 from attention import AttentionSpec, check_kernel_name, select_kernel
 from attention.kernels.base import Kernel
-from usp.sp.axes import SpAxes
+from usp.sp.sequence import SpAxes
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 

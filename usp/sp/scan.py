@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,27 +49,24 @@ class FromZero:
     read: Callable[[Tensor], Tensor] | None
 
 
-class Recurrence(Protocol):
+@dataclass(frozen=True)
+class Recurrence:
     """One kind of recurrence. Tokens whose inputs are all zero must leave the state as it is.
 
-    Attributes:
-        mixing: transitions are matrices, not factors.
-        state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
+    mixing: transitions are matrices, not factors.
+    state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
     """
 
-    @property
-    def mixing(self) -> bool: ...
-
-    @property
-    def state(self) -> tuple[int, ...]: ...
+    mixing: ClassVar[bool]
+    state: tuple[int, ...]
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         """Compute segments (n, L, ...), each from a zero state; `carried`: with transition and read."""
-        ...
+        raise NotImplementedError
 
     def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         """Compute one token, inputs (n, ...), of the heads `own` from their state; return their outputs and state."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -191,32 +188,18 @@ def scan(
     program: ScanProgram,
     channel: Channel,
     recurrence: Recurrence,
-    keep: Keep = compute_now,
-) -> Tensor:
-    """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
-
-    Equal to the recurrence over each document by itself, forward and backward.
-
-    Args:
-        inputs: (T, ...) each.
-        channel: the grid's process group, ranked as in the plan.
-        keep: saves or replays the incoming states for activation checkpointing.
-
-    Returns:
-        (T, ...).
-    """
-    return scan_with_states(inputs, program, channel, recurrence, (), keep)[0]
-
-
-def scan_with_states(
-    inputs: Sequence[Tensor],
-    program: ScanProgram,
-    channel: Channel,
-    recurrence: Recurrence,
-    final_of: tuple[int, ...],
+    final_of: tuple[int, ...] = (),
     keep: Keep = compute_now,
 ) -> tuple[Tensor, Tensor]:
-    """Run `scan`; return also the states after the last token of the segments `final_of`, without gradients."""
+    """Run a recurrence over the whole sequence on this rank's tokens, each document by itself. Collective over the
+    grid.
+
+    inputs: (T, ...) each.
+    channel: the grid's process group, ranked as in the plan.
+    keep: saves or replays the incoming states for activation checkpointing.
+
+    Returns the outputs (T, ...), and the states after the last token of the segments `final_of`, without gradients.
+    """
     ran = [recurrence([_pick(x, bucket) for x in inputs], bucket.carried) for bucket in program.buckets]
     final = _rows(program, [part.final for part in ran], program.finals)
     transition = _rows(program, [part.transition for part in ran], program.passed)

@@ -181,7 +181,7 @@ def test_products_are_kept_but_the_last_and_not_changed_in_place() -> None:
 
     layer, attention, x = Layer(), UnifiedSPAttention.__new__(UnifiedSPAttention), torch.randn(2, 3, 4)
     nn.Module.__init__(attention)
-    attention._keep = compute_now
+    attention.keep = compute_now
     wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     apply_activation_checkpointing([layer], "selective", attention)
     with Counted():
