@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +48,7 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
 
 
 # Passes steps of a layer to a `Keep` in the context that it returns, while a checkpointed layer runs.
-Keeping: TypeAlias = Callable[[Keep], AbstractContextManager[None]]
+Keeping: TypeAlias = Callable[[Keep], AbstractContextManager[Any]]
 
 
 def apply_activation_checkpointing(
@@ -87,7 +87,7 @@ def apply_activation_checkpointing(
     saved = () if mode == "full" else (attention, order)
     kept: list[Keeping] = [part.keeping for part in saved if part is not None]
     if mode == "selective":
-        kept.append(_products)
+        kept.append(_Products)
     away = Offload() if offload else None
     for index, layer in enumerate(layers):
         layer.forward = _checkpointed(layer.forward, kept, away, first=index == 0)
@@ -125,26 +125,23 @@ class _During:
         self.stack.close()
 
 
-@contextmanager
-def _products(keep: Keep) -> Iterator[None]:
-    """Pass the matrix products of linears and of experts to `keep`."""
-    with _ProductMode(keep):
-        yield
-    if isinstance(keep, KeepResults):
-        # What a layer computes last is added to its input, so that no backward reads it.
-        keep.forget_last(_LINEAR)
-
-
 _LINEAR = "linear"
 _PRODUCTS = {torch.ops.aten.mm: _LINEAR, torch.ops.aten.addmm: _LINEAR, torch.ops.aten._grouped_mm: "experts"}
 
 
-class _ProductMode(TorchDispatchMode):
-    """Dispatch mode that passes products to `keep` below autograd: their backward is as if everything were saved."""
+class _Products(TorchDispatchMode):
+    """Dispatch mode that passes the matrix products of linears and of experts to `keep`, below autograd: their backward
+    is as if everything were saved."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
         self.keep = keep
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if isinstance(self.keep, KeepResults):
+            # What a layer computes last is added to its input, so that no backward reads it.
+            self.keep.forget_last(_LINEAR)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         def compute() -> tuple[Any]:

@@ -35,12 +35,11 @@ from .spans import Segment, SpanPlan
 class FromZero:
     """What a recurrence computes of n segments, from zero states.
 
-    Attributes:
-        out: (n, L, ...) outputs.
-        final: (n, ...) states after the last token.
-        transition: None if no segment has an incoming state. Else what takes a state over a segment: (n, ..., k, k)
-            matrices to multiply from the left if the recurrence is `mixing`, else factors that broadcast to states.
-        read: None likewise. Else from incoming states (n, ...) to their share of `out`.
+    out: (n, L, ...) outputs.
+    final: (n, ...) states after the last token.
+    transition: None if no segment has an incoming state. Else what takes a state over a segment: (n, ..., k, k)
+        matrices to multiply from the left if the recurrence is `mixing`, else factors that broadcast to states.
+    read: None likewise. Else from incoming states (n, ...) to their share of `out`.
     """
 
     out: Tensor
@@ -73,13 +72,12 @@ class Recurrence:
 class Bucket:
     """Segments that are computed together, padded to the longest.
 
-    Attributes:
-        segments: numbers among the plan's segments.
-        gather: (n, L) index into a zero token and this rank's tokens.
-        tokens: (tokens of the segments,) where they are among the rank's tokens.
-        outputs: (the same,) where they are among the n * L outputs.
-        run: where the segments' tokens begin among the rank's if they stand there in order, without padding; else None.
-        carried: the segments have an incoming state.
+    segments: numbers among the plan's segments.
+    gather: (n, L) index into a zero token and this rank's tokens.
+    tokens: (tokens of the segments,) where they are among the rank's tokens.
+    outputs: (the same,) where they are among the n * L outputs.
+    run: where the segments' tokens begin among the rank's if they stand there in order, without padding; else None.
+    carried: the segments have an incoming state.
     """
 
     segments: tuple[int, ...]
@@ -94,11 +92,10 @@ class Bucket:
 class Hop:
     """A message from one span to the next.
 
-    Attributes:
-        final: this rank's place of the message's states among the final ones of its spans, (start, stop).
-        through: (index in the message, number among this rank's passed segments, number among its incoming states)
-            of the rows whose final state depends on the incoming one.
-        incoming: the place of the message's states among this rank's incoming ones, (start, stop).
+    final: this rank's place of the message's states among the final ones of its spans, (start, stop).
+    through: (index in the message, number among this rank's passed segments, number among its incoming states)
+        of the rows whose final state depends on the incoming one.
+    incoming: the place of the message's states among this rank's incoming ones, (start, stop).
     """
 
     source: int
@@ -112,11 +109,10 @@ class Hop:
 class ScanProgram:
     """A `SpanPlan` as index tensors on a device and this rank's messages in sequence order.
 
-    Attributes:
-        buckets: all segments, those of similar length together.
-        finals: segments whose final state is handed on, by span and row.
-        passed: those among them that have an incoming state as well.
-        incoming: segments with an incoming state, by span and row.
+    buckets: all segments, those of similar length together.
+    finals: segments whose final state is handed on, by span and row.
+    passed: those among them that have an incoming state as well.
+    incoming: segments with an incoming state, by span and row.
     """
 
     plan: SpanPlan

@@ -48,11 +48,10 @@ class HeldSpan:
 class Segment:
     """The part of one document that a rank holds in one span of one row.
 
-    Attributes:
-        span: number of the span in sequence order.
-        start: index of the first token among the rank's tokens, row after row.
-        before: tokens of the document in earlier spans.
-        continues: the document goes on in the next span.
+    span: number of the span in sequence order.
+    start: index of the first token among the rank's tokens, row after row.
+    before: tokens of the document in earlier spans.
+    continues: the document goes on in the next span.
     """
 
     row: int
@@ -86,11 +85,10 @@ def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
 class SpanPlan:
     """One rank's part of a layer that works in sequence order on (rows, local_len) tokens.
 
-    Attributes:
-        layout: contiguous or zigzag.
-        documents: boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
-            Tokens after a row's last boundary form a document of their own.
-        rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
+    layout: contiguous or zigzag.
+    documents: boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
+        Tokens after a row's last boundary form a document of their own.
+    rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
     """
 
     layout: SequenceLayout
