@@ -83,7 +83,6 @@ class StateSpace(Recurrence):
     """Mamba-2 (arXiv 2405.21060, section 2): the state of a head decays by exp(dt A), A being a number per head.
     Inputs: x (n, L, H, P), dt (n, L, H) after its softplus and limits, B, C (n, L, G, N). state: (H, P, N)."""
 
-    mixing = False
     kernel: Kernel
     A: Tensor
     D: Tensor | None
@@ -217,21 +216,22 @@ class ShardedForward:
             violations.append("attention_mask is not supported: drop padding, and pass cu_seqlens of packed documents")
         if violations:
             raise ValueError("; ".join(violations))
-        self.guard.count(cu_seqlens)
+        self.guard.calls += 1
+        self.guard.with_documents += cu_seqlens is not None
         kwargs.pop("kv_cache", None)  # of layers that pass on all they get
         cache = self.guard.cache
 
         def layer(x: Tensor, call: LayerCall) -> Tensor:
             return _with_functions(self.mixer, call)(self.mixer, x, **kwargs)
 
-        def prefill(x: Tensor, call: OrderedCall) -> Tensor:
-            assert isinstance(cache, Prefill)
-            return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
-
         if isinstance(cache, DecodeStep):
             return layer(hidden_states, DecodeCall(cache, self.name))
         if cache is None:
             return self.order.run(hidden_states, cu_seqlens, layer)
+
+        def prefill(x: Tensor, call: OrderedCall) -> Tensor:
+            return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
+
         padded = hidden_states.shape[1] * self.order.axes.ranks
         return self.order.run(hidden_states, prompt_documents(cache, padded), prefill)
 
@@ -244,10 +244,6 @@ class _DocumentGuard:
         self.mixers, self.in_mask = mixers, in_mask
         self.calls, self.with_documents = 0, 0  # since the forward began
         self.cache: Prefill | DecodeStep | None = None
-
-    def count(self, cu_seqlens: Tensor | None) -> None:
-        self.calls += 1
-        self.with_documents += cu_seqlens is not None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.calls, self.with_documents = 0, 0

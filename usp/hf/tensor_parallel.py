@@ -127,12 +127,12 @@ def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
 
     def shapes(module: nn.Module, routed: bool = False) -> tuple[ParameterShape, ...]:
         """Return the shapes of the experts, or of all other parameters."""
-        of_kind = []
-        for name, parameter in module.named_parameters():
-            style = styles.get(f"{names[id(module)]}.{name}".rpartition(".")[0], "replicated")
-            if routed == (id(parameter) in experts):
-                of_kind.append(ParameterShape(name, tuple(parameter.shape), "untouched" if routed else style))
-        return tuple(of_kind)
+        owners = ((f"{names[id(module)]}.{name}".rpartition(".")[0], name, p) for name, p in module.named_parameters())
+        return tuple(
+            ParameterShape(name, tuple(p.shape), "untouched" if routed else styles.get(owner, "replicated"))
+            for owner, name, p in owners
+            if routed == (id(p) in experts)
+        )
 
     parts, base = model_parts(model), backbone_name(model)
     head = model.get_submodule(parts.head)

@@ -118,12 +118,8 @@ class HeadGradients:
 def head_inputs(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, group: dist.ProcessGroup | None
 ) -> tuple[VocabularyRows, Tensor, Tensor, Tensor]:
-    """Return this rank's rows of the vocabulary and of the weight, the flat labels, and which are out of range.
-
-    Raises:
-        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU (on a
-            device, the check would synchronize).
-    """
+    """Return this rank's rows of the vocabulary and of the weight, the flat labels, and which are out of range. Raises
+    ValueError as `vocab_loss`."""
     rows = VocabularyRows.of(weight, group)
     violations = []
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2:] != weight.shape[1:]:

@@ -56,7 +56,7 @@ class Recurrence:
     state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
     """
 
-    mixing: ClassVar[bool]
+    mixing: ClassVar[bool] = False
     state: tuple[int, ...]
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:

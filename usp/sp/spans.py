@@ -24,8 +24,6 @@ import torch
 
 from attention import SequenceLayout
 
-Documents = tuple[tuple[int, ...], ...] | None  # global boundaries by row, as AttentionSpec.documents
-
 
 @dataclass(frozen=True)
 class HeldSpan:
@@ -86,13 +84,13 @@ class SpanPlan:
     """One rank's part of a layer that works in sequence order on (rows, local_len) tokens.
 
     layout: contiguous or zigzag.
-    documents: boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
+    documents: global boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
         Tokens after a row's last boundary form a document of their own.
     rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
     """
 
     layout: SequenceLayout
-    documents: Documents
+    documents: tuple[tuple[int, ...], ...] | None
     rows: int
     rank: int
 
