@@ -233,10 +233,9 @@ class MergedWeights(Mapping[str, Tensor]):
         self._weights: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         for model in models:
-            ids = {id(parameter) for parameter in model.parameters()}  # tied ones once
+            first: dict[nn.Parameter, str] = {}  # tied ones once
             for name, parameter in base_parameters(model):
-                if id(parameter) in ids:
-                    ids.discard(id(parameter))
+                if first.setdefault(parameter, name) == name:
                     self._weights[name] = parameter.detach()
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):

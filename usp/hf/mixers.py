@@ -144,9 +144,9 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 # A whole layer in one kernel, from zero states; layers go on without it where it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-CACHES = ("cache_params", "past_key_values")
 LAYER_TYPE = "linear_attention"  # transformers' name in masks by layer type
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # of this rank's tokens only, where `cu_seqlens` is global
+# Caches, and documents of this rank's tokens only, where `cu_seqlens` is global.
+UNSUPPORTED = ("cache_params", "past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def sharded_mixers(model: nn.Module) -> dict[str, str]:
@@ -209,7 +209,7 @@ class ShardedForward:
             attention_mask = None
         violations = [
             f"{name} is not supported by {type(self.mixer).__name__} on a sharded sequence"
-            for name in (*CACHES, *PACKED)
+            for name in UNSUPPORTED
             if kwargs.get(name) is not None
         ]
         if attention_mask is not None:

@@ -225,9 +225,8 @@ def vocab_loss(
     Returns:
         This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
 
-    Raises:
-        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU; on a
-            device, such a label makes the loss nan instead, without a synchronization.
+    Raises ValueError for mismatched shapes or shards, and on the CPU for labels outside the vocabulary; on a device,
+    such a label makes the loss nan instead, without a synchronization.
     """
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
@@ -341,8 +340,7 @@ def vocab_logprobs(
     Returns:
         (B, S) log-probabilities and (B, S) entropies or None, in fp32 (fp64 for fp64); both 0 for the label -100.
 
-    Raises:
-        ValueError: as `vocab_loss`, and for a temperature that is not positive.
+    Raises ValueError as `vocab_loss`, and for a temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0: for greedy decoding, use 1")

@@ -193,9 +193,8 @@ def shard_batch(
         t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and `cu_seqlens`
         unchanged, on the CPU. Pass them to the model as keyword arguments, `shift_labels` to the loss.
 
-    Raises:
-        ValueError: for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
-            `cu_seqlens`.
+    Raises ValueError for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
+    `cu_seqlens`.
     """
     _check(batch)
     ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")

@@ -60,8 +60,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
 
-    Raises:
-        ValueError: for an unknown layout or kernel.
+    Raises ValueError for an unknown layout or kernel.
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto") -> None:
