@@ -13,7 +13,8 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,15 @@ from .probe import NEUTRAL, MaskKind, structure
 from .prune import OtherStagesLayer, backbone, model_parts
 
 NAME = "unified_sp"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of an attention module. width: tokens of a sliding window, the query included, or of a chunk: tokens
+    attend within their chunk, counted from the document's first token."""
+
+    kind: MaskKind
+    width: int = 0
 
 
 def apply_unified_sp(
@@ -107,9 +117,8 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copied  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, tuple[MaskKind, int]]:
-    """Return the mask of each attention module by its name in the backbone: its kind, and the tokens of a sliding
-    window, the query included, or of a chunk, which are counted from the document's first token; 0 for other kinds."""
+def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
+    """Return the mask of each attention module by its name in the backbone."""
     config = model.config
     known = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
@@ -123,7 +132,7 @@ def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, tuple[MaskKi
     if violations:
         raise ValueError("; ".join(violations))
     text = config.get_text_config()
-    return {name: (mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
+    return {name: Mask(mask.kind, getattr(text, mask.field) if mask.field else 0) for name, mask in known.masks.items()}
 
 
 def _turn_by_length(rotary: nn.Module, guard: _ForwardGuard) -> None:
@@ -278,18 +287,18 @@ def _attention_forward(
         violations.append("a prebuilt attention_mask is not supported: use cu_seqlens")
     if dropout:
         violations.append(f"attention dropout={dropout} is not supported: set it to 0")
-    attention: Any = module.unified_sp
-    kind, width = cast("tuple[MaskKind, int]", module.unified_sp_mask)
-    causal = kind != "bidirectional"
+    attention, mask = module.unified_sp, module.unified_sp_mask
+    assert isinstance(attention, UnifiedSPAttention) and isinstance(mask, Mask)
+    causal = mask.kind != "bidirectional"
     if kv_cache is not None and not causal:
-        violations.append(f"kv_cache supports only causal masks, not {kind} attention")
+        violations.append(f"kv_cache supports only causal masks, not {mask.kind} attention")
     if violations:
         raise ValueError("; ".join(violations))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    window, chunk = (width if kind == wanted else None for wanted in ("sliding", "chunked"))
+    window, chunk = (mask.width if mask.kind == kind else None for kind in ("sliding", "chunked"))
     options: Any = {"scale": scaling, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
     if isinstance(kv_cache, DecodeStep):
         return kv_cache.attend(module.layer_idx, q, k, v, window=window, **options), None  # type: ignore[arg-type]
