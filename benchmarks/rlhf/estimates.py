@@ -30,7 +30,7 @@ from parallel import ParallelDims, ProcessGroups, load_hardware, local_tensor
 from tests.harness.memory import track_memory
 from tests.harness.ranks import RankPool
 from usp.hf.models import load_model_config, model_facts, with_layers
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.planning.call_cost import CallOptions
 from usp.planning.estimates import Estimates, layout_key
 from usp.planning.measurements import Measurements, Sizes

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.planning.workload import Workload
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph

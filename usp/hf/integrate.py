@@ -23,9 +23,8 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh, agree
-from usp.sp.axes import SpAxes
-from usp.sp.sequence import document_starts
-from usp.sp.sp_attention import UnifiedSPAttention, documents_of, ulysses_violations
+from usp.sp.sequence import document_starts, documents_of
+from usp.sp.sp_attention import UnifiedSPAttention, ulysses_violations
 
 from .mixers import apply_mixers, sharded_mixers
 from .probe import NEUTRAL, MaskKind, structure
@@ -57,7 +56,7 @@ def apply_unified_sp(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     attention = UnifiedSPAttention(mesh, layout, kernel)
-    masks = _check_model(model, attention.axes)
+    masks = _check_model(model, attention.axes.ulysses)
     AttentionInterface.register(NAME, _attention_forward)
     _own_config(model)
     model.set_attn_implementation(NAME)
@@ -77,8 +76,8 @@ def apply_unified_sp(
     model.register_forward_pre_hook(guard.check_labels, with_kwargs=True)
     base.register_forward_pre_hook(guard.before, with_kwargs=True)
     base.register_forward_hook(guard.after)
-    # Others are in parts that text does not reach, such as an audio tower: the probe would have refused the model.
-    if any(not mixer.refusal for mixer in sharded_mixers(model).values()):
+    # Without any, convolutions are in parts that text does not reach, such as an audio tower: see the probe.
+    if sharded_mixers(model):
         model.unified_sp_order = apply_mixers(model, mesh, layout)  # type: ignore[assignment]
     return model
 
@@ -118,9 +117,9 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copied  # type: ignore[assignment]
 
 
-def _check_model(model: PreTrainedModel, axes: SpAxes) -> dict[str, Mask]:
+def _check_model(model: PreTrainedModel, ulysses: int) -> dict[str, Mask]:
     """Return the mask of each attention module by its name in the backbone."""
-    config, ulysses = model.config, axes.ulysses
+    config = model.config
     known = structure(type(model), config)
     violations = [f"model_type={config.model_type!r}: {problem}" for problem in known.problems]
     if known.masks:

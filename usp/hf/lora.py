@@ -44,10 +44,6 @@ class Lora:
     alpha: int
     targets: tuple[str, ...]
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
 
 def lora_targets(config: PretrainedConfig, targets: str) -> tuple[str, ...]:
     """Return the names of the linears of a model that get adapters, as peft's target_modules.
@@ -144,13 +140,10 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
         if ".lora_B." in name:
             local.zero_()
         else:
-            local.copy_(_drawn(name, tuple(parameter.shape), seed)[local_box(parameter).slices()])
-
-
-def _drawn(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+            whole = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5), generator=generator)
+            local.copy_(whole[local_box(parameter).slices()])
 
 
 def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
@@ -236,14 +229,13 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __init__(self, models: Sequence[nn.Module], lora: Lora) -> None:
-        self._scale = lora.scale
+        self._scale = lora.alpha / lora.rank
         self._weights: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         for model in models:
-            ids = {id(parameter) for parameter in model.parameters()}  # tied ones once
+            first: dict[nn.Parameter, str] = {}  # tied ones once
             for name, parameter in base_parameters(model):
-                if id(parameter) in ids:
-                    ids.discard(id(parameter))
+                if first.setdefault(parameter, name) == name:
                     self._weights[name] = parameter.detach()
             self._weights.update(persistent_buffers(model))
             for name, parameter in adapter_parameters(model):

@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 from attention import DecodeStep, Prefill
 from parallel import ParallelMesh
 from usp.sp.in_order import DecodeCall, OrderedCall, PrefillCall, SequenceOrder, prompt_documents
-from usp.sp.scan import FromZero
+from usp.sp.scan import FromZero, Recurrence
 
 Kernel = Callable[..., Any]
 LayerCall: TypeAlias = OrderedCall | DecodeCall  # what convolves and scans a layer's tokens
 
 
 @dataclass(frozen=True)
-class DeltaRule:
+class DeltaRule(Recurrence):
     """The gated delta rule (arXiv 2412.06464, section 3), with decays per head or, in Kimi Linear, per key channel.
 
     Its state S (K x V) becomes (I - beta k k^T) diag(exp g) S + beta k v^T, each column on its own. So K more columns,
@@ -45,11 +45,10 @@ class DeltaRule:
     Inputs: q, k (n, L, heads, K), v (n, L, H, V), g (n, L, H) or (n, L, H, K), beta (n, L, H).
     """
 
+    mixing = True
     kernel: Kernel
     token_kernel: Kernel  # the same, for single tokens
-    state: tuple[int, ...]
     options: Mapping[str, Any]
-    mixing: bool = True
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         q, k, v, g, beta = inputs
@@ -80,16 +79,14 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
-class StateSpace:
+class StateSpace(Recurrence):
     """Mamba-2 (arXiv 2405.21060, section 2): the state of a head decays by exp(dt A), A being a number per head.
     Inputs: x (n, L, H, P), dt (n, L, H) after its softplus and limits, B, C (n, L, G, N). state: (H, P, N)."""
 
     kernel: Kernel
-    state: tuple[int, ...]
     A: Tensor
     D: Tensor | None
     options: Mapping[str, Any]
-    mixing: bool = False
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         x, dt, B, C = inputs
@@ -147,33 +144,18 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 # A whole layer in one kernel, from zero states; layers go on without it where it returns None.
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-CACHES = ("cache_params", "past_key_values")
 LAYER_TYPE = "linear_attention"  # transformers' name in masks by layer type
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # of this rank's tokens only, where `cu_seqlens` is global
+# Caches, and documents of this rank's tokens only, where `cu_seqlens` is global.
+UNSUPPORTED = ("cache_params", "past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
-@dataclass(frozen=True)
-class Mixer:
-    """What was found about a module that mixes tokens outside of attention. refusal: why it cannot run on a sharded
-    sequence; empty if it can."""
-
-    kind: str
-    refusal: str = ""
-
-
-def sharded_mixers(model: nn.Module) -> dict[str, Mixer]:
-    """Return, by module name, what mixes tokens by a convolution or a recurrence, and whether it can be sharded."""
-    mixers: dict[str, Mixer] = {}
+def sharded_mixers(model: nn.Module) -> dict[str, str]:
+    """Return, by module name, the kinds of convolutions and recurrences that can run on a sharded sequence."""
+    mixers = {}
     for name, module in model.named_modules():
         called = set(_original(module).__code__.co_names) if hasattr(type(module), "forward") else set()
         if kind := next((kind for function, (kind, *_) in FUNCTIONS.items() if function in called), ""):
-            mixers[name] = Mixer(kind)
-    for name, module in model.named_modules():
-        owner = name.rpartition(".")[0]
-        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,) and owner not in mixers:
-            mixers[owner] = Mixer(
-                "convolution", f"{type(model.get_submodule(owner)).__name__} convolves tokens by itself"
-            )
+            mixers[name] = kind
     return mixers
 
 
@@ -188,13 +170,18 @@ def apply_mixers(model: PreTrainedModel, mesh: ParallelMesh | DeviceMesh, layout
     the modules that cannot be sharded.
     """
     mixers = sharded_mixers(model)
-    refusals = [f"{name}: {mixer.refusal}" for name, mixer in mixers.items() if mixer.refusal]
+    refusals = [
+        f"{name}: {type(module).__name__} convolves tokens by itself"
+        for name, module in model.named_modules()
+        if name not in mixers
+        and any(isinstance(part, nn.Conv1d) and part.kernel_size != (1,) for part in module.children())
+    ]
     if any(isinstance(model.get_submodule(name).forward, ShardedForward) for name in mixers):
         refusals.append("the model's recurrent layers already run over a sharded sequence")
     if refusals:
         raise ValueError("; ".join(refusals))
     order = SequenceOrder(mesh, layout)
-    guard = _DocumentGuard(len(mixers), any(mixer.kind == FUNCTIONS[SCAN][0] for mixer in mixers.values()))
+    guard = _DocumentGuard(len(mixers), FUNCTIONS[SCAN][0] in mixers.values())
     for name in mixers:
         module = model.get_submodule(name)
         module.forward = ShardedForward(name, module, order, guard)
@@ -222,29 +209,30 @@ class ShardedForward:
             attention_mask = None
         violations = [
             f"{name} is not supported by {type(self.mixer).__name__} on a sharded sequence"
-            for name in (*CACHES, *PACKED)
+            for name in UNSUPPORTED
             if kwargs.get(name) is not None
         ]
         if attention_mask is not None:
             violations.append("attention_mask is not supported: drop padding, and pass cu_seqlens of packed documents")
         if violations:
             raise ValueError("; ".join(violations))
-        self.guard.count(cu_seqlens)
+        self.guard.calls += 1
+        self.guard.with_documents += cu_seqlens is not None
         kwargs.pop("kv_cache", None)  # of layers that pass on all they get
         cache = self.guard.cache
 
         def layer(x: Tensor, call: LayerCall) -> Tensor:
             return _with_functions(self.mixer, call)(self.mixer, x, **kwargs)
 
-        def prefill(x: Tensor, call: OrderedCall) -> Tensor:
-            assert isinstance(cache, Prefill)
-            return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
-
         if isinstance(cache, DecodeStep):
             return layer(hidden_states, DecodeCall(cache, self.name))
         if cache is None:
             return self.order.run(hidden_states, cu_seqlens, layer)
-        padded = hidden_states.shape[1] * self.order.axes.ring * self.order.axes.ulysses
+
+        def prefill(x: Tensor, call: OrderedCall) -> Tensor:
+            return layer(x, PrefillCall(call.plan, call.order, cache, self.name))
+
+        padded = hidden_states.shape[1] * self.order.axes.ranks
         return self.order.run(hidden_states, prompt_documents(cache, padded), prefill)
 
 
@@ -256,10 +244,6 @@ class _DocumentGuard:
         self.mixers, self.in_mask = mixers, in_mask
         self.calls, self.with_documents = 0, 0  # since the forward began
         self.cache: Prefill | DecodeStep | None = None
-
-    def count(self, cu_seqlens: Tensor | None) -> None:
-        self.calls += 1
-        self.with_documents += cu_seqlens is not None
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.calls, self.with_documents = 0, 0
@@ -334,7 +318,7 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     state = (value.shape[2], key.shape[3], value.shape[3])
-    return on.call.scan((query, key, value, g, beta), DeltaRule(on.kernel, on.token_kernel, state, options)), None
+    return on.call.scan((query, key, value, g, beta), DeltaRule(state, on.kernel, on.token_kernel, options)), None
 
 
 def _state_space(
@@ -353,7 +337,7 @@ def _state_space(
 ) -> Tensor:
     steps = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     state = (*hidden_states.shape[2:], B.shape[3])
-    return on.call.scan((hidden_states, steps, B, C), StateSpace(on.kernel, state, A, D, {"chunk_size": chunk_size}))
+    return on.call.scan((hidden_states, steps, B, C), StateSpace(state, on.kernel, A, D, {"chunk_size": chunk_size}))
 
 
 def _selective_scan(
@@ -371,7 +355,7 @@ def _selective_scan(
     **options: Any,
 ) -> Tensor:
     x, dt, B, C = (tokens.transpose(1, 2) for tokens in (hidden_states, dt, B, C))
-    recurrence = SelectiveScan(on.kernel, (x.shape[2], A.shape[1]), A, D, options)
+    recurrence = SelectiveScan((x.shape[2], A.shape[1]), on.kernel, A, D, options)
     out = on.call.scan((x, _steps(dt, delta_bias, delta_softplus), B, C), recurrence).transpose(1, 2)
     return out if z is None else out * F.silu(z)
 

@@ -89,36 +89,32 @@ _KNOWN: dict[tuple[type, str], Structure] = {}  # by class and content of the co
 
 
 def structure(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
-    """Return `probe(kind, config)`, found once for equal configurations."""
+    """Find the structure of the models of class `kind` with `config`, once for equal configurations; all layers run, so
+    the masks are theirs. Raises ValueError if a tiny copy cannot be built or run, so that nothing is known."""
     config = copy.copy(config)
     config.use_cache = False  # as `apply_unified_sp` sets it
     content = config.to_json_string(use_diff=False)
-    if (kind, content) not in _KNOWN:
-        _KNOWN[kind, content] = probe(kind, config)
-    return _KNOWN[kind, content]
-
-
-def probe(kind: type[PreTrainedModel], config: PretrainedConfig) -> Structure:
-    """Find the structure of the models of class `kind` with `config`; all layers run, so the masks are theirs. Raises
-    ValueError if a tiny copy cannot be built or run, so that nothing is known."""
-    AttentionInterface.register(PROBE, _unprepared)
+    if (kind, content) in _KNOWN:
+        return _KNOWN[kind, content]
+    AttentionInterface.register(PROBE, _attend)
     AttentionMaskInterface.register(PROBE, _mask)
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             model = kind._from_config(shrink(config), attn_implementation=PROBE, experts_implementation="eager").eval()
-        return _structure_of(model)
+        found = _structure_of(model)
     except Exception as error:  # of any kind: it is transformers' code that runs
-        if isinstance(error, KeyError) and error.args == (PROBE,):  # from a table of attention classes
-            return Structure({}, (NOT_REGISTERED,))
-        why = f"its tiny copy fails with {type(error).__name__}: {error}"
-        raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
+        if not isinstance(error, KeyError) or error.args != (PROBE,):
+            why = f"its tiny copy fails with {type(error).__name__}: {error}"
+            raise ValueError(f"model_type={config.model_type!r} cannot be verified: {why}") from error
+        found = Structure({}, (NOT_REGISTERED,))  # no attention of this name in a table of attention classes
+    return _KNOWN.setdefault((kind, content), found)
 
 
 def _structure_of(model: PreTrainedModel) -> Structure:
     base = backbone(model)
     names = {module: name for name, module in base.named_modules()}
-    mixers = {name: mixer for name, mixer in sharded_mixers(base).items() if not mixer.refusal}
+    mixers = sharded_mixers(base)
     calls, mixing, different = _run_twice(base, [base.get_submodule(name) for name in mixers])
     problems: list[str] = []
     if mixing:
@@ -142,9 +138,8 @@ def _structure_of(model: PreTrainedModel) -> Structure:
         problems += [f"{kind} passes {name} to attention" for name in unknown]
         if "kv_cache" not in call.options:
             problems.append(f"keyword arguments of a forward do not reach {kind}")
-    kinds = tuple(dict.fromkeys(mixer.kind for mixer in mixers.values()))
     in_stages, outputs = _in_stages(model)
-    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, kinds, outputs)
+    return Structure(masks, tuple(dict.fromkeys(problems)), in_stages, tuple(dict.fromkeys(mixers.values())), outputs)
 
 
 @torch.no_grad()
@@ -159,7 +154,7 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
     def record(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(q, k, v, attention_mask)))
+        calls.append(_Call(module, (q, k, v), attention_mask, options, _attend(module, q, k, v, attention_mask)[0]))
         return calls[-1].output, None
 
     replayed = iter(calls)
@@ -189,7 +184,7 @@ def _run_twice(base: nn.Module, mixers: Sequence[nn.Module]) -> tuple[list[_Call
         try:
             return base(**own, use_cache=False, kv_cache=None).last_hidden_state
         finally:
-            AttentionInterface.register(PROBE, _unprepared)
+            AttentionInterface.register(PROBE, _attend)
             for registered in hooks:
                 registered.remove()
 
@@ -208,12 +203,6 @@ def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
     inputs = {"position_ids": torch.arange(LENGTH).unsqueeze(0), "use_cache": False}
     base, normed, returned = backbone(model), list[Tensor](), list[Any]()
 
-    def attend(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> Any:
-        return _attend(q, k, v, attention_mask), None
-
-    AttentionInterface.register(PROBE, attend)
     try:
         parts = model_parts(model)
         stack = getattr(base, parts.layers)
@@ -226,19 +215,21 @@ def _in_stages(model: PreTrainedModel) -> tuple[bool, int]:
         passed = base(inputs_embeds=hidden, **inputs).last_hidden_state
     except (AttributeError, IndexError, RuntimeError, ValueError):  # of a backbone that expects more of its layers
         return False, 0
-    finally:
-        AttentionInterface.register(PROBE, _unprepared)
     return len(normed) == 1 and torch.equal(ends, normed[0]) and torch.equal(passed, hidden), outputs
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
     """Attend over everything; (B, N, S, H) in, (B, S, N, H) out. What else scores go through does not matter here."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -1e4) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, -1e4)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
 
 def _mask_of(call: _Call) -> LayerMask | str:
@@ -290,10 +281,6 @@ def _equal(part: Tensor, whole: Tensor) -> bool:
     if part.shape != whole.shape:
         return False
     return bool((part - whole).abs().max() <= TOLERANCE * whole.abs().max().clamp(min=1e-6))
-
-
-def _unprepared(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this attention is only for usp.hf.probe")
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -5,12 +5,9 @@ Every size is set by the name that configurations of transformers use for it, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PretrainedConfig
-
-S = TypeVar("S", bound=Sequence[Any])
 
 HIDDEN, HEADS, HEAD_DIM, VOCAB = 64, 4, 16, 96
 # Distinct, so that a mask tells which of them it uses.
@@ -59,15 +56,10 @@ def shrink(config: PretrainedConfig, layers: int | None = None) -> PretrainedCon
     """Return a tiny copy of `config`, at most `layers` layers deep; None keeps the depth. Where layers differ, those
     that are kept are of as many kinds as fit."""
     config = copy.deepcopy(config)
-    _shrink(config, layers)
-    return config
-
-
-def _shrink(config: PretrainedConfig, layers: int | None) -> None:
     fields = config.__dict__
-    for value in list(fields.values()):
+    for name, value in list(fields.items()):
         if isinstance(value, PretrainedConfig):
-            _shrink(value, layers)
+            fields[name] = shrink(value, layers)
     heads = next((fields[name] for name in ("num_attention_heads", "n_head") if fields.get(name)), None)
     for name in _KV_HEADS:
         if name in fields:
@@ -93,7 +85,8 @@ def _shrink(config: PretrainedConfig, layers: int | None) -> None:
             if name in LAYERS and value == depth:
                 setattr(config, name, layers)
             elif isinstance(value, list | tuple) and len(value) == depth:
-                setattr(config, name, _of_all_kinds(value, layers))
+                setattr(config, name, type(value)(_of_all_kinds(value, layers)))
+    return config
 
 
 def _shrink_rotary(fields: dict[str, Any]) -> None:
@@ -110,13 +103,13 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _of_all_kinds(values: S, length: int) -> S:
+def _of_all_kinds(values: list[Any] | tuple[Any, ...], length: int) -> list[Any]:
     """Return the first `length` values, the last of them replaced by kinds that come later."""
-    chosen: list[Any] = list(values[:length])
+    chosen = list(values[:length])
     later = [value for place, value in enumerate(values) if value not in values[:place] and value not in chosen]
     for value in later:
         repeated = [place for place, other in enumerate(chosen) if chosen.count(other) > 1]
         if not repeated:
             break
         chosen[repeated[-1]] = value
-    return type(values)(chosen)  # type: ignore[call-arg]
+    return chosen

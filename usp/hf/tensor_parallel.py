@@ -1,4 +1,5 @@
-"""Tensor parallelism for transformers models, from the plan that each family ships (`base_model_tp_plan`)."""
+"""Tensor parallelism for transformers models, from the plan that each family ships (`base_model_tp_plan`), and the
+shapes of a model's parameters with their styles in this plan."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from parallel import ParallelMesh
 from parallel.tensor import apply_tensor_parallel, gather_output, module_styles, tensor_parallel_violations
-from usp.model.facts import tp_violations
+from usp.model.facts import LayerShape, ModelFacts, ModelShape, ParameterShape, tp_violations
 
-from .models import is_scalar, model_facts
+from .experts import expert_modules
+from .integrate import decoder_layers
+from .models import empty_model, experts_per_token, is_scalar, model_facts
 from .probe import structure
 from .prune import backbone, backbone_name, model_parts
 
@@ -112,3 +115,36 @@ def _family_plan(config: PretrainedConfig) -> dict[str, str]:
     below = tuple(f"{name}." for name in experts)
     rest = {name: style for name, style in plan.items() if not name.startswith(below)}
     return rest | dict.fromkeys(experts, "untouched")
+
+
+def model_shape(facts: ModelFacts, config: PretrainedConfig) -> ModelShape:
+    """Return the parameter shapes of the model of `config`, whose facts are `facts`. Builds it on the meta device.
+    Supports models of `usp.hf.models.FAMILIES`, with the head of a causal LM or a scalar one."""
+    model = empty_model(config)
+    styles = module_styles(model, tp_plan(model))
+    experts = {id(p) for module in expert_modules(model) for p in module.parameters()}
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def shapes(module: nn.Module, routed: bool = False) -> tuple[ParameterShape, ...]:
+        """Return the shapes of the experts, or of all other parameters."""
+        owners = ((f"{names[id(module)]}.{name}".rpartition(".")[0], name, p) for name, p in module.named_parameters())
+        return tuple(
+            ParameterShape(name, tuple(p.shape), "untouched" if routed else styles.get(owner, "replicated"))
+            for owner, name, p in owners
+            if routed == (id(p) in experts)
+        )
+
+    parts, base = model_parts(model), backbone_name(model)
+    head = model.get_submodule(parts.head)
+    known: dict[LayerShape, LayerShape] = {}
+    layers = [LayerShape(shapes(layer), shapes(layer, routed=True)) for layer in decoder_layers(model)]
+    return ModelShape(
+        facts=facts,
+        hidden_size=config.hidden_size,
+        embedding=shapes(model.get_input_embeddings()),
+        layers=tuple(known.setdefault(layer, layer) for layer in layers),
+        norm=shapes(getattr(backbone(model), parts.norm)),
+        head=() if facts.tied else shapes(head),
+        experts_per_token=experts_per_token(config) if facts.num_experts else 0,
+        names=(f"{base}.{parts.embedding}", f"{base}.{parts.layers}", f"{base}.{parts.norm}", parts.head),
+    )

@@ -22,12 +22,11 @@ from .vocabulary import UNCHANGED, LogitTransform, softmax_dtype, vocab_logprobs
 class LastHidden:
     """Last hidden states of this rank's tokens, with the output head's weight.
 
-    Attributes:
-        hidden_BSH: after the final norm, identical on all ranks of `group`.
-        weight: of the output head: (vocabulary, H), possibly sharded over `group`, or (1, H) for a scalar head.
-        chunk_tokens: number of tokens whose logits exist at a time.
-        group: the tp axis; None without tensor parallelism.
-        bias: of the output head, sharded like `weight`; None without.
+    hidden_BSH: after the final norm, identical on all ranks of `group`.
+    weight: of the output head: (vocabulary, H), possibly sharded over `group`, or (1, H) for a scalar head.
+    chunk_tokens: number of tokens whose logits exist at a time.
+    group: the tp axis; None without tensor parallelism.
+    bias: of the output head, sharded like `weight`; None without.
     """
 
     hidden_BSH: Tensor

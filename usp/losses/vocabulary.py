@@ -118,12 +118,8 @@ class HeadGradients:
 def head_inputs(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, group: dist.ProcessGroup | None
 ) -> tuple[VocabularyRows, Tensor, Tensor, Tensor]:
-    """Return this rank's rows of the vocabulary and of the weight, the flat labels, and which are out of range.
-
-    Raises:
-        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU (on a
-            device, the check would synchronize).
-    """
+    """Return this rank's rows of the vocabulary and of the weight, the flat labels, and which are out of range. Raises
+    ValueError as `vocab_loss`."""
     rows = VocabularyRows.of(weight, group)
     violations = []
     if hidden.dim() != 3 or weight.dim() != 2 or hidden.shape[2:] != weight.shape[1:]:
@@ -229,9 +225,8 @@ def vocab_loss(
     Returns:
         This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
 
-    Raises:
-        ValueError: for mismatched shapes or shards, and for labels outside the vocabulary if they are on the CPU; on a
-            device, such a label makes the loss nan instead, without a synchronization.
+    Raises ValueError for mismatched shapes or shards, and on the CPU for labels outside the vocabulary; on a device,
+    such a label makes the loss nan instead, without a synchronization.
     """
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
@@ -345,8 +340,7 @@ def vocab_logprobs(
     Returns:
         (B, S) log-probabilities and (B, S) entropies or None, in fp32 (fp64 for fp64); both 0 for the label -100.
 
-    Raises:
-        ValueError: as `vocab_loss`, and for a temperature that is not positive.
+    Raises ValueError as `vocab_loss`, and for a temperature that is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0: for greedy decoding, use 1")

@@ -1,5 +1,5 @@
 """Models in numbers, the rules on these numbers, compilation and activation recomputation; without transformers. Each
 file imports only earlier ones:
 
-facts, offload, recompute.
+facts, recompute.
 """

@@ -98,21 +98,11 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class ModuleNames:
-    """The dotted names of a model's parts."""
-
-    embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    norm: str = "model.norm"
-    head: str = "lm_head"
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Parameter shapes of a causal language model.
 
     layers: in order; equal layers may be the same object. head: empty if tied to the embedding. experts_per_token: 0
-    for a dense model.
+    for a dense model. names: dotted ones, of the embedding, the layers, the norm, and the head.
     """
 
     facts: ModelFacts
@@ -121,8 +111,8 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     norm: tuple[ParameterShape, ...]
     head: tuple[ParameterShape, ...]
-    experts_per_token: int = 0
-    names: ModuleNames = ModuleNames()
+    experts_per_token: int
+    names: tuple[str, str, str, str]
 
     def __hash__(self) -> int:
         return self._hash
@@ -272,16 +262,17 @@ def weight_layout(
 def _placed(model: ModelShape, pp: int) -> Iterator[tuple[str, ParameterShape, tuple[int, ...], bool]]:
     """Yield (name, shape, the pipeline ranks that hold it, whether it is of experts) of each parameter. A rank holds
     one stage, as under the schedule 1f1b."""
-    names, first, last = model.names, (0,), (pp - 1,)
+    embedding, stack, norm, head = model.names
+    first, last = (0,), (pp - 1,)
     ends = tuple(sorted({*first, *last})) if model.facts.tied else first
     for parameters, module, places in (
-        (model.embedding, names.embedding, ends),
-        (model.norm, names.norm, last),
-        (model.head, names.head, last),
+        (model.embedding, embedding, ends),
+        (model.norm, norm, last),
+        (model.head, head, last),
     ):
         yield from ((f"{module}.{p.name}", p, places, False) for p in parameters)
     for stage, layers in enumerate(stage_layers(len(model.layers), pp)):
         for index in layers:
             layer = model.layers[index]
             for parameters, experts in ((layer.parameters, False), (layer.experts, True)):
-                yield from ((f"{names.layers}.{index}.{p.name}", p, (stage,), experts) for p in parameters)
+                yield from ((f"{stack}.{index}.{p.name}", p, (stage,), experts) for p in parameters)

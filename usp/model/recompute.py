@@ -1,9 +1,20 @@
-"""Activation checkpointing, tiled MLPs, and torch.compile of decoder layers."""
+"""Activation checkpointing, offloading of what it saves, tiled MLPs, and torch.compile of decoder layers.
+
+Saved activations in host memory are copied there while later layers compute, and back before their backward begins:
+
+    forward    layer i computes   | copies what layers i - 1 and i save to the host; what i - 2 saved is freed
+    backward   layer i recomputes | copies back what layer i - 1 saved; what i + 1 saved is freed
+
+So at most two layers' saved tensors are on the device, and a layer waits for a copy only if it takes longer than the
+compute of a layer. The last two layers are still there when the backward begins, and are not copied back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,8 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from attention import Keep, KeepResults
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
-
-from .offload import Offload
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = ()) -> None:
@@ -48,7 +57,7 @@ def _compiled(forward: Callable[..., Any], backend: str, limit: int) -> Callable
 
 
 # Passes steps of a layer to a `Keep` in the context that it returns, while a checkpointed layer runs.
-Keeping: TypeAlias = Callable[[Keep], AbstractContextManager[None]]
+Keeping: TypeAlias = Callable[[Keep], AbstractContextManager[Any]]
 
 
 def apply_activation_checkpointing(
@@ -79,7 +88,7 @@ def apply_activation_checkpointing(
     recomputes. Forward hooks inside a layer run again in its backward.
 
     attention: the attention layer that all `layers` share; required by `selective` and `attention-saved`.
-    offload: store saved tensors in host memory; see `usp.model.offload`.
+    offload: store saved tensors in host memory; see above.
     order: what recurrent layers and convolutions run through, if `layers` have any.
     """
     if mode == "none":
@@ -87,7 +96,7 @@ def apply_activation_checkpointing(
     saved = () if mode == "full" else (attention, order)
     kept: list[Keeping] = [part.keeping for part in saved if part is not None]
     if mode == "selective":
-        kept.append(_products)
+        kept.append(_Products)
     away = Offload() if offload else None
     for index, layer in enumerate(layers):
         layer.forward = _checkpointed(layer.forward, kept, away, first=index == 0)
@@ -125,26 +134,23 @@ class _During:
         self.stack.close()
 
 
-@contextmanager
-def _products(keep: Keep) -> Iterator[None]:
-    """Pass the matrix products of linears and of experts to `keep`."""
-    with _ProductMode(keep):
-        yield
-    if isinstance(keep, KeepResults):
-        # What a layer computes last is added to its input, so that no backward reads it.
-        keep.forget_last(_LINEAR)
-
-
 _LINEAR = "linear"
 _PRODUCTS = {torch.ops.aten.mm: _LINEAR, torch.ops.aten.addmm: _LINEAR, torch.ops.aten._grouped_mm: "experts"}
 
 
-class _ProductMode(TorchDispatchMode):
-    """Dispatch mode that passes products to `keep` below autograd: their backward is as if everything were saved."""
+class _Products(TorchDispatchMode):
+    """Dispatch mode that passes the matrix products of linears and of experts to `keep`, below autograd: their backward
+    is as if everything were saved."""
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
         self.keep = keep
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if isinstance(self.keep, KeepResults):
+            # What a layer computes last is added to its input, so that no backward reads it.
+            self.keep.forget_last(_LINEAR)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         def compute() -> tuple[Any]:
@@ -179,3 +185,150 @@ def _tiled(forward: Callable[[Tensor], Tensor], tile_tokens: int) -> Callable[[T
         return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
 
     return run
+
+
+class Copier:
+    """Copier between the device and host memory. The device's compute goes on until it is told to wait. This one is for
+    tensors in host memory, and leaves them there."""
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Begin to copy `x`, which must be kept until the end; return (the copy, an event: its end)."""
+        return x, None
+
+    def to_device(self, copies: Sequence[Tensor], after: Any) -> tuple[list[Tensor], Any]:
+        """Begin to copy back, after an event of `to_host`; return (new tensors, an event: the end of all copies)."""
+        return list(copies), None
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from now on wait for an event."""
+
+
+class PinnedCopier(Copier):
+    """Copier of a GPU's tensors to pinned host memory and back, on a stream for each direction.
+
+    Must be used on the stream of the computation, as hooks of autograd are: that stream allocates the tensors that are
+    copied in both directions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.out, self.back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        copy = torch.empty_like(x, device="cpu", pin_memory=True)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            copy.copy_(x, non_blocking=True)
+        return copy, self.out.record_event()
+
+    def to_device(self, copies: Sequence[Tensor], after: torch.cuda.Event) -> tuple[list[Tensor], torch.cuda.Event]:
+        tensors = [torch.empty_like(copy, device=self.device, pin_memory=False) for copy in copies]
+        # The new memory may be that of tensors which the device still computes with.
+        self.back.wait_stream(torch.cuda.current_stream(self.device))
+        self.back.wait_event(after)
+        with torch.cuda.stream(self.back):
+            for x, copy in zip(tensors, copies, strict=True):
+                x.copy_(copy, non_blocking=True)
+                x.record_stream(self.back)  # it may be freed unread, before any wait
+        return tensors, self.back.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+
+def copier_for(device: torch.device) -> Copier:
+    """Return the copier of a device."""
+    return PinnedCopier(device) if device.type == "cuda" else Copier()
+
+
+@dataclass(eq=False)
+class Packed:
+    """A tensor that a layer has saved, for as long as somebody may ask for it.
+
+    copy: on the host. tensor: on the device; None if it is not there.
+    """
+
+    layer: LayerSaved
+    tensor: Tensor | None
+    copy: Tensor
+
+
+class LayerSaved:
+    """What one forward of a layer saves. `pack` and `unpack` are hooks of autograd and of `attention.KeepResults`.
+
+    device: of the tensors that are copied; others stay where they are.
+    previous: what the layer before has saved, whose backward is next; None for the first layer.
+    """
+
+    def __init__(self, offload: Offload, device: torch.device, copier: Copier, previous: LayerSaved | None) -> None:
+        self._offload, self._device, self._copier, self._previous = offload, device, copier, previous
+        self._packed: list[weakref.ref[Packed]] = []
+        self._copied: Any = None  # event: all copies are on the host
+        self._arriving: Any = None  # event: all are on the device again; None where nobody needs to wait
+
+    def pack(self, x: Tensor) -> Packed | Tensor:
+        """Begin to copy a tensor of this layer to the host."""
+        if x.device != self._device:
+            return x
+        x = x.detach()
+        copy, self._copied = self._copier.to_host(x)
+        packed = Packed(self, x, copy)
+        self._packed.append(weakref.ref(packed))
+        return packed
+
+    def unpack(self, packed: Packed | Tensor) -> Tensor:
+        """Return the tensor on the device, and begin to copy back those of the layer before."""
+        if isinstance(packed, Tensor):
+            return packed
+        layer = packed.layer
+        self._offload.on_device([layer._previous, layer] if layer._previous else [layer])
+        if layer._arriving is not None:
+            layer._copier.wait(layer._arriving)
+            layer._arriving = None
+        assert packed.tensor is not None
+        return packed.tensor
+
+    def load(self) -> None:
+        """Begin to copy back what is not on the device."""
+        if away := [packed for packed in self._alive() if packed.tensor is None]:
+            found, self._arriving = self._copier.to_device([packed.copy for packed in away], self._copied)
+            for packed, x in zip(away, found, strict=True):
+                packed.tensor = x
+
+    def release(self) -> None:
+        """Free the tensors on the device, once their copies are on the host."""
+        if present := [packed for packed in self._alive() if packed.tensor is not None]:
+            self._copier.wait(self._copied)
+            for packed in present:
+                packed.tensor = None
+        self._arriving = None
+
+    def _alive(self) -> list[Packed]:
+        return [packed for reference in self._packed if (packed := reference()) is not None]
+
+
+class Offload:
+    """Offloader of what the checkpointed layers of one model save. Several forwards may precede their backwards."""
+
+    def __init__(self) -> None:
+        self._copiers: dict[torch.device, Copier] = {}
+        # Layers that have tensors on the device, the last one last; autograd's graph keeps them.
+        self._present: list[weakref.ref[LayerSaved]] = []
+
+    def layer(self, device: torch.device, first: bool) -> LayerSaved:
+        """Begin the forward of a layer; `first`: of the first one of the model or stage."""
+        if device not in self._copiers:
+            self._copiers[device] = copier_for(device)
+        before = self._present[-1]() if self._present else None
+        layer = LayerSaved(self, device, self._copiers[device], None if first else before)
+        self.on_device([before, layer] if before else [layer])
+        return layer
+
+    def on_device(self, layers: Sequence[LayerSaved]) -> None:
+        """Have the tensors of these layers on the device, the last one's first, and no others."""
+        for reference in self._present:
+            other = reference()
+            if other is not None and other not in layers:
+                other.release()
+        for layer in reversed(layers):
+            layer.load()
+        self._present = [weakref.ref(layer) for layer in layers]

@@ -12,7 +12,7 @@ from typing import Any
 from usp.config import AC_MODES, TrainConfig
 from usp.fields import flag
 from usp.hf.models import ModelConfig, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import largest_footprint

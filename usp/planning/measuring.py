@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel import ParallelDims, ParallelMesh, ProcessGroups
 from usp.hf.models import model_facts, with_layers
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.predict.compute import dtype_name
 from usp.predict.rounds import Rounds, Timed
 from usp.presets import PRESETS

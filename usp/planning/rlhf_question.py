@@ -13,7 +13,7 @@ from functools import cached_property
 
 from usp.fields import parse_options
 from usp.hf.models import ModelConfig, ModelHead, formula_violation, load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.rlhf.algorithms.registry import ALGORITHMS, build_graph
 from usp.rlhf.algorithms.rewards import ScoreWith

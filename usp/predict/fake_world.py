@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-import usp.model.offload
+import usp.model.recompute
 import usp.sp.sp_attention
 from attention import AttentionSpec, check_kernel_name, select_kernel
 from attention.kernels.base import Kernel
-from usp.sp.axes import SpAxes
+from usp.sp.sequence import SpAxes
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -181,7 +181,7 @@ class HostMemory:
         self.current_bytes = self.peak_bytes = self.copied_bytes = 0
 
     def to_host(self, x: Tensor) -> tuple[Callable[[], Tensor], None]:
-        """Copy like `usp.model.offload.Copier`, tensors that stand for a GPU's."""
+        """Copy like `usp.model.recompute.Copier`, tensors that stand for a GPU's."""
         load = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
         self.copied_bytes += x.nbytes
         self.add(x.nbytes)
@@ -228,7 +228,7 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":
-            stack.enter_context(patch.object(usp.model.offload, "copier_for", lambda device: host))
+            stack.enter_context(patch.object(usp.model.recompute, "copier_for", lambda device: host))
             stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
         yield
 

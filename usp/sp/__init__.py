@@ -1,5 +1,5 @@
 """The sequence-parallel attention layer, convolutions and recurrences, and sharding of sequences and batches. Each file
 imports only earlier ones:
 
-axes, kernel_choice, spans, sp_attention, scan, sequence, in_order.
+sequence, kernel_choice, spans, sp_attention, scan, in_order.
 """

@@ -18,7 +18,6 @@ channels) of a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
@@ -31,12 +30,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout, compute_now
+from attention import LAYOUTS, AttentionSpec, Channel, DecodeStep, Keep, Prefill, SequenceLayout
 from parallel import ParallelMesh
 
-from .axes import GridChannel, SpAxes
-from .scan import Recurrence, ScanProgram, scan, scan_with_states
-from .sp_attention import documents_of
+from .scan import Recurrence, ScanProgram, scan
+from .sequence import GridChannel, SpAxes, StepKeeper, documents_of
 from .spans import HaloPlan, Segment, SpanPlan
 
 
@@ -185,12 +183,13 @@ class OrderedCall:
     def scan(self, inputs: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
         """Run a recurrence over (rows, tokens, ...) inputs; returns (rows, tokens, ...). Collective."""
         program = self.order.states(self.plan, inputs[0].device)
-        out = scan([x.flatten(0, 1) for x in inputs], program, self.order.channel, recurrence, self.order.keep)
+        out, _ = scan([x.flatten(0, 1) for x in inputs], program, self.order.channel, recurrence, keep=self.order.keep)
         return out.unflatten(0, (self.plan.rows, -1))
 
 
-class SequenceOrder:
-    """Runner of layers that work in sequence order over a ring x ulysses mesh, for any sequence layout.
+class SequenceOrder(StepKeeper):
+    """Runner of layers that work in sequence order over a ring x ulysses mesh, for any sequence layout. Its calls keep
+    what they receive from other ranks.
 
     mesh, layout: as of `UnifiedSPAttention`, which also raises alike.
     """
@@ -199,7 +198,6 @@ class SequenceOrder:
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         self._mesh, self.axes, self.layout, self.channel = mesh, SpAxes.of(mesh), layout, GridChannel.of(mesh)
-        self.keep: Keep = compute_now
         # Calls repeat from layer to layer and, without documents, from step to step.
         self.halo = lru_cache(maxsize=16)(HaloProgram.lower)
         self.states = lru_cache(maxsize=16)(ScanProgram.lower)
@@ -208,15 +206,6 @@ class SequenceOrder:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceOrder:
         """Share the process groups, which cannot be copied."""
         return SequenceOrder(self._mesh, self.layout)
-
-    @contextmanager
-    def keeping(self, keep: Keep) -> Iterator[None]:
-        """Pass what calls receive from other ranks to `keep`, as `UnifiedSPAttention.keeping`."""
-        outside, self.keep = self.keep, keep
-        try:
-            yield
-        finally:
-            self.keep = outside
 
     def plan(self, rows: int, seq_len: int, cu_seqlens: Tensor | None = None) -> SpanPlan:
         """Plan a layer's call on `rows` rows of `seq_len` global tokens. Raises ValueError if the layout cannot divide
@@ -242,7 +231,7 @@ class SequenceOrder:
 
         Raises ValueError as `plan`, before any communication.
         """
-        seq_len = x.shape[1] * self.axes.ring * self.axes.ulysses
+        seq_len = x.shape[1] * self.axes.ranks
         call = OrderedCall(self.plan(x.shape[0], seq_len, cu_seqlens), self)
         moves = self.moves(seq_len)
         if moves is None:
@@ -274,7 +263,7 @@ class PrefillCall(OrderedCall):
     _names: Iterator[int] = field(default_factory=count)
 
     def convolve(self, x: Tensor, taps: int, convolution: Callable[[Tensor], Tensor]) -> Tensor:
-        own = self.plan.layout.positions(*divmod(self.plan.rank, self.plan.layout.ulysses)).to(x.device)
+        own = _positions(self.plan.layout, self.plan.rank).to(x.device)
         last_RK = self.prefill.row_lengths.unsqueeze(1) + torch.arange(1 - taps, 0, device=x.device)
         found_RK, index_RK = (own == last_RK.unsqueeze(2)).byte().max(-1)
         inputs_RCK = x.gather(2, index_RK.unsqueeze(1).expand(-1, x.shape[1], -1))
@@ -286,7 +275,7 @@ class PrefillCall(OrderedCall):
         lengths = self.prefill.row_lengths.tolist()
         last = [number for number, piece in enumerate(plan.segments) if self._end(piece) == lengths[piece.row]]
         program = self.order.states(plan, inputs[0].device)
-        out, states = scan_with_states([x.flatten(0, 1) for x in inputs], program, channel, recurrence, tuple(last))
+        out, states = scan([x.flatten(0, 1) for x in inputs], program, channel, recurrence, tuple(last))
         states_RH = states.new_zeros(plan.rows, *recurrence.state)
         states_RH[[plan.segments[number].row for number in last]] = states
         self._keep(states_RH, own_heads(recurrence.state[0], channel.group))

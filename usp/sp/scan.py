@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,12 +35,11 @@ from .spans import Segment, SpanPlan
 class FromZero:
     """What a recurrence computes of n segments, from zero states.
 
-    Attributes:
-        out: (n, L, ...) outputs.
-        final: (n, ...) states after the last token.
-        transition: None if no segment has an incoming state. Else what takes a state over a segment: (n, ..., k, k)
-            matrices to multiply from the left if the recurrence is `mixing`, else factors that broadcast to states.
-        read: None likewise. Else from incoming states (n, ...) to their share of `out`.
+    out: (n, L, ...) outputs.
+    final: (n, ...) states after the last token.
+    transition: None if no segment has an incoming state. Else what takes a state over a segment: (n, ..., k, k)
+        matrices to multiply from the left if the recurrence is `mixing`, else factors that broadcast to states.
+    read: None likewise. Else from incoming states (n, ...) to their share of `out`.
     """
 
     out: Tensor
@@ -49,40 +48,36 @@ class FromZero:
     read: Callable[[Tensor], Tensor] | None
 
 
-class Recurrence(Protocol):
+@dataclass(frozen=True)
+class Recurrence:
     """One kind of recurrence. Tokens whose inputs are all zero must leave the state as it is.
 
-    Attributes:
-        mixing: transitions are matrices, not factors.
-        state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
+    mixing: transitions are matrices, not factors.
+    state: the shape of a state; its first dim are heads, or channels, that are independent of each other.
     """
 
-    @property
-    def mixing(self) -> bool: ...
-
-    @property
-    def state(self) -> tuple[int, ...]: ...
+    mixing: ClassVar[bool] = False
+    state: tuple[int, ...]
 
     def __call__(self, inputs: Sequence[Tensor], carried: bool) -> FromZero:
         """Compute segments (n, L, ...), each from a zero state; `carried`: with transition and read."""
-        ...
+        raise NotImplementedError
 
     def step(self, inputs: Sequence[Tensor], state: Tensor, own: slice) -> tuple[Tensor, Tensor]:
         """Compute one token, inputs (n, ...), of the heads `own` from their state; return their outputs and state."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Segments that are computed together, padded to the longest.
 
-    Attributes:
-        segments: numbers among the plan's segments.
-        gather: (n, L) index into a zero token and this rank's tokens.
-        tokens: (tokens of the segments,) where they are among the rank's tokens.
-        outputs: (the same,) where they are among the n * L outputs.
-        run: where the segments' tokens begin among the rank's if they stand there in order, without padding; else None.
-        carried: the segments have an incoming state.
+    segments: numbers among the plan's segments.
+    gather: (n, L) index into a zero token and this rank's tokens.
+    tokens: (tokens of the segments,) where they are among the rank's tokens.
+    outputs: (the same,) where they are among the n * L outputs.
+    run: where the segments' tokens begin among the rank's if they stand there in order, without padding; else None.
+    carried: the segments have an incoming state.
     """
 
     segments: tuple[int, ...]
@@ -97,11 +92,10 @@ class Bucket:
 class Hop:
     """A message from one span to the next.
 
-    Attributes:
-        final: this rank's place of the message's states among the final ones of its spans, (start, stop).
-        through: (index in the message, number among this rank's passed segments, number among its incoming states)
-            of the rows whose final state depends on the incoming one.
-        incoming: the place of the message's states among this rank's incoming ones, (start, stop).
+    final: this rank's place of the message's states among the final ones of its spans, (start, stop).
+    through: (index in the message, number among this rank's passed segments, number among its incoming states)
+        of the rows whose final state depends on the incoming one.
+    incoming: the place of the message's states among this rank's incoming ones, (start, stop).
     """
 
     source: int
@@ -115,11 +109,10 @@ class Hop:
 class ScanProgram:
     """A `SpanPlan` as index tensors on a device and this rank's messages in sequence order.
 
-    Attributes:
-        buckets: all segments, those of similar length together.
-        finals: segments whose final state is handed on, by span and row.
-        passed: those among them that have an incoming state as well.
-        incoming: segments with an incoming state, by span and row.
+    buckets: all segments, those of similar length together.
+    finals: segments whose final state is handed on, by span and row.
+    passed: those among them that have an incoming state as well.
+    incoming: segments with an incoming state, by span and row.
     """
 
     plan: SpanPlan
@@ -191,32 +184,18 @@ def scan(
     program: ScanProgram,
     channel: Channel,
     recurrence: Recurrence,
-    keep: Keep = compute_now,
-) -> Tensor:
-    """Run a recurrence over the whole sequence on this rank's tokens. Collective over the grid.
-
-    Equal to the recurrence over each document by itself, forward and backward.
-
-    Args:
-        inputs: (T, ...) each.
-        channel: the grid's process group, ranked as in the plan.
-        keep: saves or replays the incoming states for activation checkpointing.
-
-    Returns:
-        (T, ...).
-    """
-    return scan_with_states(inputs, program, channel, recurrence, (), keep)[0]
-
-
-def scan_with_states(
-    inputs: Sequence[Tensor],
-    program: ScanProgram,
-    channel: Channel,
-    recurrence: Recurrence,
-    final_of: tuple[int, ...],
+    final_of: tuple[int, ...] = (),
     keep: Keep = compute_now,
 ) -> tuple[Tensor, Tensor]:
-    """Run `scan`; return also the states after the last token of the segments `final_of`, without gradients."""
+    """Run a recurrence over the whole sequence on this rank's tokens, each document by itself. Collective over the
+    grid.
+
+    inputs: (T, ...) each.
+    channel: the grid's process group, ranked as in the plan.
+    keep: saves or replays the incoming states for activation checkpointing.
+
+    Returns the outputs (T, ...), and the states after the last token of the segments `final_of`, without gradients.
+    """
     ran = [recurrence([_pick(x, bucket) for x in inputs], bucket.carried) for bucket in program.buckets]
     final = _rows(program, [part.final for part in ran], program.finals)
     transition = _rows(program, [part.transition for part in ran], program.passed)

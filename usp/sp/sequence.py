@@ -1,8 +1,10 @@
-"""Sharding sequences and batches: values, positions, shifted labels and documents."""
+"""The ring and ulysses axes of any mesh, messages over their grid, and sharding of sequences and batches over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,13 +12,123 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from attention import AttentionSpec
-from parallel import ParallelMesh
-
-from .axes import SpAxes
-from .sp_attention import documents_of
+from attention import AttentionSpec, Channel, Keep, SequenceLayout, compute_now
+from attention.comm import Pending
+from parallel import ParallelMesh, agree
 
 IGNORED_LABEL = -100  # the convention of transformers and torch
+
+
+@dataclass(frozen=True)
+class SpAxes:
+    """Ring and ulysses process groups of this rank; None for a degree of 1."""
+
+    ring_group: dist.ProcessGroup | None
+    ulysses_group: dist.ProcessGroup | None
+    device_type: str
+
+    @staticmethod
+    def of(mesh: ParallelMesh | DeviceMesh) -> SpAxes:
+        """Read the axes named ring and ulysses; if a torch DeviceMesh lacks one, its degree is 1. Raises TypeError for
+        any other type of mesh, and ValueError for a DeviceMesh with neither axis."""
+        if isinstance(mesh, ParallelMesh):
+            return SpAxes(_group(mesh.device_mesh("ring")), _group(mesh.device_mesh("ulysses")), mesh.device_type)
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a ParallelMesh or a torch DeviceMesh, got {type(mesh).__name__}")
+        names = mesh.mesh_dim_names or ()
+        if not {"ring", "ulysses"} & set(names):
+            raise ValueError(
+                f"DeviceMesh has axes {names or 'without names'}, but must name at least one of ring and ulysses: "
+                f"init_device_mesh(device, (2, 4), mesh_dim_names=('ring', 'ulysses'))"
+            )
+        ring, ulysses = (_group(mesh[axis]) if axis in names else None for axis in ("ring", "ulysses"))
+        return SpAxes(ring, ulysses, mesh.device_type)
+
+    @property
+    def ring(self) -> int:
+        return 1 if self.ring_group is None else self.ring_group.size()
+
+    @property
+    def ulysses(self) -> int:
+        return 1 if self.ulysses_group is None else self.ulysses_group.size()
+
+    @property
+    def ring_rank(self) -> int:
+        return 0 if self.ring_group is None else dist.get_rank(self.ring_group)
+
+    @property
+    def ulysses_rank(self) -> int:
+        return 0 if self.ulysses_group is None else dist.get_rank(self.ulysses_group)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Groups of more than one rank; all-reducing over each in turn covers the grid."""
+        return [group for group in (self.ulysses_group, self.ring_group) if group is not None]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.ring * self.ulysses
+
+    def layout(self, kind: str, seq_len: int) -> SequenceLayout:
+        """Return the layout of `seq_len` global tokens over these axes; raises ValueError if they do not divide."""
+        return SequenceLayout(kind, seq_len, self.ring, self.ulysses)
+
+    def positions(self, layout: SequenceLayout) -> torch.Tensor:
+        """Return the global positions of this rank's tokens, int64 (local_len,)."""
+        return layout.positions(self.ring_rank, self.ulysses_rank)
+
+    def agree(self, value: object, what: str) -> None:
+        """Raise RanksDisagree on every rank of the grid if `repr(value)` differs between ranks. Collective."""
+        agree(value, self.groups, what, self.device_type)
+
+
+def _group(axis: DeviceMesh) -> dist.ProcessGroup | None:
+    return axis.get_group() if axis.size() > 1 else None
+
+
+class GridChannel(Channel):
+    """A channel over the whole grid, in which rank ring_rank * ulysses + ulysses_rank has that number. members: the
+    rank in the process group of each rank of the grid."""
+
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int]) -> None:
+        super().__init__(group)
+        self.members = tuple(members)
+        self.rank = self.members.index(self.rank)
+
+    def post(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Pending:
+        return super().post(*([(self.members[peer], x) for peer, x in part] for part in (sends, receives)))
+
+    @staticmethod
+    def of(mesh: ParallelMesh | DeviceMesh) -> GridChannel:
+        """Return the channel of a mesh with the axes of `SpAxes`. Collective for a torch DeviceMesh of both axes."""
+        if isinstance(mesh, ParallelMesh):
+            names = tuple(axis for axis in mesh.dims.degrees() if axis in ("ring", "ulysses"))
+            grid, group = mesh.device_mesh(*names), mesh.group("sp")
+        else:
+            names = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("ring", "ulysses"))
+            grid = mesh[names]
+            group = (grid if len(names) == 1 else grid._flatten("sp")).get_group()
+        if grid.size() == 1:
+            return GridChannel(None, (0,))
+        ranks = grid.mesh.t() if names == ("ulysses", "ring") else grid.mesh
+        in_group = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+        return GridChannel(group, [in_group[rank] for rank in torch.flatten(ranks).tolist()])
+
+
+class StepKeeper:
+    """Runner of layers on a mesh whose calls pass their steps to `keep`."""
+
+    keep: Keep = staticmethod(compute_now)
+
+    @contextmanager
+    def keeping(self, keep: Keep) -> Iterator[None]:
+        """Pass the steps of calls to `keep`: `KeepResults` in a checkpoint's forward, its replay in recomputation."""
+        outside, self.keep = self.keep, keep
+        try:
+            yield
+        finally:
+            self.keep = outside
 
 
 def shard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", dim: int = 1) -> Tensor:
@@ -34,9 +146,9 @@ def unshard_sequence(x: Tensor, mesh: ParallelMesh | DeviceMesh, layout: str = "
     """Gather all ranks' shards in global order: the inverse of `shard_sequence`. Collective. The gradient is that of
     the sum of all ranks' losses: the ranks' gradients are summed, and each gets its shard."""
     axes = SpAxes.of(mesh)
-    if axes.ring * axes.ulysses == 1:
+    if axes.ranks == 1:
         return x
-    ordered = axes.layout(layout, x.shape[dim] * axes.ring * axes.ulysses)
+    ordered = axes.layout(layout, x.shape[dim] * axes.ranks)
     order = torch.cat([ordered.positions(r, u) for r in range(axes.ring) for u in range(axes.ulysses)])
     gathered = _Gather.apply(x.movedim(dim, 0), axes)
     return gathered.index_select(0, order.argsort().to(x.device)).movedim(0, dim)
@@ -81,9 +193,8 @@ def shard_batch(
         t's target is label t + 1 of the same document, else -100), all (B, S / (ring * ulysses)), and `cu_seqlens`
         unchanged, on the CPU. Pass them to the model as keyword arguments, `shift_labels` to the loss.
 
-    Raises:
-        ValueError: for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
-            `cu_seqlens`.
+    Raises ValueError for missing or unknown keys, mismatched shapes, a length that the layout cannot divide, or invalid
+    `cu_seqlens`.
     """
     _check(batch)
     ids, cu_seqlens = batch["input_ids"], batch.get("cu_seqlens")
@@ -148,3 +259,22 @@ def _check(batch: Mapping[str, Tensor]) -> None:
         violations.append(f"{key} is not a key of shard_batch{hint}")
     if violations:
         raise ValueError("; ".join(violations))
+
+
+def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+    """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
+    return rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
+
+
+def rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:
+    """Return the rows of an integer tensor, one for all rows or one for each; raises ValueError for any other."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be an integer tensor, got {type(x).__name__}")
+    if x.dim() not in (1, 2) or x.dtype.is_floating_point or x.dtype == torch.bool:
+        raise ValueError(
+            f"{name} must be integers of shape ({columns},) or (batch, {columns}), got {x.dtype} {tuple(x.shape)}"
+        )
+    rows = x.tolist()
+    return tuple(map(tuple, rows)) if x.dim() == 2 else (tuple(rows),)

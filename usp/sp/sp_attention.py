@@ -12,8 +12,7 @@ the values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -31,27 +30,25 @@ from attention import (
     AttentionSpec,
     Channel,
     HeadPlan,
-    Keep,
     KeepResults,
     RingProgram,
     UnifiedPlan,
     WireBytes,
     accumulate_dtype,
     check_kernel_name,
-    compute_now,
     unified_attention,
     unified_backward,
     unified_forward,
 )
 from parallel import ParallelMesh
 
-from .axes import SpAxes
 from .kernel_choice import choose_kernel
+from .sequence import SpAxes, StepKeeper, documents_of, rows_of
 
 logger = logging.getLogger(__name__)
 
 
-class UnifiedSPAttention(nn.Module):
+class UnifiedSPAttention(StepKeeper, nn.Module):
     """Exact, parameter-free attention over sequences sharded on a ring x ulysses mesh.
 
     Ulysses exchanges tokens for heads over the ulysses axis, ring attention passes keys and values around the ring axis
@@ -63,8 +60,7 @@ class UnifiedSPAttention(nn.Module):
         layout: contiguous, zigzag or striped; must match `shard_sequence` and `shard_batch`.
         kernel: auto, or one of `attention.KERNEL_NAMES`.
 
-    Raises:
-        ValueError: for an unknown layout or kernel.
+    Raises ValueError for an unknown layout or kernel.
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, layout: str = "zigzag", kernel: str = "auto") -> None:
@@ -79,7 +75,6 @@ class UnifiedSPAttention(nn.Module):
         self._logged: set[str] = set()
         self.calls = 0
         self.kernels: set[str] = set()  # names of those that calls have used
-        self._keep: Keep = compute_now
         self._handle = Handle(self, (self.axes.ulysses, self.axes.ulysses_rank))
 
     def forward(
@@ -131,20 +126,11 @@ class UnifiedSPAttention(nn.Module):
         if torch.compiler.is_compiling():
             return attend(self._handle, q, k, v, sinks, *options)[0]
         call = self._call(q, k, v, sinks, *options)
-        return unified_attention(q, k, v, **call, sinks=sinks, keep=self._keep)
+        return unified_attention(q, k, v, **call, sinks=sinks, keep=self.keep)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
         return UnifiedSPAttention(self._mesh, self.layout, self.kernel)
-
-    @contextmanager
-    def keeping(self, keep: Keep) -> Iterator[None]:
-        """Pass the steps of calls to `keep`: `KeepResults` in a checkpoint's forward, its replay in recomputation."""
-        outside, self._keep = self._keep, keep
-        try:
-            yield
-        finally:
-            self._keep = outside
 
     def wire_bytes(
         self,
@@ -163,7 +149,7 @@ class UnifiedSPAttention(nn.Module):
     ) -> WireBytes:
         """Predict the bytes this rank sends in the forward and backward of such a call (global `seq_len`). `v_head_dim`
         is that of v, None for `head_dim`."""
-        documents, prefixes = documents_of(cu_seqlens), _rows_of(prefix, "prefix", "documents")
+        documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
         spec = AttentionSpec(causal, _window(window), documents=documents, prefixes=prefixes)
         heads = HeadPlan(num_heads, num_kv_heads, self.axes.ulysses)
         return self._plan(spec, heads, batch, seq_len).wire_bytes(head_dim, dtype, v_head_dim)
@@ -171,7 +157,7 @@ class UnifiedSPAttention(nn.Module):
     @property
     def ranks(self) -> int:
         """Number of ranks that share a sequence."""
-        return self.axes.ring * self.axes.ulysses
+        return self.axes.ranks
 
     @property
     def sent_bytes(self) -> int:
@@ -188,7 +174,7 @@ class UnifiedSPAttention(nn.Module):
         spec = _spec(seq_len, *options)
         self.calls += 1
         call = (spec, heads, q.shape[0], seq_len, q.shape[3], v.shape[3], q.dtype, q.device)
-        plan, program = self._keep(("plan", *call), lambda: self._prepare(*call))
+        plan, program = self.keep(("plan", *call), lambda: self._prepare(*call))
         return {"plan": plan, "program": program, "ulysses": self._ulysses, "ring": self._ring}
 
     def _plan(self, spec: AttentionSpec, heads: HeadPlan, batch: int, seq_len: int) -> UnifiedPlan:
@@ -262,9 +248,9 @@ def attend(
     if violations := ulysses_violations(q.shape[2], layer.axes.ulysses):
         raise ValueError(f"torch.compile needs a query head on every rank: {'; '.join(violations)}")
     call = layer._call(q, k, v, sinks, cu_seqlens, prefix, causal, scale, window, softcap, chunk)
-    results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer._keep)
+    results = unified_forward(q, k, v, **call, sinks=sinks, keep=layer.keep)
     # The graph may write over what the operator returns.
-    return [x.clone() for x in results] if isinstance(layer._keep, KeepResults) else results
+    return [x.clone() for x in results] if isinstance(layer.keep, KeepResults) else results
 
 
 @attend.register_fake
@@ -372,7 +358,7 @@ def _spec(
     softcap: float | None,
     chunk: int,
 ) -> AttentionSpec:
-    documents, prefixes = documents_of(cu_seqlens), _rows_of(prefix, "prefix", "documents")
+    documents, prefixes = documents_of(cu_seqlens), rows_of(prefix, "prefix", "documents")
     spec = AttentionSpec(causal, (window[0], window[1]), scale, softcap, documents, prefixes)
     if not chunk:
         return spec
@@ -389,21 +375,3 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     if not (isinstance(window, Sequence) and len(window) == 2 and all(type(side) is int for side in window)):
         raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
     return (window[0], window[1])
-
-
-def documents_of(cu_seqlens: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
-    """Return `AttentionSpec.documents` for a `cu_seqlens` tensor; raises ValueError for an invalid one."""
-    return _rows_of(cu_seqlens, "cu_seqlens", "documents + 1")
-
-
-def _rows_of(x: Tensor | None, name: str, columns: str) -> tuple[tuple[int, ...], ...] | None:
-    if x is None:
-        return None
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be an integer tensor, got {type(x).__name__}")
-    if x.dim() not in (1, 2) or x.dtype.is_floating_point or x.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be integers of shape ({columns},) or (batch, {columns}), got {x.dtype} {tuple(x.shape)}"
-        )
-    rows = x.tolist()
-    return tuple(map(tuple, rows)) if x.dim() == 2 else (tuple(rows),)

@@ -8,7 +8,7 @@ span before it. Zigzag over ring = 2:
     rank          0    ->   1    ->   1    ->   0          (spans 1 and 2 are adjacent on rank 1: one span)
 
 Documents end anywhere. They cut a rank's part of a span into segments, and nothing crosses their boundaries. The
-striped layout has spans of one token, so its layers run on the contiguous layout instead (reshard.py).
+striped layout has spans of one token, so its layers run on the contiguous layout instead (`in_order.Reshard`).
 
 Everything here is a pure function of the layout and the documents; every rank derives the same messages from it.
 """
@@ -19,21 +19,10 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
 from attention import SequenceLayout
-
-
-class SentBytes(NamedTuple):
-    """Bytes that a rank sends in a forward, and in its backward."""
-
-    forward: int
-    backward: int
-
-
-Documents = tuple[tuple[int, ...], ...] | None  # global boundaries by row, as AttentionSpec.documents
 
 
 @dataclass(frozen=True)
@@ -57,11 +46,10 @@ class HeldSpan:
 class Segment:
     """The part of one document that a rank holds in one span of one row.
 
-    Attributes:
-        span: number of the span in sequence order.
-        start: index of the first token among the rank's tokens, row after row.
-        before: tokens of the document in earlier spans.
-        continues: the document goes on in the next span.
+    span: number of the span in sequence order.
+    start: index of the first token among the rank's tokens, row after row.
+    before: tokens of the document in earlier spans.
+    continues: the document goes on in the next span.
     """
 
     row: int
@@ -73,11 +61,8 @@ class Segment:
 
 
 def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
-    """Return the maximal spans of all ranks in sequence order.
-
-    Raises:
-        ValueError: for the striped layout, whose spans are single tokens.
-    """
+    """Return the maximal spans of all ranks in sequence order. Raises ValueError for the striped layout, whose spans
+    are single tokens."""
     if layout.kind == "striped" and layout.ring > 1:
         raise ValueError("layout='striped' has no spans of consecutive tokens: reshard to contiguous first")
     spans = []
@@ -98,15 +83,14 @@ def held_spans(layout: SequenceLayout) -> tuple[HeldSpan, ...]:
 class SpanPlan:
     """One rank's part of a layer that works in sequence order on (rows, local_len) tokens.
 
-    Attributes:
-        layout: contiguous or zigzag.
-        documents: boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
-            Tokens after a row's last boundary form a document of their own.
-        rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
+    layout: contiguous or zigzag.
+    documents: global boundaries by row (one tuple for all rows, or one per row); None if each row is one document.
+        Tokens after a row's last boundary form a document of their own.
+    rank: this rank in the grid, ring_rank * ulysses + ulysses_rank.
     """
 
     layout: SequenceLayout
-    documents: Documents
+    documents: tuple[tuple[int, ...], ...] | None
     rows: int
     rank: int
 
@@ -154,24 +138,11 @@ class SpanPlan:
         ends = [span.end for span in self.spans[:-1]]
         return (*(tuple(row for row in range(self.rows) if not self._starts(row, end)) for end in ends), ())
 
-    def state_bytes(self, state: int, dtype: torch.dtype) -> SentBytes:
-        """Predict the bytes that this rank sends for states of `state` numbers per row."""
-        sent = received = 0
-        for number, rows in enumerate(self.crossings[:-1]):
-            source, destination = self.spans[number].rank, self.spans[number + 1].rank
-            if source != destination:
-                sent += len(rows) * (source == self.rank)
-                received += len(rows) * (destination == self.rank)
-        return SentBytes(sent * state * dtype.itemsize, received * state * dtype.itemsize)
-
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """The tokens that this rank's segments need from before their spans, for a convolution of `kernel` taps.
-
-    Attributes:
-        kernel: taps of the causal convolution; an output reads its own token and `kernel - 1` before it.
-    """
+    """The tokens that this rank's segments need from before their spans, for a causal convolution of `kernel` taps: an
+    output reads its own token and `kernel - 1` before it."""
 
     spans: SpanPlan
     kernel: int
@@ -237,8 +208,3 @@ class HaloPlan:
             own.append(torch.arange(end + width, end + width + segment.length))
             end += width + segment.length
         return torch.cat(pieces), torch.cat(own)
-
-    def wire_bytes(self, channels: int, dtype: torch.dtype) -> SentBytes:
-        """Predict the bytes that this rank sends in one convolution of so many channels."""
-        sent, received = sum(map(len, self.sends.values())), sum(self.receives.values())
-        return SentBytes(sent * channels * dtype.itemsize, received * channels * dtype.itemsize)

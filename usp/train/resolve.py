@@ -14,7 +14,7 @@ from usp.config import ROPE_SCALINGS, CommonConfig, TrainConfig, by_stage
 from usp.hf.expert_parallel import aux_loss_coefficient
 from usp.hf.lora import Lora, lora_targets
 from usp.hf.models import FAMILIES, ModelConfig, load_model_config, model_facts, with_context
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job, adapted
 from usp.presets import LORA_RATE, PRESETS, settled_rate

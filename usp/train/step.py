@@ -17,8 +17,7 @@ from usp.data.batches import Part, one_epoch
 from usp.data.rows import PackedRows
 from usp.losses.output_heads import LastHidden, NextTokenLoss
 from usp.losses.vocabulary import global_token_count
-from usp.sp.axes import SpAxes
-from usp.sp.sequence import IGNORED_LABEL, split_rows
+from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
 
 from .engines.base import Engine
 

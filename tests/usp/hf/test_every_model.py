@@ -18,7 +18,7 @@ from usp.hf import probe as verdict
 from usp.hf.probe import structure
 from usp.hf.shrink import VOCAB
 from usp.losses import causal_lm_loss, global_token_count
-from usp.sp.axes import SpAxes
+from usp.sp.sequence import SpAxes
 
 TYPES = verdict.causal_lm_types()
 # State spaces, full, sliding and chunked masks, sinks, softcap, learned positions, experts, parallel blocks.

@@ -38,8 +38,7 @@ from usp.hf.experts import expert_modules, expert_problems, has_balancing_loss, 
 from usp.hf.integrate import decoder_layers
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.probe import causal_lm_types
-from usp.hf.shapes import model_shape
-from usp.hf.tensor_parallel import apply_tp
+from usp.hf.tensor_parallel import apply_tp, model_shape
 from usp.losses import causal_lm_loss, global_token_count
 
 COEFFICIENT = 0.02

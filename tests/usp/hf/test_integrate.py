@@ -14,7 +14,7 @@ from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import SIZES, packed_batch, tiny_model
 from usp import apply_unified_sp, shard_batch
-from usp.sp.axes import SpAxes
+from usp.sp.sequence import SpAxes
 
 
 def refusal(call, *args, **kwargs) -> str:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, Mix
 from tests.usp.tiny import drawn_model
 from usp.hf.export import save_weights
 from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.hf.weights import load_weights
 from usp.model.facts import ModelFacts
 from usp.presets import PRESETS

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from usp.model import offload
+from usp.model import recompute
 from usp.model.recompute import apply_activation_checkpointing
 
 LAYERS = 5
@@ -92,7 +92,7 @@ def test_layers_are_fetched_one_ahead_and_at_most_two_are_on_the_device() -> Non
 
     weights = [weight for layer in layers for weight in layer.parameters()]
     wanted = [torch.autograd.grad(loss, weights) for loss in outputs()]
-    with patch.object(offload, "copier_for", lambda device: copier):
+    with patch.object(recompute, "copier_for", lambda device: copier):
         apply_activation_checkpointing(layers, "full", offload=True)
         for order in ((0, 1, 2), (2, 0, 1)):  # of the backwards after all forwards
             losses = outputs()
@@ -111,14 +111,14 @@ def test_a_backward_may_be_split_and_what_is_forgotten_is_freed() -> None:
     layer, x = Layer("0", log), torch.randn(2, 4, requires_grad=True)
     weight, bias = layer.parameters()
     wanted = torch.autograd.grad(layer(x).square().sum(), [weight, bias])
-    with patch.object(offload, "copier_for", lambda device: copier):
+    with patch.object(recompute, "copier_for", lambda device: copier):
         apply_activation_checkpointing([layer], "full", offload=True)
         loss = layer(x).square().sum()
         (of_weight,) = torch.autograd.grad(loss, weight, retain_graph=True)
         (of_bias,) = torch.autograd.grad(loss, bias)
     assert torch.equal(of_weight, wanted[0]) and torch.equal(of_bias, wanted[1])
-    away = offload.Offload()
-    with patch.object(offload, "copier_for", lambda device: copier):
+    away = recompute.Offload()
+    with patch.object(recompute, "copier_for", lambda device: copier):
         saved = away.layer(x.device, first=True)
         packed = saved.pack(torch.ones(1))
         gone = weakref.ref(packed)

@@ -22,7 +22,7 @@ from usp import UnifiedSPAttention, apply_unified_sp, shard_batch
 from usp.hf.integrate import decoder_layers
 from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
-from usp.model import offload
+from usp.model import recompute
 from usp.model.recompute import apply_activation_checkpointing, apply_tiled_mlp
 
 CASES = [("none", False, 0), ("full", False, 0), ("attention-saved", False, 0), ("attention-saved", True, 0)]
@@ -130,12 +130,12 @@ def test_parameter_names_are_kept_and_saved_tensors_offloaded(ranks: RankPool) -
 def names_and_packs() -> tuple[list[str], list[str], list[tuple[int, ...]]]:
     packed: list[tuple[int, ...]] = []
 
-    class Counting(offload.Copier):
+    class Counting(recompute.Copier):
         def to_host(self, x: Tensor) -> tuple[Tensor, None]:
             packed.append(tuple(x.shape))
             return super().to_host(x)
 
-    with patch.object(offload, "copier_for", lambda device: Counting()):
+    with patch.object(recompute, "copier_for", lambda device: Counting()):
         stage, mesh = build(ParallelDims(), "attention-saved", True, 5)
         loss_of(stage, mesh, 0).backward()
     return sorted(stage.model.state_dict()), sorted(tiny_model("llama").state_dict()), packed
@@ -181,7 +181,7 @@ def test_products_are_kept_but_the_last_and_not_changed_in_place() -> None:
 
     layer, attention, x = Layer(), UnifiedSPAttention.__new__(UnifiedSPAttention), torch.randn(2, 3, 4)
     nn.Module.__init__(attention)
-    attention._keep = compute_now
+    attention.keep = compute_now
     wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     apply_activation_checkpointing([layer], "selective", attention)
     with Counted():

@@ -14,7 +14,7 @@ from parallel.reallocation.boxes import Box
 from tests.harness.ranks import RankPool
 from tests.usp.tiny import CONFIGS
 from usp.hf.models import load_model_config, model_facts, scalar_config
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape, weight_layout
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.roles.role_model import RoleModel, RoleSpec

@@ -10,7 +10,7 @@ import torch
 
 from parallel import Hardware, ParallelDims, load_hardware
 from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelShape
 from usp.planning.call_cost import CallCost, CallOptions, call_cost
 from usp.planning.workload import Sample, Workload, batching

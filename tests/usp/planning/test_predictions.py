@@ -12,7 +12,7 @@ import torch
 from parallel import load_hardware, plan_realloc, realloc_seconds
 from tests.usp.rlhf.toy import ppo
 from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.model.facts import ModelFacts, weight_layout
 from usp.planning.call_cost import CallOptions, call_cost
 from usp.planning.estimates import Estimates

@@ -10,7 +10,7 @@ import torch
 from parallel import Hardware, Link, ParallelDims, load_hardware
 from tests.usp.planning.test_predictions import graph
 from usp.hf.models import load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.planning.estimates import CallSeconds, Factors, factor_of, layout_key
 from usp.planning.rlhf_question import Question
 from usp.planning.run_plan import SearchingPlanner, learned, moves

@@ -17,7 +17,7 @@ from tests.usp.tiny import CONFIGS, VOCAB
 from usp.config import TrainConfig
 from usp.hf.experts import router_modules
 from usp.hf.models import model_facts, scalar_config
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.planning.call_cost import decode_traffic
 from usp.predict.job import Job
 from usp.predict.traffic import FLOAT32, INT64, Sent, all_reduce, merged, pass_traffic

@@ -19,7 +19,7 @@ from usp.__main__ import main
 from usp.commands.dry_run import DryRunConfig
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.run.failures import ConfigurationError
 from usp.train.dry_run import dry_run
 

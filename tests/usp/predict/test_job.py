@@ -9,7 +9,7 @@ from parallel import ParallelDims, ParallelMesh
 from tests.harness.ranks import RankPool
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
-from usp.hf.shapes import model_shape
+from usp.hf.tensor_parallel import model_shape
 from usp.predict.job import Job
 from usp.run.failures import ConfigurationError
 from usp.train.resolve import job_of

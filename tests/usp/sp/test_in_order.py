@@ -19,6 +19,7 @@ from attention import LAYOUTS, SequenceLayout
 from parallel import ParallelDims, ParallelMesh
 from tests.attention.strategies import specs
 from tests.harness.ranks import RankPool
+from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence, unshard_sequence
 from usp.sp.in_order import OrderedCall, ReshardPlan, SequenceOrder
 from usp.sp.scan import FromZero
@@ -145,12 +146,8 @@ def test_what_one_rank_sends_another_receives(ranked: list[SpanPlan]) -> None:
         lengths = [segment.length for segment in ranked[rank].segments]
         assert sum(lengths) == rows * layout.local_len and min(lengths) > 0
         assert halo.receives == {peer: len(h.sends[rank]) for peer, h in enumerate(halos) if rank in h.sends}
-    for measure in (
-        lambda plan: plan.state_bytes(1, torch.float32),
-        lambda plan: HaloPlan(plan, TAPS).wire_bytes(1, torch.int8),
-    ):
-        sent = [measure(plan) for plan in ranked]
-        assert sum(one.forward for one in sent) == sum(one.backward for one in sent)
+    for planned in ([state_bytes(plan, 4) for plan in ranked], [halo_bytes(halo, 1) for halo in halos]):
+        assert sum(forward for forward, _ in planned) == sum(backward for _, backward in planned)
     carried = sum(segment.before > 0 for plan in ranked for segment in plan.segments)
     assert carried == sum(segment.continues for plan in ranked for segment in plan.segments)
     assert carried == sum(map(len, ranked[0].crossings))
@@ -160,12 +157,10 @@ def test_zigzag_passes_a_state_over_each_boundary_between_ranks() -> None:
     layout = SequenceLayout("zigzag", 64, ring=4)
     spans = held_spans(layout)
     assert [span.rank for span in spans] == [0, 1, 2, 3, 2, 1, 0]  # the last rank's chunks are adjacent
-    sent = [SpanPlan(layout, None, 2, rank).state_bytes(10, torch.float32).forward for rank in range(4)]
+    sent = [state_bytes(SpanPlan(layout, None, 2, rank), 40)[0] for rank in range(4)]
     assert sent == [80, 160, 160, 80]
     documents = ((0, 16, 32, 48, 64), (0, 64))  # the first row's boundaries are two of the seven spans' ends
-    assert (
-        sum(SpanPlan(layout, documents, 2, rank).state_bytes(10, torch.float32).forward for rank in range(4)) == 40 * 10
-    )
+    assert sum(state_bytes(SpanPlan(layout, documents, 2, rank), 40)[0] for rank in range(4)) == 40 * 10
 
 
 def test_spans_need_consecutive_tokens() -> None:

@@ -13,11 +13,11 @@ from parallel import ParallelDims, ParallelMesh
 from parallel.wire import SentBytes
 from tests.harness.ranks import RankPool
 from tests.usp.hf.mixers.hybrids import FAMILIES, SIZES, errors, hybrid, relative, sharded
+from tests.usp.sp.planned_bytes import halo_bytes, state_bytes
 from usp import shard_sequence
-from usp.hf.mixers import Mixer, apply_mixers, sharded_mixers
+from usp.hf.mixers import apply_mixers, sharded_mixers
 from usp.sp.in_order import SequenceOrder
 from usp.sp.spans import HaloPlan
-from usp.sp.spans import SentBytes as PlannedBytes
 
 TOLERANCE = 1e-5
 # One family of each kind, on as many layouts as fit into CI; the grid with --exhaustive.
@@ -60,20 +60,21 @@ def sent_and_planned(family: str, seq_len: int, layout: str) -> list[tuple[int, 
     x = shard_sequence(torch.randn(2, seq_len, SIZES["hidden_size"]), mesh, layout).requires_grad_()
     cu_seqlens = torch.tensor([[0, 9, seq_len, seq_len], [0, 3, seq_len - 2, seq_len]])
     plan = order.plan(2, seq_len, cu_seqlens)
-    parts = [HaloPlan(plan, convolution.kernel_size[0]).wire_bytes(convolution.in_channels, torch.float32)]
-    parts += [plan.state_bytes(STATES[family], torch.float32)] if family in STATES else []
+    itemsize = torch.float32.itemsize
+    parts = [halo_bytes(HaloPlan(plan, convolution.kernel_size[0]), convolution.in_channels * itemsize)]
+    parts += [state_bytes(plan, STATES[family] * itemsize)] if family in STATES else []
     if moves := order.moves(seq_len):
         sent, received = (
             sum(len(index) for peer, index in enumerate(indices) if peer != moves.rank)
             for indices in (moves.sends, moves.receives)
         )
-        both = (sent + received) * 2 * SIZES["hidden_size"] * torch.float32.itemsize  # to the layer and back
-        parts += [PlannedBytes(both, both)]
+        both = (sent + received) * 2 * SIZES["hidden_size"] * itemsize  # to the layer and back
+        parts += [(both, both)]
     with SentBytes() as forward:
         out = mixer(x, cu_seqlens=cu_seqlens)
     with SentBytes() as backward:
         out.sum().backward()
-    planned = (sum(part.forward for part in parts), sum(part.backward for part in parts))
+    planned = [sum(part) for part in zip(*parts, strict=True)]
     return [(forward.total, planned[0]), (backward.total, planned[1])]
 
 
@@ -166,9 +167,9 @@ def test_unsupported_calls_and_models_raise(ranks: RankPool) -> None:
 
 
 def test_mixers_are_found_by_what_they_call() -> None:
-    kinds = {family: {mixer.kind for mixer in sharded_mixers(hybrid(family)).values()} for family in FAMILIES}
+    kinds = {family: set(sharded_mixers(hybrid(family)).values()) for family in FAMILIES}
     assert kinds["olmo_hybrid"] == {"gated delta rule"}
     assert kinds["kimi_linear"] == {"Kimi delta attention"}
     assert kinds["nemotron_h"] == kinds["zamba2"] == {"Mamba-2"}
     assert kinds["jamba"] == {"Mamba"}
-    assert sharded_mixers(hybrid("lfm2")) == {"model.layers.0.conv": Mixer("short convolution")}
+    assert sharded_mixers(hybrid("lfm2")) == {"model.layers.0.conv": "short convolution"}

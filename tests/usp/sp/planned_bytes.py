@@ -1,0 +1,21 @@
+"""The bytes that plans of layers in sequence order say a rank sends in a forward, and in its backward."""
+
+from __future__ import annotations
+
+from usp.sp.spans import HaloPlan, SpanPlan
+
+
+def state_bytes(plan: SpanPlan, row_bytes: int) -> tuple[int, int]:
+    """Return those of states with so many bytes per row."""
+    sent = received = 0
+    for number, rows in enumerate(plan.crossings[:-1]):
+        source, destination = plan.spans[number].rank, plan.spans[number + 1].rank
+        if source != destination:
+            sent += len(rows) * (source == plan.rank)
+            received += len(rows) * (destination == plan.rank)
+    return sent * row_bytes, received * row_bytes
+
+
+def halo_bytes(plan: HaloPlan, token_bytes: int) -> tuple[int, int]:
+    """Return those of one convolution over tokens of so many bytes."""
+    return sum(map(len, plan.sends.values())) * token_bytes, sum(plan.receives.values()) * token_bytes
