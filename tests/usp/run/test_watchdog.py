@@ -82,14 +82,38 @@ def test_every_hang_is_reported_and_the_ranks_restart(tmp_path: Path) -> None:
     assert "rank 0: no answer" in stopped and stopped.endswith("look first at rank 0")
 
 
-def test_no_report_while_there_is_progress_or_after_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+class Clock:
+    """A clock that a test moves. The watchdog looks at it at every tick."""
+
+    def __init__(self) -> None:
+        self.now, self._looks = 0.0, threading.Semaphore(0)
+
+    def monotonic(self) -> float:
+        self._looks.release()
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        """Let `seconds` pass between two ticks, and return after the second."""
+        for passed in (0.0, seconds):
+            self.now += passed
+            while self._looks.acquire(blocking=False):
+                pass
+            for _ in range(2):  # the first may be one of before
+                self._looks.acquire()
+
+
+def test_no_report_while_there_is_progress_or_after_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[int] = []
-    with Watchdog(Launch(), 2.0, leave=left.append) as watchdog:
+    clock = Clock()
+    monkeypatch.setattr("usp.run.watchdog.time", clock)
+    with Watchdog(Launch(), 0.04, leave=left.append) as watchdog:
         for step in range(6):
             watchdog.progress(step, "step")
-            time.sleep(0.4)
+            clock.move(0.03)
         watchdog.progress(6, "checkpoint", long=True)
-        time.sleep(2.4)
+        clock.move(0.1)
     with Watchdog(Launch(), 0.0, leave=left.append):
         pass
     assert left == [] and capsys.readouterr().err == ""
