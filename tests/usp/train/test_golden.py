@@ -56,7 +56,9 @@ WORLD = 4
 
 
 def hybrid() -> PretrainedConfig:
-    return AutoConfig.for_model("qwen3_next", **SIZES | FAMILIES["qwen3_next"] | {"num_experts": 0, "vocab_size": VOCAB})
+    return AutoConfig.for_model(
+        "qwen3_next", **SIZES | FAMILIES["qwen3_next"] | {"num_experts": 0, "vocab_size": VOCAB}
+    )
 
 
 RUNS: dict[str, tuple[Callable[[], PretrainedConfig], dict[str, Any]]] = {
@@ -88,7 +90,10 @@ def steps(configs: list[TrainConfig]) -> list[list[tuple[float, float, int]]]:
 
 
 def measured(run: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return what is recorded of each run. run: as `RankPool.run`; lists are by step, then by rank."""
+    """Return what is recorded of each run: by step, by rank, and the peak of the first and the last rank.
+
+    run: as `RankPool.run`.
+    """
     configs = {}
     for name, (model, flags) in RUNS.items():
         model().save_pretrained(folder / name)
@@ -101,7 +106,7 @@ def measured(run: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str,
             "loss": list(losses),
             "gradient norm": list(norms),
             "bytes sent": [[sent for _, _, sent in of_step] for of_step in zip(*histories, strict=True)],
-            "peak bytes": [dry_run(config, WORLD, rank).peak_bytes for rank in range(WORLD)],
+            "peak bytes": [dry_run(config, WORLD, rank).peak_bytes for rank in (0, WORLD - 1)],
         }
     return found
 

@@ -177,7 +177,9 @@ def test_calls_on_disjoint_ranks_run_at_the_same_time(ranks: RankPool, tmp_path:
 class Slow(ToyModel):
     """A model that generates until all the files of `marks` exist."""
 
-    def __init__(self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, marks: list[Path], **kind: bool) -> None:
+    def __init__(
+        self, call: ModelCall, layout: CallLayout, mesh: ParallelMesh, marks: list[Path], **kind: bool
+    ) -> None:
         super().__init__(call, layout, mesh, **kind)
         self._marks = marks
 
