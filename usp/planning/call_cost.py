@@ -44,7 +44,7 @@ def decode_traffic(job: Job, rank: int, slots: int) -> tuple[Sent, ...]:
     (stage,), parts = job.stages(rank), []
     if stage == 0:
         parts.append(all_reduce("tp", hidden, tp, functional=True))
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         experts = job.model.layers[index].experts
         layer = [Sent("sp", "allgather_", partial * (sp - 1))]
         layer.append(all_reduce("tp", hidden, tp, functional=True).times(1 if experts else 2))
@@ -174,7 +174,7 @@ def _different_stages(job: Job, hardware: Hardware) -> list[tuple[int, int]]:
         links = [tuple(rank // n - ranks[0] // n for rank in ranks) for n in (t.devices for t in hardware.tiers) if n]
         # Gathers of ZeRO-3 depend on the micro-batches in flight.
         gathers = gather_counts(job, stage * size, stage) if job.trained and job.config.zero == 3 else ()
-        kind = (*job.kinds(stage).items(), stage == 0, stage == job.dims.pp - 1, *links, gathers)
+        kind = (*job.kinds(stage), stage == 0, stage == job.dims.pp - 1, *links, gathers)
         stages.setdefault(kind, []).append(stage)
     return [(alike[0], len(alike)) for alike in stages.values()]
 
@@ -366,7 +366,7 @@ def _stage_seconds(job: Job, hardware: Hardware, rank: int, slots: int) -> float
     """Return the time of one stage's decode step without attention: products, traffic, and sampling on the last."""
     (stage,), tp, dtype = job.stages(rank), job.dims.tp, dtype_name(job.dtype)
     total = 0.0
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         layer = job.model.layers[index]
         matrices = [p.local(tp) for p in layer.parameters if is_matrix(p)]
         products = [Product.of(slots, inputs, outputs, job.dtype.itemsize) for outputs, inputs, *_ in matrices]

@@ -340,7 +340,7 @@ def optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
     seconds = hardware.memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank))
     if job.config.optimizer != "muon":
         return seconds
-    for index, number in job.kinds(*job.stages(rank)).items():
+    for index, number in job.kinds(*job.stages(rank)):
         layer = job.model.layers[index]
         trained = [p.shape for p in layer.parameters if is_matrix(p) and (ADAPTER in p.name or not job.frozen)]
         matrices = [(1 / (job.degree("fsdp") * job.dims.tp), min(shape), max(shape)) for shape in trained]

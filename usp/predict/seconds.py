@@ -10,16 +10,14 @@ implementation overlaps here; `OVERLAPS_WITH` names it per axis, and the rest is
                      so are sums of scalars such as token counts
     host             a layer's compute hides the copy of what the previous layer saved, and in the backward the copy of
                      what the next layer needs; the devices of a host copy at once and share its memory
-    the rest         Ulysses, tp, ep and pp are exposed
-
-Where ranks share processors, ranks that wait leave them to the others, so a step takes at least the compute of all."""
+    the rest         Ulysses, tp, ep and pp are exposed"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from parallel import Hardware, bubble_fraction, overlap_of, transfer_seconds
@@ -40,7 +38,7 @@ from .compute import (
 )
 from .job import PASSES, Job, Pass, shared
 from .memory import stage_saved
-from .traffic import FLOAT32, Sent, attention_plan, gather_counts, pass_traffic
+from .traffic import FLOAT32, Sent, attention_plan, attention_spec, gather_counts, pass_traffic
 
 _LAYERS = "the compute of the neighbouring layers"
 OVERLAPS_WITH: Mapping[str, str] = {  # axes that are not listed are exposed
@@ -111,6 +109,12 @@ def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str)
     return seconds(1.0, 0.0), seconds(0.0, 1.0)
 
 
+@shared(lambda job, hardware, axis, rank: (id(hardware), job.ranks(axis, rank), job.placed))
+def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
+    """Return the part of overlapped communication along an axis that does not slow down compute."""
+    return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
+
+
 def sharing(job: Job, hardware: Hardware) -> int:
     """Return the number of ranks on a host."""
     return min(hardware.host_devices, job.world_size)
@@ -154,7 +158,7 @@ def host_copies(
 
 def rank_launches(job: Job, hardware: Hardware, rank: int) -> int:
     """Return the operators of a rank's layers in all micro-batches."""
-    layers = job.kinds(*job.stages(rank)).items()
+    layers = job.kinds(*job.stages(rank))
     operators = sum(number * layer_seconds(job, hardware, index).launches for index, number in layers)
     return job.config.micro_batches * operators
 
@@ -195,6 +199,13 @@ def attention_kernels(job: Job, hardware: Hardware, rank: int, window: int) -> A
     )
 
 
+def _passing(job: Job, hardware: Hardware, rank: int, index: int) -> Hashable:
+    """Return what determines the attention of layer `index` and the messages of its ring."""
+    link = _link_seconds(job, hardware, "ring", rank, "send")
+    return _attending(job, hardware, rank), link, job.model.facts.windows[index]
+
+
+@shared(_passing)
 def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tuple[Attention, Attention]:
     """Return (forward, backward) of the attention of layer `index` for one micro-batch, without recomputation."""
     kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
@@ -215,7 +226,7 @@ def attention_passes(job: Job, hardware: Hardware, rank: int, index: int) -> tup
 def kernel_names(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Return the attention kernels that run; "X as Y" if the hardware states no rates of X, and those of Y stand in."""
     windows = sorted(set(job.model.facts.windows) - {NO_ATTENTION})
-    names = {attention_kernel(job, hardware, attention_plan(job, 0, window).spec) for window in windows}
+    names = {attention_kernel(job, hardware, attention_spec(job, window)) for window in windows}
     return tuple(f"{x} as {y}" if x != (y := hardware.rated_as(x)) else x for x in sorted(names))
 
 
@@ -241,62 +252,71 @@ class PassSeconds:
             communication[axis] = communication.get(axis, TransferSeconds()) + transfers
         return PassSeconds(self.compute + other.compute, communication)
 
-    def times(self, number: float) -> PassSeconds:
-        communication = {axis: transfers.times(number) for axis, transfers in self.communication.items()}
-        return PassSeconds(self.compute.times(number), communication)
-
 
 def pass_seconds(job: Job, hardware: Hardware, rank: int, prefetches: bool = True) -> dict[Pass, PassSeconds]:
     """Return the time of each pass of all micro-batches on a rank, the waiting for other pipeline stages not included;
     if it `prefetches`, as in the implementation, compute hides the traffic of parameters."""
-    micro_batch, hides = _micro_batch(job, hardware, rank), dict.fromkeys(PASSES, 0.0)
+    compute, messages, number = _compute(job, hardware, rank), _messages(job, hardware, rank), job.config.micro_batches
+    hides = dict.fromkeys(PASSES, 0.0)
     if prefetches and hardware.streams:
-        hides = {kind: each.compute.total for kind, each in micro_batch.items()}
+        hides = {kind: each.total for kind, each in compute.items()}
         hides["backward"] += hides["recompute"]
-    free = cache(lambda axis: overlap_of(hardware, job.linked(job.ranks(axis, rank))))
     passes: dict[Pass, PassSeconds] = {}
     for kind, sent in pass_traffic(job, rank).items():
-        found = PassSeconds(communication=sent_by_axis(job, hardware, sent, rank, hides[kind]))
-        found += micro_batch[kind].times(job.config.micro_batches)
+        by_axis = sent_by_axis(job, hardware, sent, rank, hides[kind])
+        if kind in messages:
+            by_axis["ring"] = messages[kind].times(number)
         communication = {
-            axis: transfers.with_free_part(free(axis))
-            for axis, transfers in found.communication.items()
-            if transfers != TransferSeconds()
+            axis: transfers.with_free_part(_free_part(job, hardware, axis, rank))
+            for axis, transfers in by_axis.items()
+            if any(transfers)
         }
-        passes[kind] = PassSeconds(found.compute, communication)
+        passes[kind] = PassSeconds(compute[kind].times(number), communication)
     if job.trained:
         passes["update"] += PassSeconds(Seconds(memory=optimizer_seconds(job, hardware, rank)))
     return passes
 
 
 def _computing(job: Job, hardware: Hardware, rank: int) -> Hashable:
-    """Return what determines the compute of a micro-batch on `rank`, and the messages of its ring."""
-    config, stages, link = job.config, job.stages(rank), _link_seconds(job, hardware, "ring", rank, "send")
-    layers = tuple(job.kinds(*stages).items()), job.last_stage in stages
-    return _attending(job, hardware, rank), link, layers, config.ac, config.mlp_tile, job.output, job.counts_choices
+    """Return what determines the compute of a micro-batch on `rank`."""
+    config, stages = job.config, job.stages(rank)
+    layers = job.kinds(*stages), job.last_stage in stages
+    return _attending(job, hardware, rank), *layers, config.ac, config.mlp_tile, job.output, job.counts_choices
 
 
 @shared(_computing)
-def _micro_batch(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, PassSeconds]:
-    """Return the compute of one micro-batch in each pass but the update, and the messages of its ring."""
-    passes, stages = dict.fromkeys(PASSES, PassSeconds()), job.stages(rank)
-    for index, number in job.kinds(*stages).items():
+def _compute(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, Seconds]:
+    """Return the compute of one micro-batch in each pass but the update."""
+    passes, stages = dict.fromkeys(PASSES, Seconds()), job.stages(rank)
+    for index, number in job.kinds(*stages):
+        kernels = attention_kernels(job, hardware, rank, job.model.facts.windows[index])
         layer = layer_seconds(job, hardware, index)
-        forward, backward = attention_passes(job, hardware, rank, index)
-        parts: tuple[tuple[Pass, Seconds, Attention], ...] = (
-            ("forward", layer.forward, forward),
-            ("recompute", layer.recompute, forward if job.config.ac == "full" else (0.0, TransferSeconds())),
-            ("backward", layer.backward, backward),
-        )
-        for kind, products, (kernels, messages) in parts if job.trained else parts[:1]:
-            passes[kind] += PassSeconds(products + Seconds(attention=kernels), {"ring": messages}).times(number)
+        forward, backward = (Seconds(attention=sum(each)) for each in (kernels.forward, kernels.backward))
+        passes["forward"] += (layer.forward + forward).times(number)
+        if job.trained:
+            again = forward if job.config.ac == "full" else Seconds()
+            passes["recompute"] += (layer.recompute + again).times(number)
+            passes["backward"] += (layer.backward + backward).times(number)
     if job.counts_choices:
         passes["count"] = passes["forward"]
     if job.last_stage in stages:
-        forward_head, backward_head = head_seconds(job, hardware)
-        passes["forward"] += PassSeconds(forward_head)
-        passes["backward"] += PassSeconds(backward_head if job.trained else Seconds())
+        forward, backward = head_seconds(job, hardware)
+        passes["forward"] += forward
+        passes["backward"] += backward if job.trained else Seconds()
     return passes
+
+
+def _messages(job: Job, hardware: Hardware, rank: int) -> Mapping[Pass, TransferSeconds]:
+    """Return the messages of the ring in one micro-batch by pass, none without a ring."""
+    passes: dict[Pass, TransferSeconds] = {}
+    for index, number in job.kinds(*job.stages(rank)) if job.dims.ring > 1 else ():
+        (_, forward), (_, backward) = attention_passes(job, hardware, rank, index)
+        again = forward if job.config.ac == "full" else TransferSeconds()
+        for kind, each in zip(("forward", "recompute", "backward"), (forward, again, backward), strict=True):
+            passes[kind] = passes.get(kind, TransferSeconds()) + each.times(number)
+    if job.counts_choices and passes:
+        passes["count"] = passes["forward"]
+    return passes if job.trained else {kind: each for kind, each in passes.items() if kind == "forward"}
 
 
 def sent_by_axis(
@@ -358,18 +378,11 @@ def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True) -> StepT
     """Predict the time of a step; raise ValueError if the hardware has no peak for the job's dtype, or connects too few
     devices."""
     ranks = [_rank_seconds(job, hardware, prefetches, rank) for rank in _different_ranks(job, hardware)]
-    slowest, _ = max(ranks, key=lambda pair: pair[0].total)
-    compute, fraction = slowest.compute, _bubble(job)
-    bubble = slowest.total * fraction / (1 - fraction)
-    if hardware.crowding > 1:  # ranks that wait leave shared processors to the others
-        every = [first + rank for first in job.ranks("pp", 0) for rank in job.ranks("ring", 0)]
-        sums = sum((_rank_seconds(job, hardware, prefetches, rank)[0].compute for rank in every), Seconds())
-        compute = sums.times(1 / len(every))
-        bubble = max(0.0, (slowest.compute.total + bubble) / hardware.crowding - compute.total)
+    (slowest, _), fraction = max(ranks, key=lambda pair: pair[0].total), _bubble(job)
     return StepTime(
-        compute=compute,
+        compute=slowest.compute,
         communication=slowest.communication,
-        bubble=bubble,
+        bubble=slowest.total * fraction / (1 - fraction),
         optimizer=max(optimizer for _, optimizer in ranks),
         causal_flops=model_flops(job) / job.world_size,
         peak=hardware.peak(dtype_name(job.dtype)),
@@ -386,36 +399,61 @@ def _rank_seconds(job: Job, hardware: Hardware, prefetches: bool, rank: int) -> 
     found = sum(passes.values(), PassSeconds(communication=update.communication)) + PassSeconds(communication=copies)
     optimizer = update.compute.total
     if job.config.optim_offload:
-        optimizer = hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
+        optimizer = host_optimizer_seconds(job, hardware, rank)
     if not job.config.compile and hardware.launch_seconds:  # the host may launch operators too slowly
         waiting = rank_launches(job, hardware, rank) * hardware.launch_seconds - found.total
         found += PassSeconds(Seconds(launch=max(0.0, waiting)))
     return found, optimizer
 
 
+def host_optimizer_seconds(job: Job, hardware: Hardware, rank: int) -> float:
+    """Return the time of the optimizer of a rank in the memory that all ranks of a host share."""
+    return hardware.host_memory_seconds(OPTIMIZER_BYTES * trained_elements(job, rank), sharing(job, hardware))
+
+
+def _placing(job: Job, hardware: Hardware) -> Hashable:
+    """Return what tells the pipeline ranks of a job apart."""
+    config, world, inside = job.config, job.world_size, job.slowest_ranks[0]
+    orders = config.micro_batches, config.zero, job.counts_choices, job.trained
+    return job.model, job.dims.pp, config.pp_schedule, *orders, world, inside, job.placed, *_tiers(hardware)
+
+
+def _tiers(hardware: Hardware) -> list[int]:
+    return [tier.devices for tier in hardware.tiers if tier.devices]
+
+
+@shared(_placing)
 def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
     """Return `Job.slowest_ranks`, and of those that compute and send the same over the same links only the first."""
-    last, devices = job.last_stage, [tier.devices for tier in hardware.tiers if tier.devices]
-    different: dict[tuple[object, ...], int] = {}
+    last, different = job.last_stage, dict[tuple[object, ...], int]()
     for rank in job.slowest_ranks:
         stages = job.stages(rank)
-        work: list[object] = [job.global_ranks[rank] % number for number in devices]
+        work: list[object] = [job.global_ranks[rank] % number for number in _tiers(hardware)]
         for stage in stages:
             ends = stage == 0, stage == last, stage - 1 in stages, stage + 1 in stages
-            work.append((tuple(job.kinds(stage).items()), gather_counts(job, rank, stage), ends))
+            work.append((job.kinds(stage), gather_counts(job, rank, stage), ends))
         different.setdefault(tuple(work), rank)
     return list(different.values())
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for any ZeRO stage and number of replicas: the compute of the slowest
-    pipeline rank, with the bubble."""
-    number, fraction = job.config.micro_batches, _bubble(job)
-    passes = (_micro_batch(job, hardware, rank) for rank in job.slowest_ranks)
-    each = [sum(found[kind].compute.total for kind in ("forward", "recompute", "backward")) for found in passes]
-    if hardware.crowding > 1:
-        return number * sum(each) / job.dims.pp / hardware.crowding
-    return number * max(each) / (1 - fraction)
+    """Return a lower bound of `step_seconds` for any ZeRO stage and more replicas: the compute of the slowest pipeline
+    rank, with the bubble, and the optimizer if it is the host's."""
+    ranks = _computing_ranks(job)
+    passes = (_compute(job, hardware, rank) for rank in ranks)
+    each = [sum(compute[kind].total for kind in ("forward", "recompute", "backward")) for compute in passes]
+    update = max(host_optimizer_seconds(job, hardware, rank) for rank in ranks) if job.config.optim_offload else 0.0
+    return job.config.micro_batches * max(each) / (1 - _bubble(job)) + update
+
+
+@shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]))
+def _computing_ranks(job: Job) -> list[int]:
+    """Return `Job.slowest_ranks`, and of those that compute the same only the first."""
+    different: dict[object, int] = {}
+    for rank in job.slowest_ranks:
+        stages = job.stages(rank)
+        different.setdefault((job.kinds(*stages), job.last_stage in stages), rank)
+    return list(different.values())
 
 
 def _bubble(job: Job) -> float:

@@ -21,8 +21,7 @@ FLOAT64 = INT64 = 8
 _ring = lru_cache(maxsize=256)(ring_schedule)  # which does not depend on the Ulysses degree
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Payload bytes that leave one rank."""
 
     axis: str  # of the mesh
@@ -111,7 +110,8 @@ def _sharding(job: Job, stage: int) -> Hashable:
 def stage_units(job: Job, stage: int) -> StageUnits:
     """Return the units that `apply_fsdp` makes of a pipeline stage."""
     model = job.model
-    made = {kind: _units(job, model.layers[kind].parameters, model.layers[kind].experts) for kind in job.kinds(stage)}
+    layers = {kind: model.layers[kind] for kind, _ in job.kinds(stage)}
+    made = {kind: _units(job, layer.parameters, layer.experts) for kind, layer in layers.items()}
     root = _units(job, model.around_layers(stage == 0, stage == job.last_stage))
     return StageUnits(root, tuple(made[model.alike[index]] for index in job.stage_layers[stage]))
 
@@ -282,11 +282,15 @@ def _reductions(job: Job, unit: Unit) -> Iterator[Sent]:
     yield all_reduce(replicas, unit.trained_shard * FLOAT32, job.degree(replicas))
 
 
+def attention_spec(job: Job, window: int) -> AttentionSpec:
+    """Return the attention of a layer."""
+    documents = (job.boundaries,) if job.data.documents else None
+    return AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+
+
 def attention_plan(job: Job, rank: int, window: int) -> UnifiedPlan:
     """Return the execution plan of a layer's attention for one sequence; `job.rows` of them take as many times more."""
-    facts, tp = job.model.facts, job.dims.tp
-    documents = (job.boundaries,) if job.data.documents else None
-    spec = AttentionSpec(causal=True, window=(window - 1, -1) if window else (-1, -1), documents=documents)
+    facts, tp, spec = job.model.facts, job.dims.tp, attention_spec(job, window)
     heads = HeadPlan(facts.num_heads // tp, facts.num_kv_heads // tp, job.dims.ulysses)
     layout = SequenceLayout(job.config.sp_layout, job.config.seq_len, job.dims.ring, 1)
     ring = _ring(layout, spec, 1, job.place("ring", rank))
@@ -367,9 +371,9 @@ def _activations(job: Job, rank: int, stage: int) -> Hashable:
 
 @shared(_activations)
 def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
-    """Return what a stage sends for one micro-batch, besides parameters and their gradients."""
+    """Return what a stage sends for one micro-batch, besides parameters and their gradients, without groups of one."""
     parts: dict[Pass, list[Sent]] = {kind: [] for kind in PASSES}
-    for index, number in job.kinds(stage).items():
+    for index, number in job.kinds(stage):
         for kind, sent in layer_traffic(job, rank, index).items():
             parts[kind] += [each.times(number) for each in sent]
     if job.output != "cache":  # the document boundaries are compared in each forward (`parallel.agree`)
@@ -390,7 +394,7 @@ def _stage_traffic(job: Job, rank: int, stage: int) -> ByPass:
         head, gradients = _head_traffic(job, rank)
         parts["forward"] += [*(last if job.output != "cache" else ()), *head]
         parts["backward"] += gradients
-    return {kind: merged(sent) for kind, sent in parts.items()}
+    return {kind: merged(s for s in sent if job.degree(s.axis) > 1) for kind, sent in parts.items()}
 
 
 def _sums(job: Job, nbytes: int, *axes: str) -> list[Sent]:

@@ -32,6 +32,7 @@ from usp.planning.search import (
     family,
     layouts,
     recomputations,
+    replications,
     shardings,
     without_parameters,
 )
@@ -101,7 +102,7 @@ def made_up() -> Predictor:
 def savings(layout: TrainConfig, facts: ModelFacts) -> Iterator[TrainConfig]:
     """Yield a layout with every way to save memory."""
     for option in recomputations(layout, facts):
-        for sharded in chain(*shardings(option)):
+        for sharded in chain(*(shardings(option, replicas) for replicas in replications(option))):
             yield from (sharded, replace(sharded, optim_offload=True))
 
 
@@ -224,7 +225,9 @@ def test_every_layout_uses_all_ranks_and_divides_the_batch() -> None:
 def test_shards_may_stay_on_a_part_of_the_ranks() -> None:
     every = (each for each in layouts(question(EXPERTS)) if (each.dp_shard, each.tp, each.ep) == (8, 2, 4))
     layout = replace(next(every), batch_size=2, micro_batches=2)
-    sharded = {(each.dp_replicate, each.dp_shard, each.zero) for stages in shardings(layout) for each in stages}
+    sharded = {
+        (each.dp_replicate, each.dp_shard, each.zero) for n in replications(layout) for each in shardings(layout, n)
+    }
     # Experts regroup the ranks of a replica; without sharding over them there is nothing to replicate.
     assert sharded == {(replicas, 8 // replicas, zero) for replicas in (1, 2, 4) for zero in (1, 2, 3)}
 

@@ -78,7 +78,7 @@ def step_flops(job: Job, rank: int) -> float:
     """Return the FLOPs of the products and of attention's visible pairs of which the time is predicted."""
     flops = 0.0
     for stage in job.stages(rank):
-        for index, number in job.kinds(stage).items():
+        for index, number in job.kinds(stage):
             products, again = (sum(p.flops for p in some) for some in layer_products(job, job.model.layers[index]))
             plan = attention_plan(job, rank, job.model.facts.windows[index])
             forward, backward = (
