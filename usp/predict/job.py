@@ -83,7 +83,7 @@ class Job:
 
     @cached_property
     def world_size(self) -> int:
-        return math.prod(self._extents["pp"])  # the stages, and the ranks of each
+        return math.prod(self.extents["pp"])  # the stages, and the ranks of each
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -192,21 +192,22 @@ class Job:
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis: derived ones, efsdp, ep and the two `ends` of pp included."""
-        return self._extents[axis][0]
+        return self.extents[axis][0]
 
     def ranks(self, axis: str, rank: int) -> range:
         """Return the ranks of the group of `rank` along an axis, ascending."""
-        degree, stride = self._extents[axis]
+        degree, stride = self.extents[axis]
         first = rank - self.place(axis, rank) * stride
         return range(first, first + degree * stride, stride)
 
     def place(self, axis: str, rank: int) -> int:
         """Return the coordinate of `rank` along an axis."""
-        degree, stride = self._extents[axis]
+        degree, stride = self.extents[axis]
         return rank // stride % degree
 
     @cached_property
-    def _extents(self) -> Mapping[str, tuple[int, int]]:
+    def extents(self) -> Mapping[str, tuple[int, int]]:
+        """The degree of each axis, and the distance between neighbours along it."""
         return _extents(self.dims)
 
 

@@ -99,9 +99,12 @@ def sent_seconds(job: Job, hardware: Hardware, sent: Sent, rank: int) -> float:
     return sent.nbytes * per_byte + steps * per_step
 
 
-@shared(
-    lambda job, hardware, axis, rank, kind: (id(hardware), job.ranks(axis, rank), job.placed or job.world_size, kind)
-)
+def _linked(job: Job, hardware: Hardware, axis: str, rank: int, *kind: str) -> Hashable:
+    """Return what determines the links in the group of `rank` along an axis."""
+    return id(hardware), rank, job.extents[axis], job.placed or job.world_size, *kind
+
+
+@shared(_linked)
 def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str) -> tuple[float, float]:
     """Return the seconds of a byte and of a message in the group of `rank` along an axis."""
     ranks = job.linked(job.ranks(axis, rank))
@@ -109,7 +112,7 @@ def _link_seconds(job: Job, hardware: Hardware, axis: str, rank: int, kind: str)
     return seconds(1.0, 0.0), seconds(0.0, 1.0)
 
 
-@shared(lambda job, hardware, axis, rank: (id(hardware), job.ranks(axis, rank), job.placed))
+@shared(_linked)
 def _free_part(job: Job, hardware: Hardware, axis: str, rank: int) -> float:
     """Return the part of overlapped communication along an axis that does not slow down compute."""
     return overlap_of(hardware, job.linked(job.ranks(axis, rank)))
@@ -121,7 +124,14 @@ def sharing(job: Job, hardware: Hardware) -> int:
 
 
 def host_copies(
-    job: Job, hardware: Hardware, rank: int, forward: float, backward: float, saved: int | None = None
+    job: Job,
+    hardware: Hardware,
+    rank: int,
+    forward: float,
+    backward: float,
+    *,
+    saved: int | None = None,
+    zero: int | None = None,
 ) -> dict[str, TransferSeconds]:
     """Return the copies of a step between a device and its host, as the axis "host"; empty if nothing is offloaded.
 
@@ -130,10 +140,11 @@ def host_copies(
 
     Of the seconds of compute of a micro-batch in `forward` and `backward`, recomputation included, those of layers hide
     copies. `saved` are the bytes that --ac-offload copies in a forward, and back in a backward; None: by formula.
+    `zero` is the ZeRO stage if it is not the job's.
     """
     if saved is None:
         saved = sum(stage_saved(job, stage) for stage in job.stages(rank)) if job.config.ac_offload else 0
-    number, zero = job.config.micro_batches, job.config.zero
+    number, zero = job.config.micro_batches, job.config.zero if zero is None else zero
     shard = FLOAT32 * trained_elements(job, rank) if job.config.optim_offload else 0
     if not saved + shard:
         return {}
@@ -437,13 +448,19 @@ def _different_ranks(job: Job, hardware: Hardware) -> list[int]:
 
 
 def least_seconds(job: Job, hardware: Hardware) -> float:
-    """Return a lower bound of `step_seconds` for any ZeRO stage and more replicas: the compute of the slowest pipeline
-    rank, with the bubble, and the optimizer if it is the host's."""
-    ranks = _computing_ranks(job)
-    passes = (_compute(job, hardware, rank) for rank in ranks)
-    each = [sum(compute[kind].total for kind in ("forward", "recompute", "backward")) for compute in passes]
-    update = max(host_optimizer_seconds(job, hardware, rank) for rank in ranks) if job.config.optim_offload else 0.0
-    return job.config.micro_batches * max(each) / (1 - _bubble(job)) + update
+    """Return a lower bound of `step_seconds` for ZeRO stages from 1 and more replicas: the compute of the slowest
+    pipeline rank and its copies to and from the host, with the bubble, and the optimizer if it is the host's."""
+    busy, updates = [], [0.0]
+    for rank in _computing_ranks(job):
+        compute, number = _compute(job, hardware, rank), job.config.micro_batches
+        forward, backward = compute["forward"].total, compute["recompute"].total + compute["backward"].total
+        busy.append(number * (forward + backward))
+        if job.config.ac_offload or job.config.optim_offload:
+            copies = host_copies(job, hardware, rank, forward, backward, zero=1)
+            busy[-1] += sum(transfers.exposed for transfers in copies.values())
+        if job.config.optim_offload:
+            updates.append(host_optimizer_seconds(job, hardware, rank))
+    return max(busy) / (1 - _bubble(job)) + max(updates)
 
 
 @shared(lambda job: (job.model, job.dims.pp, job.config.pp_schedule, job.world_size, job.slowest_ranks[0]))
